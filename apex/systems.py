@@ -15,9 +15,9 @@ from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
 from swiftllm.model.placement import Placement
 from swiftllm.remote.connect import connect_hosts
+from swiftllm.runtime.attention_choices import use_fastest_attention
 from swiftllm.runtime.build import build_gpu_only, closed_on_failure, make_backend, this_machine
 from swiftllm.runtime.cores import core_divisions
-from swiftllm.runtime.prefetch import use_fastest_prefetch
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers import CpuWorker, InlineWorker
 from swiftllm.systems import build, find_system
@@ -46,7 +46,7 @@ def build_system(
         ProfileMismatch: the table of the given file was measured on something else.
     """
     system = find_system(name)
-    use_fastest_prefetch()  # first, since what is measured from here on depends on it
+    use_fastest_attention()  # first, since what is measured from here on depends on it
     plan = place_weights(config, workload, offloads=system.needs_predictions)
     placed = {"weights_placement": plan.describe()} if plan.describe() else {}
     if not system.needs_predictions:
@@ -75,10 +75,10 @@ def open_backend(
     """A backend with the CPU worker that will serve, and the cores divided between worker and lane.
 
     ``config`` may give the division. Otherwise it is the one that decodes fastest, from the cache or measured now.
-    ``measure_again``: that, and how CPU attention prefetches.
+    ``measure_again``: that, and how CPU attention is fastest.
     """
     if measure_again:
-        use_fastest_prefetch(measure_again=True)
+        use_fastest_attention(measure_again=True)
     # The profile times CPU attention while the lane computes, so the worker needs its own thread here too.
     backend = make_backend(config, InlineWorker if config.synchronous else CpuWorker, placement=placement)
     with closed_on_failure(backend):

@@ -29,15 +29,16 @@ import torch
 
 import pacpu
 from apex.cli.parser import parse_options
+from benchmarks import pacpu_shared
 from benchmarks.pacpu_cases import BF16_ISAS, HEADS, Case, Contender, Memory, Shape, kernel_contenders, make_cases
 from benchmarks.pacpu_peers import peer_contenders
 from benchmarks.pacpu_report import Progress, draw_kernels, markdown_rows, print_medians, print_prefetches, verdicts
-from evaluation.figures import save_figure
+from evaluation.plots.style import save_figure
 from evaluation.results.folder import FlatRecord, ResultFolder
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.machine import available_host_bytes, cpu_model, last_level_cache_bytes, usable_cores
 from swiftllm.read_limit import read_limit, read_limit_bytes
-from swiftllm.runtime.prefetch import use_fastest_prefetch
+from swiftllm.runtime.attention_choices import use_fastest_attention
 
 SHAPES = (
     Shape(1, 512), Shape(1, 2048), Shape(8, 1024), Shape(16, 1024, ragged=True), Shape(32, 512), Shape(32, 2048),
@@ -64,8 +65,10 @@ class Options:
     """Numbers of threads to measure."""
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
     """Data types of the KV cache."""
+    shared: bool = False
+    """Measure contexts that begin with the same blocks instead: read once, and by each row (native kernel)."""
     results_dir: Path = RESULTS_DIR
-    """Results go to pacpu/<run>/ in this folder."""
+    """Results go to pacpu/<run>/, with --shared to pacpu_shared/<run>/ in this folder."""
 
 
 class Point:
@@ -191,6 +194,22 @@ def median_ratio(values: Sequence[float], references: Sequence[float]) -> float:
     return statistics.median(value / reference for value, reference in zip(values, references, strict=True))
 
 
+def measure_shared(options: Options) -> None:
+    use_fastest_attention()
+    shapes = pacpu_shared.QUICK_SHAPES if options.quick else pacpu_shared.SHAPES
+    cases, memory = fitting(make_cases(shapes, options.threads, options.dtypes))
+    seconds = options.seconds or (50.0 if options.quick else 150.0)
+    configuration = {"benchmark": "pacpu, shared blocks", "cases": [str(case) for case in cases], "seconds": seconds}
+    folder = ResultFolder("pacpu_shared", configuration | {"date": time.ctime()}, options.results_dir)
+    folder.record_invocation()
+    points = [pacpu_shared.SharedPoint(case, memory) for case in cases]
+    measure(points, seconds)
+    rows = [point.row() for point in points]
+    folder.save_summary(rows, markdown_rows(rows))
+    pacpu_shared.print_rows(rows)
+    print(f"all rows and provenance: {folder.path}")
+
+
 def fitting(cases: Sequence[Case]) -> tuple[list[Case], Memory]:
     """The cases that fit a quarter of the free memory, and the memory for them."""
     room = available_host_bytes() // 4
@@ -202,7 +221,7 @@ def fitting(cases: Sequence[Case]) -> tuple[list[Case], Memory]:
     return kept, Memory(min(rotation, room))
 
 
-def measure(points: Sequence[Point], seconds: float) -> None:
+def measure(points: Sequence[Point | pacpu_shared.SharedPoint], seconds: float) -> None:
     """Run rounds over all points until the next round would exceed the time limit."""
     start_s = time.perf_counter()
     with Progress(len(points), start_s, seconds) as progress:
@@ -217,11 +236,13 @@ def measure(points: Sequence[Point], seconds: float) -> None:
 
 
 def main(options: Options) -> None:
+    if options.shared:
+        return measure_shared(options)
     found, absent = peer_contenders()
     everyone = [*kernel_contenders(), *found]
     for contender in everyone:
         with contender.selected():
-            use_fastest_prefetch()
+            use_fastest_attention()
     cases, memory = fitting(make_cases(QUICK_SHAPES if options.quick else SHAPES, options.threads, options.dtypes))
     seconds = options.seconds or (50.0 if options.quick else 220.0)
     configuration = {

@@ -107,6 +107,7 @@ def running_engine(system: str, mix: Mix) -> Engine:
         max_num_batched_tokens=8192,
         max_num_seqs=num_requests,
         strategy=TARGETS if system in OF_TWO_CLASSES else None,
+        cached_tiers=find_system(system).cached_tiers,
     )
     draw = random.Random(0)
     for i in range(6 * num_requests):
@@ -114,7 +115,8 @@ def running_engine(system: str, mix: Mix) -> Engine:
         sampling = SamplingParams(max_tokens=draw.randint(*mix.output_tokens))
         is_best_effort = mix.systems and i >= mix.gpu_requests
         service_class = ServiceClass.BEST_EFFORT if is_best_effort else ServiceClass.LATENCY_SENSITIVE
-        engine.add(engine.make_request(str(i), prompt, sampling, service_class=service_class))
+        # A salt of its own: nothing of the prefix cache is found, and every full block gets a name.
+        engine.add(engine.make_request(str(i), prompt, sampling, service_class=service_class, cache_salt=str(i)))
     for _ in range(WARM_UP_ITERATIONS):
         engine.step()
     return engine

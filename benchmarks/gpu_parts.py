@@ -19,7 +19,7 @@ from swiftllm.ops.library import LibraryLinears, installed_version
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.select import select_ops
 from swiftllm.read_limit import read_limit
-from swiftllm.runtime.prefetch import use_fastest_prefetch
+from swiftllm.runtime.attention_choices import use_fastest_attention
 
 ROUNDS = 9
 PRODUCT_ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048)
@@ -219,7 +219,7 @@ def coded_products(timer: Timer, config: Any, dtype: torch.dtype, quick: bool) -
 
 def cpu_attention(config: Any, dtype: torch.dtype, threads: int, num_bytes: int) -> dict[str, Any]:
     """The default kernel of pacpu over caches in host memory, compared with the limit of streaming reads."""
-    use_fastest_prefetch()
+    use_fastest_attention()
     kv_heads, dim, batch, block_size, context = config.num_kv_heads, config.head_dim, 32, 16, 1024
     blocks = batch * context // block_size
     layer_bytes = blocks * kv_heads * 2 * block_size * dim * dtype.itemsize

@@ -24,14 +24,24 @@ BF16_AND_FP16_BITS = 0x3800, 0x4000  # numbers from 0.5 to 2 as float16, from 2^
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch of contexts: all equal, or (`ragged`) between 1 and twice the mean `context` (tokens)."""
+    """A batch of contexts: all equal, or (`ragged`) between 1 and twice the mean `context` (tokens).
+
+    With the first `shared` tokens they are the same: the full blocks of these are.
+    """
 
     batch: int
     context: int
     ragged: bool = False
+    shared: int = 0
 
     def __str__(self) -> str:
-        return f"{self.batch}x{'~' if self.ragged else ''}{self.context}"
+        return f"{self.batch}x{'~' if self.ragged else ''}{self.context}" + (
+            f" ({self.shared} shared)" if self.shared else ""
+        )
+
+    @property
+    def shared_blocks(self) -> int:
+        return self.shared // BLOCK_SIZE
 
     def seq_lens(self) -> list[int]:
         if not self.ragged:
@@ -51,8 +61,9 @@ class Case:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of K and V that one call reads: 16-bit elements of all cached tokens, once per KV head."""
-        return sum(self.shape.seq_lens()) * self.bytes_per_token
+        """Bytes of K and V that one call must read: 16-bit elements of all cached tokens, once per KV head."""
+        shared = (self.shape.batch - 1) * self.shape.shared_blocks * BLOCK_SIZE
+        return (sum(self.shape.seq_lens()) - shared) * self.bytes_per_token
 
     @property
     def bytes_per_token(self) -> int:
@@ -61,7 +72,9 @@ class Case:
     @property
     def bytes_held(self) -> int:
         """Bytes of the blocks that hold one layer of the case."""
-        return sum(-(-n // BLOCK_SIZE) for n in self.shape.seq_lens()) * BLOCK_SIZE * self.bytes_per_token
+        blocks = sum(-(-n // BLOCK_SIZE) for n in self.shape.seq_lens())
+        shared = (self.shape.batch - 1) * self.shape.shared_blocks
+        return (blocks - shared) * BLOCK_SIZE * self.bytes_per_token
 
 
 class Memory:
@@ -104,10 +117,15 @@ class Memory:
         num_blocks = self.bits.numel() // block_elements
         cache = self.elements(case.dtype)[: num_blocks * block_elements]
         counts = -(-torch.tensor(case.shape.seq_lens()) // block_size)
-        num_layers = min(num_layers, num_blocks // int(counts.sum()))
-        ids = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))[: num_layers * int(counts.sum())]
+        shared = case.shape.shared // block_size
+        own = counts - shared
+        per_layer = shared + int(own.sum())
+        num_layers = min(num_layers, num_blocks // per_layer)
+        ids = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))[: num_layers * per_layer]
+        ids = ids.int().view(num_layers, per_layer)
         tables = torch.zeros(num_layers, case.shape.batch, int(counts.max()), dtype=torch.int32)
-        tables[:, torch.arange(tables.shape[2]) < counts[:, None]] = ids.int().view(num_layers, -1)
+        tables[:, :, :shared] = ids[:, None, :shared]
+        tables[:, :, shared:][:, torch.arange(int(own.max())) < own[:, None]] = ids[:, shared:]
         return cache.view(num_blocks, num_kv_heads, 2, block_size, HEAD_DIM), list(tables)
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks.pacpu_cases import HEAD_DIM
 from benchmarks.pacpu_peers import PEER_NOTES
-from evaluation.figures.style import FAINT, INK, FigureText, figure_style, set_words, tidy_axes
+from evaluation.plots.style import FAINT, INK, FigureText, set_words, tidy_axes
 from evaluation.results.folder import FlatRecord
 from pacpu import PREFETCHES
 
@@ -173,26 +173,25 @@ def draw_kernels(rows: Sequence[FlatRecord], made: str) -> plt.Figure:
     legend_height = LEGEND_LINE * -(-len(contenders) // legend_columns)
     height = 2.5 * len(teams) + 1.9 + legend_height
     highest = max(110.0, *(105 * row["fraction_of_read"] for row in rows))
-    with figure_style():
-        drawing = plt.figure(figsize=(width, height))
-        bottom, top = set_words(drawing, text, width, height)
-        axes = drawing.subplots(len(teams), len(columns), sharex=True, sharey=True, squeeze=False)
-        for line, threads in zip(axes, teams, strict=True):
-            for ax, (heads, dtype) in zip(line, columns, strict=True):
-                here = [r for r in rows if (heads_name(r), r["dtype"], r["threads"]) == (heads, dtype, threads)]
-                draw_panel(ax, here, shapes, contenders, colours)
-                ax.set_ylim(0, highest)
-            line[0].set_ylabel("% of streaming reads")
-        for ax in axes[-1]:
-            ax.set_xlabel("batch x context (~: ragged, mean)", color=FAINT)
-        entries = [entry for ax in axes.flat for entry in zip(*ax.get_legend_handles_labels(), strict=True)]
-        handles = {label: handle for handle, label in entries}
-        labels = [label for kernel, isa in contenders if (label := f"{kernel}, {isa}") in handles]
-        drawing.legend(
-            [handles[label] for label in labels], labels, loc="upper left", bbox_to_anchor=(0.05 / width, top),
-            ncols=legend_columns, frameon=False, fontsize=8, columnspacing=1.4,
-        )  # fmt: skip
-        drawing.tight_layout(rect=(0, bottom, 1, top - legend_height / height))
+    drawing = plt.figure(figsize=(width, height))
+    bottom, top = set_words(drawing, text, width, height)
+    axes = drawing.subplots(len(teams), len(columns), sharex=True, sharey=True, squeeze=False)
+    for line, threads in zip(axes, teams, strict=True):
+        for ax, (heads, dtype) in zip(line, columns, strict=True):
+            here = [r for r in rows if (heads_name(r), r["dtype"], r["threads"]) == (heads, dtype, threads)]
+            draw_panel(ax, here, shapes, contenders, colours)
+            ax.set_ylim(0, highest)
+        line[0].set_ylabel("% of streaming reads")
+    for ax in axes[-1]:
+        ax.set_xlabel("batch x context (~: ragged, mean)", color=FAINT)
+    entries = [entry for ax in axes.flat for entry in zip(*ax.get_legend_handles_labels(), strict=True)]
+    handles = {label: handle for handle, label in entries}
+    labels = [label for kernel, isa in contenders if (label := f"{kernel}, {isa}") in handles]
+    drawing.legend(
+        [handles[label] for label in labels], labels, loc="upper left", bbox_to_anchor=(0.05 / width, top),
+        ncols=legend_columns, frameon=False, fontsize=8, columnspacing=1.4,
+    )  # fmt: skip
+    drawing.tight_layout(rect=(0, bottom, 1, top - legend_height / height))
     return drawing
 
 

@@ -25,19 +25,21 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from apex.cli.output import stdout_console, table
+from apex.cli.output import number, stdout_console
 from apex.cli.parser import parse_options
+from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.options import check_counts
-from evaluation.experiments.runner import Point, one_line_errors, print_failure, run_experiment
-from evaluation.figures.bars import BarPanel, Group, Half, throughput_figure
-from evaluation.figures.style import FigureText, save_figure
-from evaluation.figures.table import LATENCY_COLUMNS, format_cell
+from evaluation.experiments.runner import Point, one_line_errors, print_failure
 from evaluation.measure.rounds import BenchFailed, RoundTask, RunningServers, bench_serve, cores_text, key_of, label_of
 from evaluation.measure.server import ServerCommand
 from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.measure.vllm import how_to_install, vllm_command, vllm_path
+from evaluation.plots.bars import BarPanel, Half, rate_bars, throughput_figure
+from evaluation.plots.style import FigureText, save_figure
+from evaluation.plots.table import LATENCY_COLUMNS, rows_table
 from evaluation.results.folder import FlatRecord, markdown_table, median_record
-from evaluation.results.frame import bases, frame_of, over, with_columns
+from evaluation.results.frame import bases, frame_of, grouped, over, with_columns
+from evaluation.results.kinds import distinct
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
 from evaluation.traces.catalogue import Origin, TraceRow
@@ -141,14 +143,14 @@ def make_points(options: Options, systems: Sequence[ServerCommand], model: Path)
     origin = Origin("synthetic", "requests of one size, all at once")
     vocabulary = PromptTokens(load_prompt_tokens(model).vocab_size)
     points = []
-    for number in range(options.rounds):
+    for turn in range(options.rounds):
         name = f"fixed-{options.input_len}-{options.output_len}"
-        spec = WorkloadSpec(name, options.num_requests, seed=options.seed + number)
+        spec = WorkloadSpec(name, options.num_requests, seed=options.seed + turn)
         lengths = Lengths(spec, "Requests of one size", origin, (row,) * options.num_requests)
-        first = number % len(systems)
+        first = turn % len(systems)
         for system in (*systems[first:], *systems[:first]):
-            key, task = f"{key_of(system)}-round{number}", RoundTask(system, number, lengths, model, vocabulary)
-            points.append(Point(key, key, f"round {number + 1}, {label_of(system)}", task))
+            key, task = f"{key_of(system)}-round{turn}", RoundTask(system, turn, lengths, model, vocabulary)
+            points.append(Point(key, key, f"round {turn + 1}, {label_of(system)}", task))
     return points
 
 
@@ -187,12 +189,9 @@ def with_ratios(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
 
 
 COLUMNS = (
-    ("tok/s", "output_tokens_per_s", ".1f"),
-    ("ratio", "ratio", ".2f"),
-    *LATENCY_COLUMNS,
-    ("cores busy", "server_cores_busy", ".2f"),
-    ("failed", "failed", ".0f"),
-)
+    ("tok/s", "output_tokens_per_s", ".1f"), ("ratio", "ratio", ".2f"), *LATENCY_COLUMNS,
+    ("cores busy", "server_cores_busy", ".2f"), ("failed", "failed", ".0f"),
+)  # fmt: skip
 # Columns of summary.md, which has a row for every round.
 ROUND_COLUMNS = (
     ("cores", "cores", "{}"),
@@ -217,25 +216,23 @@ def median_rows(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
 
 
 def results_table(middle: Sequence[FlatRecord], rows: Sequence[FlatRecord]) -> Table:
-    cells = []
+    rounds = grouped(sorted(rows, key=lambda row: row["round"]), "system", "cores")
+    shown = []
     for row in middle:
-        mine = [r for r in rows if (r["system"], r["cores"]) == (row["system"], row["cores"])]
-        rates = [format_cell(r["output_tokens_per_s"], ".0f") for r in sorted(mine, key=lambda r: r["round"])]
-        figures = [format_cell(row[field], form) for _, field, form in COLUMNS]
-        cells.append([str(row["cores"]), row["system"], *figures, " ".join(rates)])
-    titles = ("cores", "system", *(title for title, _, _ in COLUMNS), "tok/s by round")
-    return table(titles, cells, left=("system",))
+        rates = [number(r["output_tokens_per_s"], ".0f") for r in rounds[row["system"], row["cores"]]]
+        shown.append({**row, "by_round": " ".join(rates)})
+    columns = (("cores", "cores", "d"), ("system", "system", "s"), *COLUMNS, ("tok/s by round", "by_round", ""))
+    return rows_table(shown, columns)
 
 
 def draw_servers(middle: Sequence[FlatRecord], folder: Path) -> Path:
     """Bars of the medians, one panel per number of cores. Returns the path of the figure."""
-    first = middle[0]
-    panels = []
-    for cores in sorted({row["cores"] for row in middle}):
-        mine = tuple(row for row in middle if row["cores"] == cores)
-        label = f"{first['num_requests']} requests at once, {first['input_len']:.0f} in / {first['output_len']:.0f} out"
-        panels.append(BarPanel(cores_text(cores), "", (Group(label, mine),)))
-    systems = tuple(dict.fromkeys(row["system"] for row in middle))
+    first, systems = middle[0], distinct(middle, "system")
+    label = f"{first['num_requests']} requests at once, {first['input_len']:.0f} in / {first['output_len']:.0f} out"
+    panels = [
+        BarPanel(cores_text(cores), "", [(label, rate_bars(rows, systems, BASELINE))], "output tokens/s, measured")
+        for cores, rows in sorted(grouped(middle, "cores").items())
+    ]
     text = FigureText(
         "This engine's servers and vLLM's CPU build, over HTTP",
         f"{first['model']}, bfloat16, on {cpu_model()}; medians of {first['rounds']} interleaved rounds, "
@@ -243,8 +240,7 @@ def draw_servers(middle: Sequence[FlatRecord], folder: Path) -> Path:
         f"Above the bars: ratio to vLLM on as many cores, or tokens/s. {BASELINE}: its default, which computes on all "
         "cores but one unless it is given one; vllm-all-cores: OpenMP threads on every core.",
     )
-    half = Half(tuple(panels), systems, BASELINE, "output tokens/s, measured", text)
-    return save_figure(throughput_figure([half]), folder)[0]
+    return save_figure(throughput_figure([Half(panels, systems, text)]), folder)[0]
 
 
 @one_line_errors
@@ -262,7 +258,6 @@ def main(options: Options, console: Console | None = None) -> int:
         text = f"no vLLM at {options.vllm}: only our servers are measured; {INSTALL} installs it"
         console.print(text, style="yellow", highlight=False, soft_wrap=True)
     configuration = {
-        "experiment": NAME,
         "model": model_identity(model),
         "workload": asdict(points[0].task.lengths.spec),
         "rounds": options.rounds,
@@ -270,9 +265,9 @@ def main(options: Options, console: Console | None = None) -> int:
     }
     logs = options.results_dir / NAME / "logs"
     with RunningServers(logs, console) as servers:
-        outcome = run_experiment(
-            NAME, configuration, points, servers.run_point, options.results_dir, console, derive=with_ratios
-        )
+        run_point, described = servers.run_point, lambda points: configuration
+        experiment = Experiment(NAME, derive=with_ratios, run_point=run_point, describe=described)
+        outcome = experiment.run(points, options.results_dir, console=console)
         problems = [f"{label}, see errors/ in the results" for label in outcome.failed]
         if options.bench_serve:
             problems += run_vllm_client(options, systems, model, servers, outcome.folder / "bench_serve", console)

@@ -23,18 +23,17 @@ from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
-from apex.cli.output import stdout_console, table
+from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from apex.replay.metrics import DEFAULT_TARGETS, Targets
+from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.http_point import HttpTask, run_http_point
 from evaluation.experiments.options import HttpOptions, TraceDir, parse_urls
-from evaluation.experiments.runner import Point, one_line_errors, run_experiment
-from evaluation.figures.table import LATENCY_COLUMNS, format_cell
+from evaluation.experiments.runner import Point, one_line_errors
 from evaluation.measure.server import Server, ServerCommand, connect_server, launched_server
 from evaluation.measure.sessions import stop_on_sigterm
-from evaluation.results.folder import FlatRecord
+from evaluation.plots.table import LATENCY_COLUMNS, rows_table
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
 from evaluation.traces.catalogue import Trace, UniformTrace, load_trace
@@ -137,17 +136,10 @@ def make_points(options: Options, servers: Sequence[Server], model: Path, trace:
 
 
 COLUMNS = (
-    ("tok/s", "output_tokens_per_s", ".1f"),
-    ("req/s", "requests_per_s", ".2f"),
-    ("goodput", "goodput_requests_per_s", ".2f"),
-    *LATENCY_COLUMNS,
+    ("load", "load", "s"), ("server", "system", "s"), ("tok/s", "output_tokens_per_s", ".1f"),
+    ("req/s", "requests_per_s", ".2f"), ("goodput", "goodput_requests_per_s", ".2f"), *LATENCY_COLUMNS,
     ("failed", "failed", ".0f"),
-)
-
-
-def results_table(summary: Sequence[FlatRecord]) -> Table:
-    rows = [[r["load"], r["system"], *(format_cell(r[field], form) for _, field, form in COLUMNS)] for r in summary]
-    return table(("load", "server", *(title for title, _, _ in COLUMNS)), rows, left=("load", "server"))
+)  # fmt: skip
 
 
 def configuration(options: Options, commands: Sequence[ServerCommand], points: Sequence[Point], model: Path) -> Any:
@@ -161,7 +153,7 @@ def configuration(options: Options, commands: Sequence[ServerCommand], points: S
         duration = {} if task.duration_s is None else {"duration_s": task.duration_s}
         return {"key": point.key, "server": server, **lengths, "targets": asdict(task.targets), **duration}
 
-    return {"experiment": NAME, "model": model_identity(model), "points": [described(point) for point in points]}
+    return {"model": model_identity(model), "points": [described(point) for point in points]}
 
 
 @one_line_errors
@@ -184,9 +176,10 @@ def main(options: Options, console: Console | None = None) -> int:
             servers.append(running.server)
         points = make_points(options, servers, model, trace)
         settings = configuration(options, commands, points, model)
-        run = run_experiment(NAME, settings, points, run_http_point, options.results_dir, console)
+        experiment = Experiment(NAME, run_point=run_http_point, describe=lambda points: settings)
+        run = experiment.run(points, options.results_dir, console=console)
     if run.summary:
-        console.print(results_table(run.summary))
+        console.print(rows_table(run.summary, COLUMNS))
         keep = f"a first token within {options.ttft_target_s:g} s and {options.tpot_target_s:g} s per further token"
         console.print(f"goodput: requests/s with {keep}")
     return run.print_outcome(console)

@@ -13,10 +13,10 @@ if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
 from evaluation.experiments.claims_map.points import map_points
+from evaluation.experiments.claims_map.show import show_map
 from evaluation.experiments.experiment import Experiment, command
 from evaluation.experiments.options import Names, TraceOptions, experiment_settings
 from evaluation.experiments.runner import Point
-from evaluation.figures.claims_map.show import show_map
 from evaluation.results.claims import load_claims
 
 NAME = "claims-map"

@@ -14,7 +14,7 @@ import json
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from apex.cli.parser import parse_options
 from apex.replay.metrics import compute_metrics
 from apex.source_tree import IS_SOURCE_TREE
 from evaluation.experiments.runner import one_line_errors
-from evaluation.results.claims import LIMITS, compare_claims, load_claims, overview
+from evaluation.results.claims import LIMITS, Comparison, compare_claims, load_claims, overview
 from evaluation.results.folder import DRAWN, SWEPT, TABLE, FlatRecord
 from evaluation.results.kinds import MEASURED, claimable, kind_of, what_ran
 from evaluation.results.paths import RESULTS_DIR, evaluation_command
@@ -106,27 +106,26 @@ def figures_of(folder: Path) -> dict[str, str]:
 
 
 def claim_rows(figure: str, records: Sequence[FlatRecord]) -> list[dict[str, str]]:
-    """The claims about a figure in words beside our ratios, separately for each comparison that concerns them."""
-    return [row for rows in claimable(records) for row in rows_of_comparison(figure, rows)]
+    """The claims about a figure, separately for each comparison that concerns them."""
+    return [claim_row(item, rows) for rows in claimable(records) for item in compare_claims(load_claims(figure), rows)]
 
 
-def rows_of_comparison(figure: str, records: Sequence[FlatRecord]) -> Iterator[dict[str, str]]:
-    origin = kind_of(records[0])
-    for item in compare_claims(load_claims(figure), records):
-        claim = item.claim
-        lengths = "" if claim.output_lens is None else ", {:g} to {:g} output tokens".format(*claim.output_lens)
-        yield {
-            "origin": origin,
-            "measured_on": what_ran(records) if origin == MEASURED else "",
-            "hardware": claim.hardware,
-            "workload": (claim.workload or "any") + lengths,
-            "what": item.what,
-            "section": claim.section,
-            "claimed": claim.stated(),
-            "ours": "not run" if item.summary is None else f"{item.summary:.2f}",
-            "span": item.span(" to ") + (f", best at {item.best_at}" if item.best_at else ""),
-            "difference": item.differs,
-        }
+def claim_row(item: Comparison, records: Sequence[FlatRecord]) -> dict[str, str]:
+    """A claim in words, beside our ratio with its span over the points."""
+    claim, origin = item.claim, kind_of(records[0])
+    lengths = "" if claim.output_lens is None else ", {:g} to {:g} output tokens".format(*claim.output_lens)
+    return {
+        "origin": origin,
+        "measured_on": what_ran(records) if origin == MEASURED else "",
+        "hardware": claim.hardware,
+        "workload": (claim.workload or "any") + lengths,
+        "what": item.what,
+        "section": claim.section,
+        "claimed": claim.stated(),
+        "ours": "not run" if item.summary is None else f"{item.summary:.2f}",
+        "span": item.span(" to ") + (f", best at {item.best_at}" if item.best_at else ""),
+        "difference": item.differs,
+    }
 
 
 def failed_point(path: Path) -> dict[str, str]:

@@ -13,31 +13,19 @@ from dataclasses import dataclass
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from evaluation.experiments.adaptive.points import (
-    capacity_points,
-    case_points,
-    latency_points,
-    map_points,
-    requests_per_s,
-    wrong_table_points,
-)
-from evaluation.experiments.adaptive.ratios import with_error_ratios, with_latency_ratios, with_ratios
+from evaluation.experiments.adaptive import points, ratios, show
 from evaluation.experiments.axes import OWN_KERNELS
 from evaluation.experiments.experiment import Experiment, command
 from evaluation.experiments.grid import Grid
-from evaluation.experiments.options import Names, TraceOptions, experiment_settings
+from evaluation.experiments.options import Names, TraceOptions, experiment_settings, given
 from evaluation.experiments.places import FIELDS
 from evaluation.experiments.runner import Derive, Point, Run
-from evaluation.figures.adaptive.cases import draw_cases
-from evaluation.figures.adaptive.heat_map import draw_map
-from evaluation.figures.adaptive.latency import draw_latency
-from evaluation.figures.adaptive.tables import print_cases, print_latency, print_map, print_wrong_tables
-from evaluation.figures.style import show_figure
+from evaluation.plots.style import show_figure
 from evaluation.results.folder import FlatRecord
 from swiftllm.systems import find_system
 
@@ -85,8 +73,7 @@ class Options(TraceOptions):
 def grid_of(options: Options, section: Settings, systems: Sequence[str], **axes: Any) -> Grid:
     """The grid of a section with the chosen options and systems; ``axes`` vary more slowly than the systems."""
     grid = Grid.read(section, FIELDS | {"case"}, "quick" if options.quick else None)
-    if options.seed is not None:
-        grid = grid.with_(seed=options.seed)
+    axes |= given(seed=options.seed)
     of_run = {"hand_over_us": options.hand_over_us, "without": [options.without], "trace_dir": options.trace_dir}
     return grid.with_(**of_run, **axes, system=[find_system(name).name for name in options.systems or systems])
 
@@ -113,62 +100,55 @@ def under_load(options: Options, part: Settings, settings: Settings) -> list[Poi
         ValueError: a name is unknown, or no throughput is known.
     """
     loaded = cases(options, settings, part, loaded_as=part["loaded_as"], load=part["load"])
-    points = capacity_points(loaded.with_(system=part["loaded_as"], load=None))
-    capacity = Experiment(CAPACITY).run(points, options.results_dir, options.jobs)
+    at_once = points.capacity_points(loaded.with_(system=part["loaded_as"], load=None))
+    capacity = Experiment(CAPACITY).run(at_once, options.results_dir, options.jobs)
     if capacity.failed:
         raise ValueError(f"no throughput of {', '.join(capacity.failed)}; see errors/ in {capacity.folder}")
-    return latency_points(loaded, requests_per_s(capacity.summary))
+    return points.latency_points(loaded, points.requests_per_s(capacity.summary))
 
 
 def experiments(options: Options) -> list[Experiment]:
     """The experiment of each part."""
     settings = experiment_settings(NAME, options.config)
     published = settings["published"]  # the papers' systems, to which all are compared
-
-    def experiment(
-        name: str, make: Callable[[Options], list[Point]], derive: Derive, tables: Tables, draw: Draw | None = None
-    ) -> Experiment:
-        return Experiment(name, functools.partial(show, tables, draw), make, derive)
-
+    made: dict[PartName, Callable[[Options], list[Point]]] = {
+        "cases": lambda options: points.case_points(cases(options, settings)),
+        "map": lambda options: points.map_points(cells(options, settings)),
+        "latency": lambda options: under_load(options, settings["latency"], settings),
+        "wrong-tables": lambda options: points.wrong_table_points(
+            cases(options, settings).with_(**settings["wrong_tables"])
+        ),
+    }
+    derived: dict[PartName, Derive] = {
+        "cases": lambda rows: ratios.with_ratios(rows, published),
+        "map": lambda rows: ratios.with_ratios(rows, published, ("output_len",), ("kernel", "host_read_gb_s")),
+        "latency": lambda rows: ratios.with_latency_ratios(rows, published),
+        "wrong-tables": lambda rows: ratios.with_error_ratios(rows, published),
+    }
+    shown: dict[PartName, tuple[Tables, Draw | None]] = {
+        "cases": (show.print_cases, show.draw_cases),
+        "map": (show.print_map, show.draw_map),
+        "latency": (show.print_latency, show.draw_latency),
+        "wrong-tables": (show.print_wrong_tables, None),
+    }
     return [
-        experiment(
-            NAME,
-            lambda options: case_points(cases(options, settings)),
-            with_ratios(published),
-            print_cases,
-            draw_cases,
-        ),
-        experiment(
-            f"{NAME}-map",
-            lambda options: map_points(cells(options, settings)),
-            with_ratios(published, at=("output_len",), any_of=("kernel", "host_read_gb_s")),
-            print_map,
-            draw_map,
-        ),
-        experiment(
-            f"{NAME}-latency",
-            lambda options: under_load(options, settings["latency"], settings),
-            with_latency_ratios(published),
-            print_latency,
-            draw_latency,
-        ),
-        experiment(
-            f"{NAME}-wrong-tables",
-            lambda options: wrong_table_points(cases(options, settings).with_(**settings["wrong_tables"])),
-            with_error_ratios(published),
-            print_wrong_tables,
-        ),
+        Experiment(name_of(part), functools.partial(show_rows, *shown[part]), made[part], derived[part])
+        for part in get_args(PartName)
     ]
 
 
-def show(tables: Tables, draw: Draw | None, run: Run, console: Console) -> None:
+def show_rows(tables: Tables, draw: Draw | None, run: Run, console: Console) -> None:
     """``draw`` is None where tables say it all."""
     tables(run.summary, console)
     if draw is not None:
         show_figure(draw(run.summary), run.folder, console)
 
 
-main = command(Options, experiments, lambda options: [NAME if options.part == "cases" else f"{NAME}-{options.part}"])
+def name_of(part: PartName) -> str:
+    return NAME if part == "cases" else f"{NAME}-{part}"
+
+
+main = command(Options, experiments, lambda options: [name_of(options.part)])
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,7 +14,7 @@ if __name__ == "__main__" and not __package__:  # run as a file
 from evaluation.experiments.papers.figure import PaperFigure
 from evaluation.experiments.papers.jobs import figure_command
 from evaluation.experiments.papers.options import FigureOptions
-from evaluation.figures.apex_paper import draw_fig5
+from evaluation.plots.apex_paper import draw_fig5
 
 FIGURE = PaperFigure(
     "fig5",

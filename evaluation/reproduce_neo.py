@@ -24,9 +24,9 @@ from evaluation.experiments.papers.jobs import FigureJob, figures_command, make_
 from evaluation.experiments.papers.latency import with_rates_at_latency
 from evaluation.experiments.papers.options import FigureOptions, PaperOptions, SettingOptions
 from evaluation.experiments.papers.points import ROW_AT_LATENCY
-from evaluation.figures.neo_paper import draw_neo
 from evaluation.measure.live_systems import LiveSystems
 from evaluation.planning.panels import NotApplicable
+from evaluation.plots.neo_paper import draw_neo
 from evaluation.results.progress import print_line
 
 FigureName = Literal["6", "7", "8", "9", "10a"]

@@ -9,55 +9,45 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 from rich.console import Console
 
 from apex.cli.output import table
 from evaluation.experiments.experiment import Experiment, command
-from evaluation.experiments.omniserve.points import Selection, make_omniserve_points
+from evaluation.experiments.grid import Grid
+from evaluation.experiments.identity import identity
+from evaluation.experiments.omniserve.points import omniserve_points, read_grid
 from evaluation.experiments.omniserve.ratios import with_service_ratios
 from evaluation.experiments.omniserve.served import (
-    alone_point,
     contract,
     found_here,
-    make_served_points,
+    read_http_grid,
     run_served_point,
+    served_point,
 )
-from evaluation.experiments.options import Folder, Names, TraceOptions, experiment_settings
+from evaluation.experiments.omniserve.show import draw_omniserve, print_omniserve
+from evaluation.experiments.options import Folder, Names, TraceOptions, experiment_settings, given
 from evaluation.experiments.runner import Point, Run
-from evaluation.figures.omniserve.draw import draw_omniserve
-from evaluation.figures.omniserve.tables import print_omniserve
-from evaluation.figures.style import show_figure
 from evaluation.measure.sessions import stop_on_sigterm
+from evaluation.plots.style import show_figure
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.paths import model_folder
 from evaluation.results.provenance import model_identity
+from swiftllm.systems import find_system
 
 FigureName = Literal["a10", "a10-limits", "10", "11", "12", "13", "14", "15", "16", "17", "18", "19", "http"]
-SECTIONS: Mapping[FigureName, str] = {
-    "a10": "a10",
-    "a10-limits": "a10-limits",
-    "10": "fig10",
-    "11": "fig11",
-    "12": "fig12",
-    "13": "fig13",
-    "14": "fig14",
-    "15": "fig10",
-    "16": "fig11",
-    "17": "fig17",
-    "18": "fig18",
-    "19": "fig19",
-}
-"""The section of the experiment file, and result folder, of each simulated figure: one run has both classes."""
 HTTP = "http"
+SIMULATED = tuple(name for name in get_args(FigureName) if name != HTTP)
+ALSO_DRAWN = {"15": "10", "16": "11"}
+"""Figures of best-effort requests, and the figure of the same run for the latency-sensitive ones."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +59,7 @@ class Options(TraceOptions):
     interrupted run.
     """
 
-    figure: Annotated[tuple[FigureName, ...], tyro.conf.arg(metavar="FIGURE ...")] = tuple(SECTIONS)
+    figure: Annotated[tuple[FigureName, ...], tyro.conf.arg(metavar="FIGURE ...")] = SIMULATED
     """Figures of the paper. 10, 11, 12: attainment over request rate; 13: over the target; 14: under bursts;
     15, 16, 17: best-effort throughput (15 and 16 are drawn with 10 and 11); 18: CPU hosts; 19: admission control.
     a10: a GPU with little memory, which the paper does not have; a10-limits: where the gain on it ends.
@@ -95,19 +85,20 @@ class Options(TraceOptions):
 def experiments(options: Options) -> list[Experiment]:
     """Those of the sections of the experiment file, and the one that serves."""
     settings = experiment_settings("omniserve", options.config)
-    selection = Selection(options.systems, options.quick, options.duration, options.seed, options.trace_dir)
 
     def simulated(section: str, here: Mapping[str, Any]) -> Experiment:
+        def points(options: Options) -> list[Point]:
+            grid = read_grid(settings, section, "quick" if options.quick else None)
+            return omniserve_points(settings, as_chosen(grid, options, settings["seed"]))
+
         name = name_of(section)
-        show_section = functools.partial(show, here, name)
-        points = functools.partial(make_omniserve_points, settings, section)
-        return Experiment(name, show_section, lambda options: points(selection), with_service_ratios)
+        return Experiment(name, functools.partial(show, here, name), points, with_service_ratios)
 
     model = functools.cache(lambda: model_folder(options.model))
     served = Experiment(
         name_of(HTTP),
         functools.partial(show_served, settings[HTTP]),
-        lambda options: served_points(options.results_dir, settings, selection, model()),
+        lambda options: served_points(options, settings, model()),
         with_service_ratios,
         run_served_point,
         lambda points: described(points, model()),
@@ -115,28 +106,48 @@ def experiments(options: Options) -> list[Experiment]:
     return [served, *(simulated(section, here) for section, here in settings["figures"].items())]
 
 
+def as_chosen(grid: Grid, options: Options, seed: int) -> Grid:
+    """The grid with the options; of its systems those that are chosen.
+
+    Raises:
+        ValueError: a system is unknown.
+    """
+    chosen = given(seed=options.seed, duration_s=options.duration)
+    grid = grid.with_(**{"seed": seed, "trace_dir": options.trace_dir, **chosen})
+    names = {find_system(name).name for name in options.systems or ()}
+    return Grid(tuple(place for place in grid.places() if not names or place["system"] in names))
+
+
 def chosen(options: Options) -> list[str]:
-    return [name_of(HTTP if figure == HTTP else SECTIONS[figure]) for figure in options.figure]
+    figures = [ALSO_DRAWN.get(figure, figure) for figure in options.figure]
+    return [name_of(f"fig{figure}" if figure.isdigit() else figure) for figure in figures]
 
 
 def described(points: Sequence[Point], model: Path) -> dict[str, Any]:
-    tasks = [{"key": point.key, **point.task.describe()} for point in points]
-    return {"model": model_identity(model), "points": tasks}
+    return {"model": model_identity(model), "points": identity(points)}
 
 
-def served_points(results_dir: Path, settings: Mapping[str, Any], selection: Selection, model: Path) -> Sequence[Point]:
-    """The points of figure http. The machine is measured first: its throughput decides the load.
+def served_points(options: Options, settings: Mapping[str, Any], model: Path) -> list[Point]:
+    """The points of figure http. Latency-sensitive requests alone come first: they decide the targets and the pool.
 
     Raises:
-        ValueError: the machine's throughput could not be measured.
+        ValueError: they could not be measured.
     """
     stop_on_sigterm()
-    logs, name = results_dir / name_of(HTTP) / "logs", f"{name_of(HTTP)}-alone"
+    section = settings[HTTP]
+    grid = read_http_grid(section, "quick" if options.quick else None)
+    first = as_chosen(grid.only("panel", ["alone"]), replace(options, systems=None), settings["seed"])
+    logs, name = options.results_dir / name_of(HTTP) / "logs", f"{name_of(HTTP)}-alone"
+
+    def points(grid: Grid, **found: Any) -> list[Point]:
+        return [served_point(place, section["streams"], model, logs) for place in grid.with_(**found).places()]
+
     alone = Experiment(name, run_point=run_served_point, describe=lambda points: described(points, model))
-    found = alone.run([alone_point(settings, selection, model, logs)], results_dir)
-    if not found.summary:
-        raise ValueError(f"no throughput of this machine; see errors/ in {found.folder}")
-    return make_served_points(settings, found_here(settings, found.summary[0]), selection, model, logs)
+    measured = alone.run(points(first, panel="ample", num_gpu_blocks=section["ample_blocks"]), options.results_dir)
+    if not measured.summary:
+        raise ValueError(f"nothing was measured on this machine; see errors/ in {measured.folder}")
+    rest = as_chosen(grid.only("panel", ["both", "queued"]), options, settings["seed"])
+    return points(Grid(first.panels + rest.panels), **found_here(section, measured.summary[0]))
 
 
 def show_served(section: Mapping[str, Any], run: Run, console: Console) -> None:

@@ -15,15 +15,17 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from rich.console import Console
 
-from apex.cli.output import number, stdout_console, table
+from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation.experiments.options import File, ResultsDir, experiment_settings
 from evaluation.experiments.placements.generations import SYSTEMS, generation_rows, measured_operations, search_rows
+from evaluation.experiments.placements.show import draw_search
 from evaluation.experiments.runner import one_line_errors
-from evaluation.figures.placements.split_search import draw_search
-from evaluation.figures.style import show_figure
+from evaluation.plots.style import show_figure
+from evaluation.plots.table import rows_table
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.folder import FlatRecord, ResultFolder
+from evaluation.results.frame import grouped
 from evaluation.results.paths import RESULTS_DIR
 
 NAME = "split-point"
@@ -75,35 +77,31 @@ def main(options: Options) -> int:
     return 0
 
 
+SEARCHES = (
+    ("workload", "workload", "s"), ("split", "system", "s"), ("on the GPU", "on_gpu", "s"), ("CPU ms", "cpu_s", ".1f"),
+    ("H2D ms", "host_to_device_s", ".1f"), ("decompr. ms", "decompress_s", ".1f"),
+    ("latency ms", "layer_latency_s", ".1f"),
+)  # fmt: skip
+GENERATIONS = (
+    ("model", "model", "s"), ("workload", "workload", "s"), ("out", "output_len", "d"),
+    *((system, system, ",.0f") for system in SYSTEMS), ("/ GPU only", "ratio", ".2f"), ("on the GPU", "on_gpu", "s"),
+)  # fmt: skip
+
+
 def print_searches(rows: Sequence[FlatRecord], console: Console) -> None:
-    times = ("cpu_s", "host_to_device_s", "decompress_s", "layer_latency_s")
-    lines = [
-        (row["workload"], row["system"], row["on_gpu"], *(number(1e3 * row[time], ".1f") for time in times))
-        for row in rows
-    ]
-    titles = ("workload", "split", "on the GPU", "CPU ms", "H2D ms", "decompr. ms", "latency ms")
-    console.print(table(titles, lines, left=("workload", "split", "on the GPU")))
+    in_ms = [row | {field: 1e3 * row[field] for _, field, form in SEARCHES if form == ".1f"} for row in rows]
+    console.print(rows_table(in_ms, SEARCHES))
 
 
 def print_generations(rows: Sequence[FlatRecord], console: Console) -> None:
     """One line for each model, workload and output length."""
-    lines: dict[tuple[str, str, int], dict[str, FlatRecord]] = {}
-    for row in rows:
-        place = row["setting"].removeprefix("park-egger-"), row["workload"], row["output_len"]
-        lines.setdefault(place, {})[row["system"]] = row
-    shown = [
-        (
-            model,
-            workload,
-            str(output_len),
-            *(number(systems[system]["request_latency_s"], ",.0f") for system in SYSTEMS),
-            number(systems["cpu-gpu"]["request_latency_s"] / systems["gpu-only"]["request_latency_s"], ".2f"),
-            systems["cpu-gpu"]["on_gpu"],
-        )
-        for (model, workload, output_len), systems in lines.items()
-    ]
-    titles = ("model", "workload", "out", *SYSTEMS, "/ GPU only", "on the GPU")
-    console.print(table(titles, shown, left=("model", "workload", "on the GPU")))
+    lines = []
+    for here in grouped(rows, "setting", "workload", "output_len").values():
+        latencies = {row["system"]: row["request_latency_s"] for row in here}
+        (split,) = (row for row in here if row["system"] == "cpu-gpu")
+        model, ratio = split["setting"].removeprefix("park-egger-"), latencies["cpu-gpu"] / latencies["gpu-only"]
+        lines.append({**split, **latencies, "model": model, "ratio": ratio})
+    console.print(rows_table(lines, GENERATIONS))
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from rich.console import Console
 
-from apex.cli.output import number, stdout_console, table
 from evaluation.experiments.experiment import Experiment, command
 from evaluation.experiments.options import RunOptions, experiment_settings
-from evaluation.experiments.placements.points import make_weight_points, with_gains
-from evaluation.experiments.runner import Point, Run
-from evaluation.figures.placements.weights import draw_weights
-from evaluation.figures.style import show_figure
+from evaluation.experiments.placements.points import weight_points, with_gains
+from evaluation.experiments.placements.show import draw_weights
+from evaluation.experiments.runner import Run
+from evaluation.plots.style import show_figure
+from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
 
 NAME = "weights"
@@ -36,27 +36,19 @@ class Options(RunOptions):
     """
 
 
+COLUMNS = (
+    ("GPU", "gpu", "s"), ("host", "host", "s"), ("model", "model", "s"), ("weights", "weights", "s"),
+    ("in/out", "mean_lengths", "s"), ("run", "run", "s"), ("tok/s", "output_tokens_per_s", ",.1f"),
+    ("/ GPU-only", "ratio_to_gpu_only", ".2f"), ("GPU busy", "gpu_busy_fraction", ".0%"), ("placed", "placement", "s"),
+)  # fmt: skip
+
+
 def print_weights(rows: Sequence[FlatRecord], console: Console) -> None:
     """One line for each machine, model, weights, lengths and run."""
-    lines = [
-        (
-            row["gpu"],
-            row["host"],
-            row["model"],
-            row["weights"],
-            row["mean_lengths"].replace(" in, ", "/").replace(" out", ""),
-            row["run"],
-            number(row["output_tokens_per_s"], ",.1f"),
-            number(row["ratio_to_gpu_only"], ".2f"),
-            number(row["gpu_busy_fraction"], ".0%"),
-            row["placement"],
-        )
-        for row in rows
-    ]
-    titles = ("GPU", "host", "model", "weights", "in/out", "run", "tok/s", "/ GPU-only", "GPU busy", "placed")
+    lines = [{**row, "mean_lengths": row["mean_lengths"].replace(" in, ", "/").replace(" out", "")} for row in rows]
     console.print("[bold]SIMULATED[/]: output tokens per second; 4-bit products are as fast as assumed")
     console.print("placed: boundaries that are resident / streamed / on the CPU")
-    console.print(table(titles, lines, left=("GPU", "host", "model", "weights", "in/out", "run", "placed")))
+    console.print(rows_table(lines, COLUMNS))
 
 
 def show(run: Run, console: Console) -> None:
@@ -64,14 +56,9 @@ def show(run: Run, console: Console) -> None:
     show_figure(draw_weights(run.summary), run.folder, console)
 
 
-def points(options: Options) -> Sequence[Point]:
-    made, refused = make_weight_points(experiment_settings(NAME, options.config))
-    for reason in refused:
-        stdout_console().print(f"not possible: {reason}", soft_wrap=True)
-    return made
-
-
-EXPERIMENT = Experiment(NAME, show, points, with_gains)
+EXPERIMENT = Experiment(
+    NAME, show, lambda options: weight_points(experiment_settings(NAME, options.config)), with_gains
+)
 main = command(Options, lambda options: [EXPERIMENT])
 
 if __name__ == "__main__":

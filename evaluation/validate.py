@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from apex.cli.config_file import ConfigFile, parse_command
 from apex.cli.flags import SystemName
-from apex.cli.output import number, stdout_console, table
+from apex.cli.output import stdout_console
 from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.small_model import small_points
@@ -39,17 +39,9 @@ from evaluation.experiments.profile_check import (
 from evaluation.experiments.runner import Point, PointResult, Run, one_line_errors
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
 from evaluation.experiments.torch_point import TorchTask, run_torch_point
-from evaluation.figures.style import (
-    FAINT,
-    FigureText,
-    figure_legend,
-    figure_style,
-    save_figure,
-    set_words,
-    system_colour,
-    tidy_axes,
-)
 from evaluation.groundtruth.command import show_runs
+from evaluation.plots.style import FAINT, FigureText, legend, save_figure, sheet, system_colour, tidy_axes
+from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord, to_json
 from evaluation.results.frame import frame_of
 from evaluation.results.paths import RESULTS_DIR
@@ -60,9 +52,17 @@ if TYPE_CHECKING:
     from swiftllm.engine.engine import Engine
 
 AIM = 0.1
+COMPARED = (
+    ("workload", "workload", "s"), ("out", "output_len", ".0f"), ("system", "system", "s"),
+    ("measured", "measured", ".1f"), ("SIMULATED", "simulated", ".1f"), ("error", "error", "+.1%"),
+    ("spread", "spread", ""), ("others", "others_busy_cores", ".2f"),
+)  # fmt: skip
+OPERATIONS = (
+    ("operation", "operation", "s"), ("sizes", "sizes", "d"), ("median", "median", ".1%"), ("90%", "p90", ".1%"),
+    ("bias", "bias", "+.1%"),
+)  # fmt: skip
 PLACE = ("workload", "output_len", "system")
 MARKERS = "osD^vP"
-SIZE = (6.6, 6.4)
 
 
 @dataclass(frozen=True)
@@ -167,21 +167,8 @@ def system_errors(compared: Sequence[FlatRecord]) -> dict[str, float]:
 
 def print_comparison(compared: Sequence[FlatRecord], console: Console) -> None:
     console.print("Output tokens/s of this machine: measured and SIMULATED", highlight=False)
-    rows = [
-        (
-            record["workload"],
-            f"{record['output_len']:.0f}",
-            record["system"],
-            f"{record['measured']:.1f}",
-            f"{record['simulated']:.1f}",
-            f"{record['error']:+.1%}",
-            f"{record['lowest_error']:+.1%} to {record['highest_error']:+.1%}",
-            number(record["others_busy_cores"], ".2f"),
-        )
-        for record in compared
-    ]
-    titles = ("workload", "out", "system", "measured", "SIMULATED", "error", "spread", "others")
-    console.print(table(titles, rows, left=("workload", "system")))
+    spread = "{lowest_error:+.1%} to {highest_error:+.1%}"
+    console.print(rows_table([{**row, "spread": spread.format(**row)} for row in compared], COMPARED))
     means = ", ".join(
         f"{system} {error:.1%}" + ("" if error <= AIM else f" (above the aim of {AIM:.0%})")
         for system, error in system_errors(compared).items()
@@ -192,14 +179,11 @@ def print_comparison(compared: Sequence[FlatRecord], console: Console) -> None:
 
 def print_operations(errors: Sequence[OperationError], console: Console) -> None:
     console.print("Profile table at sizes that were held out: predicted against measured", highlight=False)
-    rows = [
-        (e.operation.replace("_", " "), str(e.sizes), f"{e.median:.1%}", f"{e.p90:.1%}", f"{e.bias:+.1%}")
-        for e in errors
-    ]
-    console.print(table(("operation", "sizes", "median", "90%", "bias"), rows, left=("operation",)))
+    rows = [asdict(error) | {"operation": error.operation.replace("_", " ")} for error in errors]
+    console.print(rows_table(rows, OPERATIONS))
 
 
-def draw_validation(summary: Sequence[FlatRecord], machine: Mapping[str, Any]) -> plt.Figure:
+def draw_validation(summary: Sequence[FlatRecord], machine: Mapping[str, Any]) -> Figure:
     """A point for each pair of runs in ``summary``: colours are systems, shapes are workloads."""
     real, simulated = "output_tokens_per_s", "simulated_output_tokens_per_s"
     records = [record for record in summary if record["simulated_error"] is not None]
@@ -214,23 +198,19 @@ def draw_validation(summary: Sequence[FlatRecord], machine: Mapping[str, Any]) -
         "Vertical: SIMULATED from profiles measured right before and after the run. "
         f"Band: within {AIM:.0%} of the measured rate.",
     )
-    with figure_style():
-        figure, ax = plt.subplots(figsize=SIZE)
-        bottom, top = set_words(figure, text, *SIZE)
-        ends = (0.0, 1.1 * max(record[name] for record in records for name in (real, simulated)))
-        ax.fill_between(ends, [(1 - AIM) * x for x in ends], [(1 + AIM) * x for x in ends], color="#E8E8E8", zorder=0)
-        ax.plot(ends, ends, color=FAINT, linewidth=0.8, zorder=1)
-        for record in records:
-            look = {"color": system_colour(record["system"]), "markersize": 6, "alpha": 0.85, "markeredgewidth": 0}
-            ax.plot(record[real], record[simulated], marker_of[record["workload"]], **look)
-        for workload, marker in marker_of.items():
-            ax.plot([], [], marker, color=FAINT, label=workload, linestyle="none")
-        ax.legend(loc="upper left", frameon=False)
-        figure_legend(figure, systems, *SIZE)
-        ax.set(xlim=ends, ylim=ends, xlabel="measured output tokens/s", ylabel="SIMULATED output tokens/s")
-        tidy_axes(ax)
-        ax.grid(axis="x", color="#E2E2E2", linewidth=0.7)
-        figure.subplots_adjust(left=0.11, right=0.97, bottom=bottom + 0.08, top=top - 0.02)
+    figure, ((ax,),) = sheet(text, width=6.6, height=4.6, below=0.5, above=0.2)
+    ends = (0.0, 1.1 * max(record[name] for record in records for name in (real, simulated)))
+    ax.fill_between(ends, [(1 - AIM) * x for x in ends], [(1 + AIM) * x for x in ends], color="#E8E8E8", zorder=0)
+    ax.plot(ends, ends, color=FAINT, linewidth=0.8, zorder=1)
+    for record in records:
+        look = {"color": system_colour(record["system"]), "markersize": 6, "alpha": 0.85, "markeredgewidth": 0}
+        ax.plot(record[real], record[simulated], marker_of[record["workload"]], **look)
+    for workload, marker in marker_of.items():
+        ax.plot([], [], marker, color=FAINT, label=workload, linestyle="none")
+    ax.legend(loc="upper left", frameon=False)
+    legend(figure, systems)
+    ax.set(xlim=ends, ylim=ends, xlabel="measured output tokens/s", ylabel="SIMULATED output tokens/s")
+    tidy_axes(ax, grid="both")
     return figure
 
 

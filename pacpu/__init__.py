@@ -22,7 +22,10 @@ __all__ = [
     "paged_attention",
     "prefetch",
     "read_bandwidth",
+    "rows_per_read",
     "set_prefetch",
+    "set_shared_row_cost",
+    "shared_row_cost",
     "unavailable",
     "unavailable_isas",
 ]
@@ -65,7 +68,8 @@ def paged_attention(
         seq_lens: int32 `[batch]`, context length in tokens, including the new one.
         out: `[batch, num_heads, head_dim]`, overwritten.
         scale: factor on the scores, usually `head_dim ** -0.5`.
-        num_threads: threads to use at most, the caller's included; any number gives the same result up to rounding.
+        num_threads: threads to use at most, the caller's included; any number gives the same result up to rounding,
+            and the same number the same bits.
         kernel: one of `kernels(dtype)`; None means `default_kernel(dtype)`.
 
     Raises:
@@ -147,6 +151,41 @@ def set_prefetch(dtype: Any, heads: str, way: str) -> None:
         ValueError: an argument is none of the above.
     """
     _pacpu.set_prefetch(_name(dtype), heads, way)
+
+
+def shared_row_cost(dtype: Any, heads: str) -> float:
+    """What one more row costs in a block that rows share, in parts of a row's own block: 1.0, where calls share none,
+    until :func:`set_shared_row_cost` says otherwise.
+
+    Args:
+        dtype, heads: which calls, as in :func:`prefetch`.
+
+    Raises:
+        ValueError: an argument is none of the above.
+    """
+    return _pacpu.shared_row_cost(_name(dtype), heads)
+
+
+def rows_per_read(num_heads: int, num_kv_heads: int) -> int:
+    """How many rows at most are attended with one read of the blocks that they share."""
+    return _pacpu.rows_per_read(num_heads, num_kv_heads)
+
+
+def set_shared_row_cost(dtype: Any, heads: str, cost: float) -> None:
+    """Have all later calls of this process with the instruction set in use read shared blocks once, where that pays.
+
+    Rows share the full blocks with which their block tables begin alike. The cost decides how many blocks must be
+    shared by how many rows, and how the work is divided between threads. Results differ by rounding. Not for use during
+    a call.
+
+    Args:
+        dtype, heads: which calls, as in :func:`prefetch`.
+        cost: as in :func:`shared_row_cost`, above 0 and at most 1; rounded to eighths. With 1.0 no blocks are shared.
+
+    Raises:
+        ValueError: an argument is none of the above.
+    """
+    _pacpu.set_shared_row_cost(_name(dtype), heads, cost)
 
 
 def unavailable_isas() -> dict[str, str]:

@@ -14,15 +14,19 @@ if __name__ == "__main__" and not __package__:  # run as a file
 from rich.console import Console
 from rich.table import Table
 
-from apex.cli.output import number, ratio, stdout_console, table
+from apex.cli.output import ratio, stdout_console
 from apex.cli.parser import parse_options
 from evaluation.experiments.ablation import measured, simulated
 from evaluation.experiments.ablation.options import Options
 from evaluation.experiments.ablation.rows import BASELINE, MEANINGS
-from evaluation.experiments.runner import RunPoint, run_experiment
+from evaluation.experiments.experiment import Experiment
+from evaluation.experiments.identity import identity
+from evaluation.experiments.runner import RunPoint
+from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
 from evaluation.results.kinds import is_simulated
-from swiftllm.machine import usable_cores
+from evaluation.results.paths import model_folder
+from evaluation.results.provenance import model_identity
 
 LATENCY = "per_token_latency_s_mean"
 ONCE = " Measured once: confirm differences with --repeats 3."
@@ -43,8 +47,7 @@ def results_table(summary: Sequence[FlatRecord]) -> Table:
         ("strategy mix", "strategy_mix", "s"),
     )
     records = [{**record, "ratio": ratio(record["output_tokens_per_s"], base)} for record in summary]
-    rows = [[number(record[field], form) for _, field, form in columns] for record in records]
-    result = table([title for title, _, _ in columns], rows, left=("row", "strategy mix"))
+    result = rows_table(records, columns)
     result.columns[0].no_wrap = True
     return result
 
@@ -63,18 +66,17 @@ def heading(first: FlatRecord, options: Options) -> str:
 def main(options: Options, run_point: RunPoint | None = None, console: Console | None = None) -> int:
     """Run and print the table and the result folder. Returns the exit status: 0 when every row is finished."""
     console = console or stdout_console()
+    kind = simulated if options.is_simulated else measured
     try:
         options.check()
-        points = simulated.make_points(options) if options.is_simulated else measured.make_points(options)
+        points = kind.make_points(options)
     except ValueError as error:
         print(f"ablation: {error}", file=sys.stderr)
         return 2
-    if options.is_simulated:
-        settings, run_row, bound_text = simulated.configuration(points), simulated.run_row, simulated.bound_text
-    else:
-        settings, run_row, bound_text = measured.configuration(options, points), measured.run_row, measured.bound_text
-    jobs = options.jobs or usable_cores()
-    outcome = run_experiment("ablation", settings, points, run_point or run_row, options.results_dir, console, jobs)
+    model = None if options.is_simulated else model_identity(model_folder(options.model))
+    settings = {"model": model, "points": identity(points)}
+    experiment = Experiment("ablation", run_point=run_point or kind.run_row, describe=lambda points: settings)
+    outcome = experiment.run(points, options.results_dir, options.jobs, console=console)
     if outcome.summary:
         console.print(f"\n{heading(outcome.summary[0], options)}", soft_wrap=True)
         console.print(results_table(outcome.summary))
@@ -82,7 +84,7 @@ def main(options: Options, run_point: RunPoint | None = None, console: Console |
             if record["failed"]:
                 console.print(f"{record['row']}: {record['failed']:g} requests failed, see records/ in the results")
         once = ONCE if options.repeats == 1 and not options.is_simulated else ""
-        console.print(f"\n{MEANINGS}.{once}\n\n{bound_text(outcome.summary)}\n")
+        console.print(f"\n{MEANINGS}.{once}\n\n{kind.bound_text(outcome.summary)}\n")
     return outcome.print_outcome(console)
 
 

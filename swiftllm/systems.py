@@ -129,8 +129,12 @@ def _load_plugins() -> None:
             raise PluginNotFound(f"APEX_PLUGINS names {module!r}: {error}; is it on PYTHONPATH?") from error
 
 
-register_system(System("vllm", "GPU only, as vLLM V1 schedules (SOSP'23): preemption by recompute", Vllm, cached_tiers=(Tier.GPU,)))
-register_system(System("swiftllm", "GPU only (SwiftLLM): the CPU tier stores what is swapped out", SwiftLLM, cached_tiers=()))
+register_system(
+    System("vllm", "GPU only, as vLLM V1 schedules (SOSP'23): preemption by recompute", Vllm, cached_tiers=(Tier.GPU,))
+)
+register_system(
+    System("swiftllm", "GPU only (SwiftLLM): the CPU tier stores what is swapped out", SwiftLLM, cached_tiers=())
+)
 
 
 # -- engines on this machine ------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
 from itertools import pairwise
+from math import ceil
 from operator import add
 from pathlib import Path
 
@@ -123,6 +124,8 @@ class ProfileTable:
         ``prefill_shared_s``: the part of a prefill's attention that a lane pays once, however many chunks it has.
         ``stream_s``: how often a layer's weights arrive, on average, where some are streamed to the GPU. Layers of the
         lane are no faster; ``linear`` does not include the wait. ``streamed_layers``: how many layers are streamed.
+        ``shared_row_cost``: a further row's part of the time of a CPU block that rows share; ``rows_per_read``: how
+        many rows the CPU kernel attends with one read of it.
     """
 
     identity: Mapping[str, str]
@@ -138,6 +141,8 @@ class ProfileTable:
     iteration: Curve = FREE
     stream_s: float = 0.0
     streamed_layers: float = 0.0
+    shared_row_cost: float = 1.0
+    rows_per_read: float = 1.0
 
     def save(self, path: Path) -> None:
         write_atomically(path, json.dumps({"version": TABLE_VERSION, **asdict(self)}, indent=1))
@@ -171,6 +176,28 @@ def _from_json(value: dict | float) -> Curve | Surface | float:
     if "curves" in value:
         return Surface(tuple(value["firsts"]), tuple(_from_json(curve) for curve in value["curves"]))
     return Curve(tuple(value["sizes"]), tuple(value["seconds"]))
+
+
+@dataclass(frozen=True)
+class SharedContext:
+    """Tokens with which the contexts of several rows of one CPU task begin, in the same blocks."""
+
+    rows: int
+    tokens: int
+
+
+def saved_tokens(shared: Iterable[SharedContext], row_cost: float, rows_per_read: float) -> float:
+    """Context tokens, of a row alone, whose time CPU attention saves since it reads shared blocks once.
+
+    The first row of each read costs what a row alone costs: the bytes and its arithmetic. A further one costs
+    ``row_cost`` of that, its arithmetic. Runs too short to be shared save little, and are counted as if they were.
+
+    Args:
+        row_cost: part of the time of a row's own block, see :func:`pacpu.shared_row_cost`.
+        rows_per_read: see :func:`pacpu.rows_per_read`.
+    """
+    further = [(run.rows - ceil(run.rows / rows_per_read)) * run.tokens for run in shared]
+    return (1.0 - row_cost) * total_s(further)
 
 
 class PerfModel:
@@ -225,10 +252,15 @@ class PerfModel:
         """One layer's attention in the lane. ``longest_context``: of the decodes, in tokens; 0 takes them as equal."""
         return self.gpu_attention_s(decodes, decode_context) + self.prefill_attention_s(chunks)
 
-    def cpu_attention_s(self, requests: float, context_tokens: float) -> float:
-        """One layer's decode attention on the CPU worker (T_c), hand-over included; context summed as above."""
+    def cpu_attention_s(self, requests: float, context_tokens: float, shared: Sequence[SharedContext] = ()) -> float:
+        """One layer's decode attention on the CPU worker (T_c), hand-over included; context summed as above.
+
+        ``shared``: the part of the context that is in blocks of several requests.
+        """
         if requests <= 0:
             return 0.0
+        if shared:
+            context_tokens -= saved_tokens(shared, self.table.shared_row_cost, self.table.rows_per_read)
         return self._surface("cpu_attention", self.table.cpu_attention, requests, context_tokens / requests)
 
     def outside_layers_s(self, rows: int) -> float:

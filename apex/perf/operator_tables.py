@@ -14,24 +14,32 @@ from math import log2
 
 from apex.perf.model import FREE, Curve, PerfModel, ProfileTable, total_s
 
-Point = tuple[float, ...]
 
-
+@dataclass(frozen=True)
 class Grid:
     """Seconds over several sizes, interpolated linearly in each; beyond the ends along the line through the last two.
 
-    The measured points need not form a full grid: each size has points of its own for the sizes that follow.
+    Each of ``points`` has its sizes and, last, its seconds. They need not form a full grid: each size has points of its
+    own for the sizes that follow.
     """
 
-    def __init__(self, seconds: Mapping[Point, float]) -> None:
+    points: tuple[tuple[float, ...], ...] = field(repr=False)
+
+    def __post_init__(self) -> None:
         """Raises ValueError: a size has a single value, through which no line goes."""
-        by_first: dict[float, dict[Point, float]] = {}
-        for point, value in seconds.items():
-            by_first.setdefault(point[0], {})[point[1:]] = value
-        if len(by_first) < 2:
-            raise ValueError(f"interpolation needs two values of each size, got {sorted(by_first)}")
-        self.sizes = sorted(by_first)
-        self._below = [below[()] if () in (below := by_first[size]) else Grid(below) for size in self.sizes]
+        below: dict[float, list[tuple[float, ...]]] = {}
+        for first, *rest in self.points:
+            below.setdefault(first, []).append(tuple(rest))
+        if len(below) < 2:
+            raise ValueError(f"interpolation needs two values of each size, got {sorted(below)}")
+        sizes = sorted(below)
+        parts = [below[n][0][0] if len(below[n][0]) == 1 else Grid(tuple(below[n])) for n in sizes]
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "_below", parts)
+
+    @staticmethod
+    def of(seconds: Mapping[tuple[float, ...], float]) -> Grid:
+        return Grid(tuple((*sizes, value) for sizes, value in seconds.items()))
 
     def sizes_after(self, first: float) -> list[float]:
         """The second sizes that were measured with a first one."""

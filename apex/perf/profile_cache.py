@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import pacpu
 from apex.perf.model import TABLE_VERSION, ProfileTable, attention_rate
 from apex.perf.profiler import Grid, measure_seconds, table_from_seconds
 from apex.perf.progress import progress_bar
@@ -50,7 +51,13 @@ def measure_profile(config: EngineConfig, backend: TorchBackend) -> ProfileTable
     with progress_bar("profiling this machine") as progress:
         bench, most = make_workbench(config, backend), config.max_num_batched_tokens
         (seconds,) = measure_seconds(bench, most, Grid(), progress=progress)
-        return table_from_seconds(seconds, profile_identity(config, backend))
+        table = table_from_seconds(seconds, profile_identity(config, backend))
+        heads = backend.model_config.num_heads, backend.model_config.num_kv_heads
+        return replace(
+            table,
+            shared_row_cost=pacpu.shared_row_cost(backend.dtype, "GQA" if heads[0] > heads[1] else "MHA"),
+            rows_per_read=float(pacpu.rows_per_read(*heads)),
+        )
 
 
 def make_workbench(config: EngineConfig, backend: TorchBackend) -> Workbench:

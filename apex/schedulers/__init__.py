@@ -33,4 +33,6 @@ register_scheduler(
     "omniserve-stepping", "omniserve whose best-effort cohorts also step (this project's)", OmniServeStepping
 )
 register_scheduler("sarathi", "Sarathi-Serve (OSDI'24) with two classes: GPU only, within targets", Sarathi, ())
-register_system(System("llumnix", "Llumnix (OSDI'24), one instance: GPU only, blocks reserved", Llumnix, cached_tiers=()))
+register_system(
+    System("llumnix", "Llumnix (OSDI'24), one instance: GPU only, blocks reserved", Llumnix, cached_tiers=())
+)

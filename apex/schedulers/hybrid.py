@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
@@ -13,6 +14,7 @@ from apex.schedulers.pipeline import Pipeline
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import RIDE, STEP, IterationPlan, StepResult
 from swiftllm.core.request import Request, Tier
+from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.cohorts import Cohort
 from swiftllm.scheduling.draft import Draft
 from swiftllm.scheduling.parts import one_tier, two_tiers
@@ -20,11 +22,14 @@ from swiftllm.scheduling.policy import Policy
 from swiftllm.scheduling.residents import Residents
 from swiftllm.scheduling.rules import Rules
 
+MOST_COPIES = 4096  # cached blocks that a plan copies to the CPU tier at most, however fast PCIe is
+
 
 class Predicting(Policy):
     """A policy whose decisions rest on times that a performance model predicts, corrected by those of iterations."""
 
     rules = Rules(tiers=(Tier.GPU, Tier.CPU))
+    _kv: KVCacheManager | None = None
 
     def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
         self.config = config
@@ -34,6 +39,19 @@ class Predicting(Policy):
     def use_model(self, model: PerfModel) -> None:
         """Predict with this model from now on. Who keeps predictions must renew them here."""
         self.model = model
+        if self._kv is not None:
+            self.manage_copies(self._kv)
+
+    def manage_copies(self, kv: KVCacheManager) -> None:
+        """Copies of cached blocks hide beside the shortest iteration, or take less time than computing them again."""
+        self._kv, table, layers = kv, self.model.table, self.model.num_layers
+        hidden_s = layers * table.linear(1)
+        kv.most_copies = bisect_right(range(1, MOST_COPIES + 1), hidden_s, key=table.swap)
+
+        def copying_pays(source: Tier, num_blocks: int) -> bool:
+            return table.swap(num_blocks) <= layers * table.linear(num_blocks * kv.block_size)
+
+        kv.copying_pays = copying_pays
 
     def observe(self, plan: IterationPlan, result: StepResult, boundaries: Mapping[int, int]) -> None:
         if self._correction is not None and self._correction.observe(plan, result, boundaries):

@@ -8,9 +8,10 @@ GPUs' host. Left out: moving KV cache to remote hosts, which takes place beside 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from apex.perf.model import PerfModel, ProfileTable
+from apex.perf.model import PerfModel, ProfileTable, SharedContext, saved_tokens
 from swiftllm.core.request import Tier
 from swiftllm.kv.blocks import KVCacheManager
 
@@ -54,10 +55,11 @@ class SeveralHostsModel(PerfModel):
         model.extrapolated = self.extrapolated
         return model
 
-    def cpu_attention_s(self, requests: float, context_tokens: float) -> float:
-        """T_c of the whole: the slowest host's."""
+    def cpu_attention_s(self, requests: float, context_tokens: float, shared: Sequence[SharedContext] = ()) -> float:
+        """T_c of the whole: the slowest host's. What shared blocks save is counted as on one host."""
         if requests <= 0:
             return 0.0
+        context_tokens -= saved_tokens(shared, self.table.shared_row_cost, self.table.rows_per_read)
         capacity = self._kv.capacity(Tier.CPU)
         used = capacity - self._kv.num_free(Tier.CPU)
         local, remote = host_shares(used, capacity // (self._hosts.count + 1), self._hosts.count)

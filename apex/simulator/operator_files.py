@@ -162,7 +162,8 @@ def _attention(folder: Path) -> tuple[Surface, Surface, Grid | None]:
         elif decodes:
             decode[decodes, context] = us * US
     path = folder / "attention.csv"
-    return _surface(path, "decodes", decode), _surface(path, "prompt chunks", prefill), Grid(mixed) if mixed else None
+    alone = _surface(path, "decodes", decode), _surface(path, "prompt chunks", prefill)
+    return *alone, Grid.of(mixed) if mixed else None
 
 
 def _surface(path: Path, what: str, seconds: Mapping[tuple[float, float], float]) -> Surface:
@@ -185,7 +186,7 @@ def _experts(folder: Path) -> Grid | None:
     by_tokens: dict[float, int] = {}
     for tokens, _, _ in rows:
         by_tokens[tokens] = by_tokens.get(tokens, 0) + 1
-    return Grid({(tokens, active): us * US for tokens, active, us in rows if by_tokens[tokens] > 1})
+    return Grid(tuple((tokens, active, us * US) for tokens, active, us in rows if by_tokens[tokens] > 1))
 
 
 def _unequal(folder: Path) -> UnequalContexts | None:

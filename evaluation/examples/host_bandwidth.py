@@ -7,10 +7,10 @@ from evaluation.experiments.experiment import Experiment, command
 from evaluation.experiments.grid import Grid
 from evaluation.experiments.options import RunOptions, experiment_settings
 from evaluation.experiments.places import FIELDS, concerns, simulate, simulated_point
-from evaluation.figures.lines import LinePanel, Series, line_figure
-from evaluation.figures.style import show_figure, system_colour
-from evaluation.figures.words import figure_text
-from evaluation.results.frame import bases, frame_of, over, with_columns
+from evaluation.plots.lines import LinePanel, Series, line_figure
+from evaluation.plots.notes import figure_text
+from evaluation.plots.style import show_figure, system_colour
+from evaluation.results.frame import bases, frame_of, grouped, over, with_columns
 
 NAME, X = "host-bandwidth", "host_read_gb_s"
 
@@ -36,10 +36,10 @@ def with_ratios(rows):
 
 def show(run, console):
     drawn = [row for row in run.summary if row[X]]
-    points = {}
-    for row in drawn:
-        points.setdefault(row["system"], []).append((row[X], row["ratio"]))
-    lines = tuple(Series(system, system_colour(system), tuple(line)) for system, line in points.items())
+    lines = [
+        Series(system, system_colour(system), [(row[X], row["ratio"]) for row in rows])
+        for system, rows in grouped(drawn, "system").items()
+    ]
     panel = LinePanel("T4", "GB/s that the host's cores read", "throughput over swiftllm, SIMULATED", lines, log_x=True)
     show_figure(line_figure([panel], figure_text("The host's bandwidth", drawn, run.machine)), run.folder, console)
 

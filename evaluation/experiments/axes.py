@@ -7,7 +7,7 @@ applied first, and all in the order of this file. A place without a value for a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from apex.perf.model import Curve
@@ -19,6 +19,8 @@ from apex.simulator.paper_settings import PaperSetting
 from apex.simulator.runtime import VLLM
 from apex.strategy import StrategyConfig
 from evaluation.experiments.simulated_point import SimulatedTask
+from evaluation.traces.workloads import Lengths
+from swiftllm.core.request import Tier
 from swiftllm.systems import find_system
 
 SETTING: dict[str, Callable[[PaperSetting, str, Any], PaperSetting]] = {}
@@ -52,6 +54,16 @@ def axis(axes: dict[str, Any], concerns: Callable[[PaperSetting, str], bool] | N
         return apply
 
     return add
+
+
+@dataclass(frozen=True)
+class OwnTokens:
+    """Prompts of which no two begin alike, so that a prefix cache finds a request's own blocks at most."""
+
+    lengths: Lengths
+
+    def __call__(self, row: int) -> tuple[int, ...]:
+        return (row,) * self.lengths.rows[row].input_tokens
 
 
 def has_cpu_attention(setting: PaperSetting, system: str) -> bool:
@@ -196,7 +208,8 @@ def one_class(task: SimulatedTask, only: bool) -> SimulatedTask:
 @axis(TASK, lambda setting, system: system == VLLM)
 def vllm_defaults(task: SimulatedTask, today: bool) -> SimulatedTask:
     """`vllm` is vLLM 0.19 with its defaults, in place of what the papers compared with."""
-    return replace(task, vllm_defaults=today, values={**task.values, "vllm_defaults": today})
+    caches = {"cached_tiers": (Tier.GPU,), "prompts": OwnTokens(task.lengths)} if today else {}
+    return replace(task, vllm_defaults=today, values={**task.values, "vllm_defaults": today}, **caches)
 
 
 @axis(TASK)

@@ -7,6 +7,7 @@ choose. :func:`command` makes its ``main``.
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,22 @@ from rich.console import Console
 
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
+from evaluation.experiments.identity import identity
 from evaluation.experiments.options import RunOptions
 from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import Derive, Point, Run, RunPoint, one_line_errors, run_experiment, unchanged_rows
-from evaluation.experiments.simulated_point import describe_simulated_points
+from evaluation.experiments.runner import (
+    Derive,
+    Point,
+    Run,
+    RunPoint,
+    one_line_errors,
+    print_error,
+    run_unfinished_points,
+    summarise,
+    unchanged_rows,
+)
+from evaluation.results.folder import ResultFolder
+from evaluation.results.progress import print_line
 from evaluation.results.provenance import machine_identity
 from swiftllm.machine import usable_cores
 
@@ -32,7 +45,7 @@ Show = Callable[[Run, Console], None]
 
 def as_simulated(points: Sequence[Point]) -> dict[str, Any]:
     """What decides the numbers of simulated points."""
-    return {"simulated": describe_simulated_points(points)}
+    return {"simulated": identity(points)}
 
 
 @dataclass(frozen=True)
@@ -63,32 +76,47 @@ class Experiment:
         run_alone: RunPoint | None = None,
         console: Console | None = None,
     ) -> Run:
-        """Run the points that are not finished, show all that are.
+        """Run the points that are not finished, write the summary of all that are, and show it.
+
+        If a point raises, its traceback goes to ``errors/`` and the other points still run; the next run tries it
+        again. First the concurrent points run, then the others one by one.
 
         Args:
-            jobs: simulated points to run in parallel; by default one per usable core.
+            jobs: simulated points to run in parallel; by default one per usable core. What runs them is picklable then.
             run_alone: runs the points that measure, in place of ``run_point``.
+
+        Raises:
+            SystemExit: the run was interrupted, or the folder cannot be written to. A message has been printed.
         """
+        keys = [point.key for point in points]
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"points share keys: {sorted(key for key in set(keys) if keys.count(key) > 1)}")
         console = console or stdout_console()
-        run = run_experiment(
-            self.name,
-            {"experiment": self.name, **self.describe(points)},
-            points,
-            self.run_point,
-            results_dir,
-            console,
-            jobs or usable_cores(),
-            self.derive,
-            run_alone,
-        )
-        if run.summary and self.show is not None:
+        try:
+            folder = ResultFolder(self.name, {"experiment": self.name, **self.describe(points)}, results_dir)
+            folder.record_invocation()
+        except OSError as error:
+            print_error(f"cannot write results: {error}; choose another folder with --results-dir", console)
+            raise SystemExit(2) from None
+        try:
+            jobs = jobs or usable_cores()
+            run_unfinished_points(folder, points, self.run_point, run_alone or self.run_point, jobs, console)
+        except KeyboardInterrupt:
+            kept = sum(folder.finished_point(key) is not None for key in keys)
+            kept_text = f"{kept} of {len(points)} points are kept in {folder.path}"
+            print_line(console, f"interrupted: {kept_text}; the same command continues there", "yellow")
+            raise SystemExit(128 + signal.SIGINT) from None
+        finished = summarise(folder, points)
+        summary = self.derive(finished) if finished else []
+        folder.save_summary(summary)
+        failed = [point.label for point in points if folder.finished_point(point.key) is None]
+        run = Run(folder.path, self.name, summary, folder.identity["machine"], failed)
+        if summary and self.show is not None:
             self.show(run, console)
         return run
 
 
 Options = TypeVar("Options", bound=RunOptions)
-
-
 Main = Callable[..., int]
 """The ``main`` of a command: options, by default those of the command line, to the exit status."""
 
@@ -130,34 +158,24 @@ def command(
 
 
 def show_again(folder: Path, experiments: Sequence[Experiment]) -> int:
-    """Show a finished run of one of the experiments. Returns the exit status 0.
+    """Show a finished run of one of the experiments, or of its sensitivity. Returns the exit status 0.
 
     Raises:
         ValueError: the folder has no results, or those of another experiment, or does not say of which.
     """
     by_name = {experiment.name: experiment for experiment in experiments}
-    run = read_run(folder, list(by_name))
-    if run.experiment is None and len(by_name) > 1:
-        raise ValueError(f"{folder} has no provenance.json, so it is unknown which of {', '.join(by_name)} it holds")
-    name = (run.experiment or experiments[0].name).removesuffix(SENSITIVITY)
-    by_name[name].show(run, stdout_console())
-    return 0
-
-
-def read_run(folder: Path, wanted: Sequence[str]) -> Run:
-    """A finished run of one of the ``wanted`` experiments, or of its sensitivity to an assumption.
-
-    Raises:
-        ValueError: the folder has no results, or those of another experiment.
-    """
     summary_file, provenance_file = folder / "summary.json", folder / "provenance.json"
     if not summary_file.is_file() or not (summary := json.loads(summary_file.read_text())):
-        example = f"results/{wanted[0]}/latest"
+        example = f"results/{experiments[0].name}/latest"
         raise ValueError(f"no results in {folder}: give a folder that has a summary.json, such as {example}")
-    if not provenance_file.is_file():
-        return Run(folder.resolve(), None, summary, machine_identity())
-    provenance = json.loads(provenance_file.read_text())
-    experiment = provenance["configuration"].get("experiment", "something else")
-    if experiment.removesuffix(SENSITIVITY) not in wanted:
-        raise ValueError(f"{folder} holds results of {experiment}, not of {' or '.join(wanted)}")
-    return Run(folder.resolve(), experiment, summary, provenance["machine"])
+    name, machine = None, machine_identity()
+    if provenance_file.is_file():
+        provenance = json.loads(provenance_file.read_text())
+        name, machine = provenance["configuration"].get("experiment", "something else"), provenance["machine"]
+        if name.removesuffix(SENSITIVITY) not in by_name:
+            raise ValueError(f"{folder} holds results of {name}, not of {' or '.join(by_name)}")
+    elif len(by_name) > 1:
+        raise ValueError(f"{folder} has no provenance.json, so it is unknown which of {', '.join(by_name)} it holds")
+    experiment = by_name[(name or experiments[0].name).removesuffix(SENSITIVITY)]
+    experiment.show(Run(folder.resolve(), name, summary, machine), stdout_console())
+    return 0

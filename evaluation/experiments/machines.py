@@ -2,66 +2,97 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from apex.simulator.calibrated_profile import hardware_profile
 from apex.simulator.hardware import GpuLink, Host, load_gpu, load_host, load_link, load_model_config
 from apex.simulator.predicted_machine import PredictedMachine
+from evaluation.experiments.grid import Grid, Place
+from evaluation.experiments.places import lengths_of, possible_points
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import bases, frame_of, over, with_columns
-from evaluation.traces.catalogue import UniformTrace
-from evaluation.traces.workloads import WorkloadSpec, make_lengths
 from swiftllm.scheduling.admission import SchedulerLimits
 
 BLOCK_SIZE = 16
 MAX_TOKENS = 2048  # in the lane in one iteration
 MAX_REQUESTS = 1024  # that hold KV cache at once
 IDEAL = "swiftllm over an ideal link"
-"""The row of the GPU-only system whose all-reduces take no time."""
+"""The run of the GPU-only system whose all-reduces take no time."""
+MACHINE = ("gpu", "host", "model", "dtype", "link", "tensor_parallel")
+FIELDS = (*MACHINE, "machine", "num_gpus", "input_len", "output_len", "run", "system", "seed")
+NOTES = ("fills_of_gpu_tier", "least_requests", "cpu_kernel")
 
 
-@dataclass(frozen=True)
-class Arrangement:
-    """``num_gpus`` of a machine as ``replicas`` engines of ``tensor_parallel`` GPUs, each with a share of the host."""
+def machine_points(settings: Mapping[str, Any]) -> list[Point]:
+    """The points of the experiment file; prints why an arrangement cannot hold its model."""
+    places = [
+        {**place, "replicas": place["num_gpus"] // place["tensor_parallel"]}
+        for place in Grid.read(settings, FIELDS, notes=NOTES).places()
+        if place["run"] != IDEAL or place["tensor_parallel"] > 1
+    ]
+    make = functools.partial(_point, settings)
+    return possible_points(places, make, lambda place: f"{place['machine']}, {place['replicas']} replicas")
 
-    machine: str
-    gpu: str
-    num_gpus: int
-    link: str
-    host: str
-    model: str
-    dtype: str
-    tensor_parallel: int
 
-    @property
-    def replicas(self) -> int:
-        return self.num_gpus // self.tensor_parallel
+def _point(settings: Mapping[str, Any], place: Place) -> Point:
+    """
+    Raises:
+        ValueError: the GPUs of a replica do not hold the model.
+    """
+    replicas, run, machine = place["replicas"], place["run"], [place[field] for field in MACHINE]
+    kernel = settings["cpu_kernel"]
+    pools = replica(*machine, replicas, kernel).num_blocks(None, None, BLOCK_SIZE)
+    here = replica(*machine, replicas, kernel, ideal_link=run == IDEAL)
+    fill = pools[0] * BLOCK_SIZE / (place["input_len"] + place["output_len"])  # requests that fill the GPU tier
+    num_requests = max(settings["least_requests"], round(settings["fills_of_gpu_tier"] * fill))
+    lengths = lengths_of({**place, "num_requests": num_requests})
+    limits = SchedulerLimits(MAX_TOKENS, MAX_REQUESTS, here.model.max_position_embeddings)
+    arrangement = f"{place['num_gpus']}x{place['gpu']}-{place['model']}-tp{place['tensor_parallel']}"
+    case = f"{arrangement}-{place['input_len']}-{place['output_len']}"
+    values = {
+        "case": case,
+        **{field: place[field] for field in ("machine", "replicas", "tensor_parallel", "run")},
+        "cpu_bandwidth_gb_s": float(here.table.identity["cpu_attention_gb_s"]),
+    }
+    hardware = SimulatedHardware(here.gpu.name, here.model_name, here.dtype, here.table, here.model.num_layers)
+    task = SimulatedTask(place["system"], hardware, *pools, lengths, limits, BLOCK_SIZE, values=values)
+    key = f"{case}-{run.replace(' ', '-')}"
+    label = f"{arrangement} {place['input_len']}/{place['output_len']}, {run}"
+    return Point(key, key, label, task, concurrent=True, cost=float(lengths.total_output_tokens))
 
-    @property
-    def key(self) -> str:
-        return f"{self.num_gpus}x{self.gpu}-{self.model}-tp{self.tensor_parallel}"
 
-    def replica(self, cpu_kernel: str, ideal_link: bool = False) -> PredictedMachine:
-        """One of the replicas, predicted."""
-        model, gpu = load_model_config(self.model), load_gpu(self.gpu)
-        host = share_of_host(load_host(self.host), self.replicas)
-        table = hardware_profile(
-            gpu,
-            host,
-            model,
-            dtype=self.dtype,
-            cpu_kernel=cpu_kernel,
-            block_size=BLOCK_SIZE,
-            max_tokens=MAX_TOKENS,
-            tensor_parallel=self.tensor_parallel,
-            link=_ideal(load_link(self.link)) if ideal_link else load_link(self.link),
-        )
-        return PredictedMachine(gpu, host, model, self.model, self.dtype, table, self.tensor_parallel)
+@functools.cache
+def replica(
+    gpu: str,
+    host: str,
+    model: str,
+    dtype: str,
+    link: str,
+    tensor_parallel: int,
+    replicas: int,
+    cpu_kernel: str,
+    ideal_link: bool = False,
+) -> PredictedMachine:
+    """One of equal replicas, each with ``tensor_parallel`` GPUs and its share of the host, predicted."""
+    config, card, share = load_model_config(model), load_gpu(gpu), share_of_host(load_host(host), replicas)
+    table = hardware_profile(
+        card,
+        share,
+        config,
+        dtype=dtype,
+        cpu_kernel=cpu_kernel,
+        block_size=BLOCK_SIZE,
+        max_tokens=MAX_TOKENS,
+        tensor_parallel=tensor_parallel,
+        link=_ideal(load_link(link)) if ideal_link else load_link(link),
+    )
+    return PredictedMachine(card, share, config, model, dtype, table, tensor_parallel)
 
 
 def _ideal(link: GpuLink) -> GpuLink:
@@ -83,55 +114,6 @@ def share_of_host(host: Host, engines: int) -> Host:
         for name in ("cores", "core_share", "memory_gb")
     }
     return replace(host, name=f"1/{engines} of {host.name}", figures={**host.figures, **divided})
-
-
-def make_machine_points(settings: Mapping[str, Any]) -> tuple[list[Point], list[str]]:
-    """The points of the experiment file, and for each arrangement that cannot hold its model why not."""
-    points, refused = [], []
-    for raw in settings["machines"]:
-        for tensor_parallel in raw["tensor_parallel"]:
-            arrangement = Arrangement(**{**raw, "tensor_parallel": tensor_parallel})
-            try:
-                pools = arrangement.replica(settings["cpu_kernel"]).num_blocks(None, None, BLOCK_SIZE)
-            except ValueError as error:
-                refused.append(f"{arrangement.machine}, {arrangement.replicas} replicas: {error}")
-                continue
-            for lengths in settings["lengths"]:
-                points += _points(settings, arrangement, pools, **lengths)
-    return points, refused
-
-
-def _points(
-    settings: Mapping[str, Any], arrangement: Arrangement, pools: tuple[int, int], input_len: int, output_len: int
-) -> list[Point]:
-    trace = UniformTrace(input_len, output_len)
-    fill = pools[0] * BLOCK_SIZE / (input_len + output_len)  # requests that fill the GPU tier
-    num_requests = max(settings["least_requests"], round(settings["fills_of_gpu_tier"] * fill))
-    spec = WorkloadSpec(trace.name, num_requests, output_len=output_len, arrivals="at-once", seed=settings["seed"])
-    lengths = make_lengths(spec, trace)
-    limits = SchedulerLimits(MAX_TOKENS, MAX_REQUESTS, load_model_config(arrangement.model).max_position_embeddings)
-    runs = [(system, system, False) for system in settings["systems"]]
-    if arrangement.tensor_parallel > 1:
-        runs.append((IDEAL, "swiftllm", True))
-    points = []
-    for name, system, ideal_link in runs:
-        replica = arrangement.replica(settings["cpu_kernel"], ideal_link)
-        hardware = SimulatedHardware(
-            replica.gpu.name, replica.model_name, replica.dtype, replica.table, replica.model.num_layers
-        )
-        values = {
-            "case": f"{arrangement.key}-{input_len}-{output_len}",
-            "machine": arrangement.machine,
-            "replicas": arrangement.replicas,
-            "tensor_parallel": arrangement.tensor_parallel,
-            "run": name,
-            "cpu_bandwidth_gb_s": float(replica.table.identity["cpu_attention_gb_s"]),
-        }
-        task = SimulatedTask(system, hardware, *pools, lengths, limits, BLOCK_SIZE, values=values)
-        key = f"{values['case']}-{name.replace(' ', '-')}"
-        label = f"{arrangement.key} {input_len}/{output_len}, {name}"
-        points.append(Point(key, key, label, task, concurrent=True, cost=float(lengths.total_output_tokens)))
-    return points
 
 
 def with_machine_totals(rows: Sequence[FlatRecord]) -> list[FlatRecord]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from apex.perf.model import ProfileTable
 from apex.simulator.calibrated_profile import hardware_profile
 from apex.simulator.hardware import load_gpu, load_host, load_link, load_model_config
 from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting
@@ -61,18 +62,27 @@ def _parallel_values(setting: PaperSetting) -> dict[str, Any]:
 
 def simulated_hardware(setting: PaperSetting, system: str) -> SimulatedHardware:
     """The predicted machine on which a system runs."""
-    hardware = _hardware(
+    table = _table(
         setting.gpu,
         setting.host,
         setting.model,
-        setting.dtype,
-        setting.kernel_of(system) or DEFAULT_KERNEL,
-        setting.cpu_bandwidth_gb_s,
-        setting.limits.max_num_batched_tokens,
-        setting.tensor_parallel,
         setting.link,
+        dtype=setting.dtype,
+        cpu_kernel=setting.kernel_of(system) or DEFAULT_KERNEL,
+        cpu_bandwidth_gb_s=setting.cpu_bandwidth_gb_s,
+        max_tokens=setting.limits.max_num_batched_tokens,
+        tensor_parallel=setting.tensor_parallel,
     )
-    return replace(hardware, remote_hosts=setting.remote_hosts)
+    card, gpus = load_gpu(setting.gpu).name, setting.tensor_parallel
+    cards, layers = card if gpus == 1 else f"{gpus}x {card}", setting.model_config.num_layers
+    return SimulatedHardware(cards, setting.model, setting.dtype, table, layers, remote_hosts=setting.remote_hosts)
+
+
+@functools.cache  # every point of a grid needs the same few
+def _table(gpu: str, host: str, model: str, link: str | None, **options: Any) -> ProfileTable:
+    joined = None if link is None else load_link(link)
+    machine = load_gpu(gpu), load_host(host), load_model_config(model)
+    return hardware_profile(*machine, link=joined, block_size=BLOCK_SIZE, **options)
 
 
 def clip_lengths(lengths: Lengths, max_model_len: int) -> tuple[Lengths, int]:
@@ -91,32 +101,3 @@ def clip_lengths(lengths: Lengths, max_model_len: int) -> tuple[Lengths, int]:
         num_clipped += cut != row
         rows.append(cut)
     return replace(lengths, rows=tuple(rows)), num_clipped
-
-
-@functools.cache  # every point of a sweep needs the same few
-def _hardware(
-    gpu: str,
-    host: str,
-    model: str,
-    dtype: str,
-    kernel: str,
-    cpu_bandwidth_gb_s: float | None,
-    max_tokens: int,
-    tensor_parallel: int,
-    link: str | None,
-) -> SimulatedHardware:
-    config = load_model_config(model)
-    table = hardware_profile(
-        load_gpu(gpu),
-        load_host(host),
-        config,
-        dtype=dtype,
-        cpu_kernel=kernel,
-        cpu_bandwidth_gb_s=cpu_bandwidth_gb_s,
-        block_size=BLOCK_SIZE,
-        max_tokens=max_tokens,
-        tensor_parallel=tensor_parallel,
-        link=None if link is None else load_link(link),
-    )
-    cards = load_gpu(gpu).name if tensor_parallel == 1 else f"{tensor_parallel}x {load_gpu(gpu).name}"
-    return SimulatedHardware(cards, model, dtype, table, config.num_layers)

@@ -8,11 +8,11 @@ or are Poisson arrivals of ``request_rate``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from apex.cli.output import stdout_console
 from apex.simulator.paper_settings import PaperSetting, load_setting
 from evaluation.experiments.axes import CONCERNS, SETTING, TASK
 from evaluation.experiments.grid import Panel, Place
@@ -73,25 +73,20 @@ def _lengths(spec: WorkloadSpec, workload: str | None, input_len: int | None, tr
     return make_lengths(spec, trace_of(fields))
 
 
-def simulate(place: Place, row: Iterable[str] = (), lengths: Lengths | None = None, **values: Any) -> SimulatedTask:
+def simulate(place: Place, fields: Iterable[str] = (), lengths: Lengths | None = None, **values: Any) -> SimulatedTask:
     """The task of a place.
 
     Args:
-        row: fields of the place that are also fields of the point's row.
+        fields: those of the place that are also fields of the point's row.
         lengths: requests other than those that the place says.
         values: further fields of the row.
     """
-    values = {field: place.get(field) for field in row} | values
+    values = {field: place.get(field) for field in fields} | values
     task = simulated_task(setting_of(place), place["system"], lengths or lengths_of(place), values)
     for field, apply in TASK.items():
         if place.get(field) is not None:
             task = apply(task, place[field])
     return task
-
-
-def with_values(task: SimulatedTask, **values: Any) -> SimulatedTask:
-    """The task with further fields in its row."""
-    return replace(task, values={**task.values, **values})
 
 
 def simulated_point(names: Sequence[str], task: SimulatedTask, cost: float | None = None) -> Point:
@@ -100,3 +95,18 @@ def simulated_point(names: Sequence[str], task: SimulatedTask, cost: float | Non
     key = "-".join(names)
     total = float(task.lengths.total_output_tokens)
     return Point(key, key, ", ".join(names), task, concurrent=True, cost=total if cost is None else cost)
+
+
+def possible_points(
+    places: Iterable[Place], make: Callable[[Place], Point], words: Callable[[Place], str]
+) -> list[Point]:
+    """The points of places; prints for those of which ``make`` raises ValueError, named in words, why."""
+    points, refused = [], {}
+    for place in places:
+        try:
+            points.append(make(place))
+        except ValueError as error:
+            refused[f"not possible: {words(place)}: {error}"] = None
+    for reason in refused:
+        stdout_console().print(reason, soft_wrap=True)
+    return points

@@ -115,51 +115,6 @@ def one_line_errors(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
     return command
 
 
-def run_experiment(
-    name: str,
-    configuration: Mapping[str, Any],
-    points: Sequence[Point],
-    run_point: RunPoint,
-    results_dir: Path,
-    console: Console | None = None,
-    jobs: int = 1,
-    derive: Derive = unchanged_rows,
-    run_alone: RunPoint | None = None,
-) -> Run:
-    """Run all points that are not finished yet and write the summary.
-
-    ``run_point`` must be picklable if there are concurrent points. ``run_alone`` replaces it for the others.
-
-    If a point raises, its traceback goes to ``errors/`` and the other points still run; the next invocation tries it
-    again. First the concurrent points run, at most ``jobs`` at a time, then the others one by one.
-
-    Raises:
-        SystemExit: the run was interrupted, or the folder cannot be written to. A message has been printed.
-    """
-    keys = [point.key for point in points]
-    if len(set(keys)) < len(keys):
-        raise ValueError(f"points share keys: {sorted(key for key in set(keys) if keys.count(key) > 1)}")
-    console = console or stdout_console()
-    try:
-        folder = ResultFolder(name, configuration, results_dir)
-        folder.record_invocation()
-    except OSError as error:
-        print_error(f"cannot write results: {error}; choose another folder with --results-dir", console)
-        raise SystemExit(2) from None
-    try:
-        run_unfinished_points(folder, points, run_point, run_alone or run_point, jobs, console)
-    except KeyboardInterrupt:
-        kept = sum(folder.finished_point(key) is not None for key in keys)
-        kept_text = f"{kept} of {len(points)} points are kept in {folder.path}"
-        print_line(console, f"interrupted: {kept_text}; the same command continues there", "yellow")
-        raise SystemExit(128 + signal.SIGINT) from None
-    finished = summarise(folder, points)
-    summary = derive(finished) if finished else []
-    folder.save_summary(summary)
-    failed = [point.label for point in points if folder.finished_point(point.key) is None]
-    return Run(folder.path, name, summary, folder.identity["machine"], failed)
-
-
 def run_unfinished_points(
     folder: ResultFolder,
     points: Sequence[Point],

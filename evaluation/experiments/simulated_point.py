@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -11,18 +12,17 @@ from rich.console import Console
 from apex.perf.model import ProfileTable
 from apex.replay.loop import STALL_TIMEOUT_S, replay_requests
 from apex.replay.metrics import Targets, compute_metrics
-from apex.replay.records import ReplayRequest, RequestRecord
+from apex.replay.records import RequestRecord
 from apex.simulator.build import build_simulated
 from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.cpu_path import Interconnect
-from apex.simulator.runtime import VLLM, vllm_runtime
+from apex.simulator.runtime import OWN_ENGINE, VLLM, vllm_runtime
 from apex.simulator.weight_path import SimulatedWeights
 from apex.strategy import StrategyConfig
 from evaluation.experiments.runner import Point, PointResult
-from evaluation.experiments.torch_point import open_loop_requests, time_limit, workload_values
+from evaluation.experiments.torch_point import open_loop_requests, workload_values
 from evaluation.results.progress import TokenProgress
-from evaluation.results.provenance import fingerprint
-from evaluation.traces.workloads import Lengths, PromptTokens, Workload
+from evaluation.traces.workloads import Lengths, PromptTokens, with_prompts
 from swiftllm.core.request import ServiceClass, Tier
 from swiftllm.scheduling.admission import SchedulerLimits
 
@@ -72,36 +72,15 @@ class SimulatedTask:
     duration_s: float | None = None
     """Virtual seconds after which the run is cut; None runs until all requests have ended."""
     vllm_defaults: bool = False
-    """`vllm` is vLLM 0.19 with its defaults, and no two prompts share a prefix; else what the papers compared with."""
-
-
-def describe_simulated_points(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Simulated points for the run's identity: everything that decides their numbers."""
-    return [{"key": point.key, **describe_task(point.task)} for point in points]
-
-
-def describe_task(task: SimulatedTask) -> dict[str, Any]:
-    remote = task.hardware.remote_hosts
-    return {
-        "system": task.system,
-        "setting": task.values.get("setting"),
-        "profile": {**task.hardware.table.identity, "times": fingerprint(asdict(task.hardware.table))},
-        "believed": fingerprint(asdict(task.believed)) if task.believed else None,
-        "pools": [task.num_gpu_blocks, task.num_cpu_blocks, task.block_size],
-        "limits": asdict(task.limits),
-        "strategy": asdict(task.strategy),
-        **({"remote_hosts": asdict(remote)} if remote is not None else {}),
-        **({"duration_s": task.duration_s} if task.duration_s is not None else {}),
-        **({"one_class": True} if task.one_class else {}),
-        **({"vllm_defaults": True} if task.vllm_defaults else {}),
-        **task.lengths.identity,
-    }
+    """Whether `vllm` runs as vLLM 0.19 does by default; else as the papers ran it."""
+    cached_tiers: tuple[Tier, ...] = ()
+    """Where the system caches prefixes."""
+    prompts: Callable[[int], tuple[int, ...]] | None = None
+    """Token ids of the prompt of a row, by its place: for workloads that share beginnings. None: placeholders."""
 
 
 def build_engine(task: SimulatedTask) -> Engine:
-    hardware, as_vllm = task.hardware, {}
-    if task.vllm_defaults and task.system == VLLM:
-        as_vllm = {"runtime": vllm_runtime(task.limits.max_num_seqs), "cached_tiers": (Tier.GPU,)}
+    hardware, as_vllm = task.hardware, task.vllm_defaults and task.system == VLLM
     return build_simulated(
         task.system,
         hardware.table,
@@ -113,13 +92,14 @@ def build_engine(task: SimulatedTask) -> Engine:
         max_num_seqs=task.limits.max_num_seqs,
         max_model_len=task.limits.max_model_len,
         strategy=task.strategy,
-        vocab_size=max(PLACEHOLDER_PROMPTS.vocab_size, len(task.lengths.rows)),
+        vocab_size=PLACEHOLDER_PROMPTS.vocab_size if task.prompts is None else 1 << 31,
         launch_s=hardware.launch_s,
         interconnect=hardware.interconnect,
         remote_hosts=hardware.remote_hosts,
         scheduler_table=task.believed,
         weights=hardware.weights,
-        **as_vllm,
+        cached_tiers=task.cached_tiers,
+        runtime=vllm_runtime(task.limits.max_num_seqs) if as_vllm else OWN_ENGINE,
     )
 
 
@@ -128,11 +108,10 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
     task: SimulatedTask = point.task
     engine = build_engine(task)
     with TokenProgress(label, task.lengths.total_output_tokens, console) as progress:
-        requests = open_loop_requests(placeholder_workload(told_lengths(task)))
-        if task.vllm_defaults:
-            requests = [replace(r, prompt_token_ids=(i,) * len(r.prompt_token_ids)) for i, r in enumerate(requests)]
-        limits = {"stall_timeout_s": task.stall_timeout_s, "wait": engine.backend.sleep, **time_limit(task.duration_s)}
-        result = replay_requests(engine, requests, progress.update, **limits)
+        told = told_lengths(task)
+        requests = open_loop_requests(with_prompts(told, prompts_of(task)))
+        limits = {"stall_timeout_s": task.stall_timeout_s, "wait": engine.backend.sleep}
+        result = replay_requests(engine, requests, progress.update, limit_s=task.duration_s or math.inf, **limits)
     records = with_classes(result.records, task.lengths)
     busy, wall_s = engine.backend.busy, result.wall_s
     targets = Targets(task.strategy.ttft_slo_s, task.strategy.tpot_slo_s)
@@ -147,7 +126,7 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
         "cpu_kernel": task.hardware.table.identity.get("cpu_kernel"),
         "cpu_threads": task.hardware.table.identity.get("cpu_threads"),
         **workload_values(task.lengths, PLACEHOLDER_PROMPTS),
-        "prompts": "placeholder token ids",
+        "prompts": "placeholder token ids" if task.prompts is None else "token ids that share beginnings",
         "cpu_bandwidth_gb_s": None,
         **task.values,
         **compute_metrics(records, wall_s, result.stats, targets, task.duration_s),
@@ -176,12 +155,9 @@ def with_classes(records: Sequence[RequestRecord], lengths: Lengths) -> tuple[Re
     )
 
 
-def placeholder_workload(lengths: Lengths) -> Workload:
-    """A workload of prompts with the right lengths and meaningless tokens, which a simulation never reads."""
-    requests = tuple(
-        ReplayRequest(
-            f"{lengths.spec.name}-{index}", row.arrival_s, (0,) * row.input_tokens, row.output_tokens, row.service_class
-        )
-        for index, row in enumerate(lengths.rows)
-    )
-    return Workload(lengths, requests)
+def prompts_of(task: SimulatedTask) -> list[tuple[int, ...]]:
+    """Prompts of the right lengths. A simulation reads of their tokens only which beginnings are the same."""
+    rows = task.lengths.rows
+    if task.prompts is None:
+        return [(0,) * row.input_tokens for row in rows]
+    return [task.prompts(index) for index in range(len(rows))]

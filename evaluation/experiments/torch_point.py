@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ def measure(
 
         on_step()
         others = OtherWork()
-        limits = {"stall_timeout_s": task.stall_timeout_s, **time_limit(task.duration_s)}
+        limits = {"stall_timeout_s": task.stall_timeout_s, "limit_s": task.duration_s or math.inf}
         result = replay_requests(engine, requests, update, **limits)
         others_busy_cores = others.busy_cores()
     description, device_type = engine.describe(), engine.backend.device.type
@@ -110,11 +111,6 @@ def open_loop_requests(workload: Workload) -> tuple[ReplayRequest, ...]:
     if workload.lengths.spec.concurrency is not None:
         raise ValueError("a closed loop needs a server; an engine in this process replays arrivals only")
     return workload.requests
-
-
-def time_limit(duration_s: float | None) -> dict[str, float]:
-    """The argument of a replay that cuts it after ``duration_s``."""
-    return {} if duration_s is None else {"limit_s": duration_s}
 
 
 def workload_values(lengths: Lengths, prompt_tokens: PromptTokens) -> dict[str, Any]:

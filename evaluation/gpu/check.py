@@ -28,18 +28,18 @@ if __name__ == "__main__" and not __package__:  # run as a file
     NEEDS = ("numpy", "pacpu", "torch")
     import here
 
+from apex.perf.model import ProfileTable
 from apex.replay.loop import check_requests, replay_requests
 from apex.replay.metrics import compute_metrics
 from apex.replay.records import ReplayRequest
 from apex.source_tree import CONFIGS
 from evaluation.gpu.report import SYSTEMS
+from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.files import write_atomically
-from swiftllm.machine import usable_cores
+from swiftllm.machine import InsufficientMemory, host_memory_bytes, usable_cores
 
 if TYPE_CHECKING:
-    from apex.perf.model import ProfileTable
-    from swiftllm.config import EngineConfig
     from swiftllm.engine.engine import Engine
 
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 4, 8
@@ -103,10 +103,8 @@ def run_case(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[
     end_s = time.monotonic() + limit_s
     import torch
 
-    from apex.perf.model import ProfileTable
     from apex.perf.profile_cache import profile_identity, profile_path
     from apex.systems import build_system
-    from swiftllm.config import EngineConfig
 
     def part_of_rest_s(share: float) -> float:
         return share * (end_s - time.monotonic())
@@ -121,17 +119,9 @@ def run_case(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[
 
     with model_folder(case) as model:
         case = replace(case, num_cpu_blocks=min(case.num_cpu_blocks, most_cpu_blocks(model)))
-        config = EngineConfig(
-            str(model),
-            case.device,
-            case.dtype,
-            "dummy",
-            num_gpu_blocks=case.num_gpu_blocks,
-            num_cpu_blocks=case.num_cpu_blocks,
-            max_num_batched_tokens=case.max_model_len,
-            max_model_len=case.max_model_len,
-            lane_threads=1,
-        )
+        pools = {"num_gpu_blocks": case.num_gpu_blocks, "num_cpu_blocks": case.num_cpu_blocks}
+        limits = {"max_num_batched_tokens": case.max_model_len, "max_model_len": case.max_model_len}
+        config = EngineConfig(str(model), case.device, case.dtype, "dummy", lane_threads=1, **pools, **limits)
         with closing(build_system(system, config)) as engine:
             # What a system with a CPU worker has measured: a GPU-only one has none to measure with.
             identity = profile_identity(config, engine.backend)
@@ -165,9 +155,7 @@ def run_case(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[
 
 def most_cpu_blocks(model: Path) -> int:
     """Blocks of 16-bit values that half of this machine's memory holds."""
-    from swiftllm.config import EngineConfig
-    from swiftllm.machine import host_memory_bytes
-    from swiftllm.model.config import ModelConfig
+    from swiftllm.model.config import ModelConfig  # loads torch
 
     return host_memory_bytes() // 2 // (ModelConfig.from_folder(model).kv_bytes_per_token(2) * EngineConfig.block_size)
 
@@ -249,7 +237,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     name = f"{options.system}-{options.case}"
     print(f"{name}: {CASES[options.case].origin}", flush=True)
-    from swiftllm.machine import InsufficientMemory
 
     def save(record: dict[str, Any]) -> None:
         write_atomically(options.folder / f"{name}.json", json.dumps(record, indent=1) + "\n")

@@ -21,6 +21,7 @@ from functools import cache
 
 from apex.environment import REQUIREMENTS, has_package, pinned_modules
 from evaluation.results.folder import markdown_lines
+from evaluation.results.frame import grouped
 from evaluation.results.provenance import git_state, machine_identity, software, source_hash
 from swiftllm.files import write_atomically
 
@@ -166,28 +167,25 @@ def draw_runs(runs: list[dict[str, Any]], folder: Path) -> None:
     """Measured bars with the simulated rate as a line across each."""
     from matplotlib import pyplot as plt
 
-    from evaluation.figures.style import FAINT, figure_style, system_colour, tidy_axes
+    from evaluation.plots.style import FAINT, system_colour, tidy_axes
 
-    by_case: dict[str, list[dict[str, Any]]] = {}
-    for run in runs:
-        by_case.setdefault(name_of(run), []).append(run)
-    with figure_style():
-        figure, panels = plt.subplots(1, len(by_case), figsize=(3.4 * len(by_case), 3.2), squeeze=False)
-        for ax, (case, of_case) in zip(panels[0], by_case.items(), strict=True):
-            for place, run in enumerate(of_case):
-                ax.bar(place, rate_of(run), color=system_colour(run["system"]), width=0.7)
-                if run["simulated"]:
-                    rate = run["simulated"]["output_tokens_per_s"]
-                    ax.plot([place - 0.42, place + 0.42], [rate, rate], color="black", linewidth=1.5)
-            names = [run["system"] + ("" if run["measured"]["completed"] else "\ncut short") for run in of_case]
-            ax.set_xticks(range(len(of_case)), names)
-            ax.set_title(f"{case}, {of_case[0]['case']['num_gpu_blocks']} GPU blocks", loc="left", fontsize=9)
-            ax.set_ylabel("output tokens/s")
-            tidy_axes(ax)
-        note = f"{runs[0]['device']}\nbars: measured; black lines: SIMULATED"
-        figure.text(0.02, 0.01, note, color=FAINT, fontsize=7)
-        figure.tight_layout(rect=(0, 0.09, 1, 1))
-        figure.savefig(folder / FIGURE, dpi=160)
+    by_case = grouped(runs, name_of)
+    figure, panels = plt.subplots(1, len(by_case), figsize=(3.4 * len(by_case), 3.2), squeeze=False)
+    for ax, (case, of_case) in zip(panels[0], by_case.items(), strict=True):
+        for place, run in enumerate(of_case):
+            ax.bar(place, rate_of(run), color=system_colour(run["system"]), width=0.7)
+            if run["simulated"]:
+                rate = run["simulated"]["output_tokens_per_s"]
+                ax.plot([place - 0.42, place + 0.42], [rate, rate], color="black", linewidth=1.5)
+        names = [run["system"] + ("" if run["measured"]["completed"] else "\ncut short") for run in of_case]
+        ax.set_xticks(range(len(of_case)), names)
+        ax.set_title(f"{case}, {of_case[0]['case']['num_gpu_blocks']} GPU blocks", loc="left", fontsize=9)
+        ax.set_ylabel("output tokens/s")
+        tidy_axes(ax)
+    note = f"{runs[0]['device']}\nbars: measured; black lines: SIMULATED"
+    figure.text(0.02, 0.01, note, color=FAINT, fontsize=7)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    figure.savefig(folder / FIGURE, dpi=160)
 
 
 @cache

@@ -56,18 +56,18 @@ def all_stages(folder: Path, rehearse: bool) -> list[Stage]:
     tokens = Part("tokens", (*check, "graphs", "tokens-float16", "tokens-eager", *more_tokens))
     random_load = Part("random-load", (*check, "--seconds", str(load_s), "random-load"))
     stages = [
-        Stage("build", 150.0, (Part("build", (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")),)),
-        Stage("machine", 60.0, (Part("machine", (*bench, "--parts", "versions", "memory", "gemm")),)),
+        one("build", 150.0, sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"),
+        one("machine", 60.0, *bench, "--parts", "versions", "memory", "gemm"),
         Stage("kernels", 150.0, (Part("operations", (*check, *operations)),)),
         Stage("tokens", 180.0, (tokens, random_load)),
-        Stage("speeds", 200.0, (Part("speeds", bench),)),
+        one("speeds", 200.0, *bench),
     ]
     # Profiles are kept with the results, and none is taken from elsewhere.
     measure = ("env", f"APEX_CACHE_DIR={folder}/measured", sys.executable, "evaluation/gpu/check.py")
     for case, systems in cases.items():
         for system, limit_s in systems.items():
             options = ("--system", system, "--case", case, "--limit", "{limit_s}", "--folder", f"{folder}/end_to_end")
-            stages.append(Stage(f"{system}-{case}", limit_s, (Part(f"{system}-{case}", (*measure, *options)),)))
+            stages.append(one(f"{system}-{case}", limit_s, *measure, *options))
     if not rehearse and (found := find_sanitizer()) is not None:
         # Tensors of their own, since it knows the ends of what CUDA allocates, and not what torch makes of it; and
         # accesses alone: that torch and CUDA ask each other for functions that are not there is no fault of ours.
@@ -76,6 +76,11 @@ def all_stages(folder: Path, rehearse: bool) -> list[Stage]:
         stages.append(Stage("sanitizer", 300.0, (Part("compute-sanitizer", command),)))
     factor = REHEARSAL_FACTOR if rehearse else 1.0
     return [Stage(stage.name, factor * stage.limit_s, stage.parts) for stage in stages]
+
+
+def one(name: str, limit_s: float, *command: str) -> Stage:
+    """A stage of one part, which has its name."""
+    return Stage(name, limit_s, (Part(name, command),))
 
 
 def find_sanitizer() -> str | None:
@@ -159,8 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("compute-sanitizer is not here: its stage is left out", flush=True)
     stop_on_sigterm()
     all_well, _ = run_stages(chosen, folder, end_s)
-    report = Part("report", (sys.executable, "evaluation/gpu/report.py", str(folder)))
-    all_well &= run_stage(Stage("report", END_S * (REHEARSAL_FACTOR if options.rehearse else 1.0), (report,)), folder)
+    limit_s = END_S * (REHEARSAL_FACTOR if options.rehearse else 1.0)
+    all_well &= run_stage(one("report", limit_s, sys.executable, "evaluation/gpu/report.py", str(folder)), folder)
     if left := [stage.name for stage in stages if not stage.is_done(folder)]:
         same = f"{'--rehearse ' if options.rehearse else ''}--minutes {options.minutes:g}"
         print(f"gpu_check: not done yet: {', '.join(left)}\nto go on: scripts/gpu_check.sh {same} {folder}")

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from apex.cli.output import table
-from evaluation.figures.style import FAINT, FigureText, figure_style, set_words, tidy_axes
 from evaluation.groundtruth.prediction import Outcome
 from evaluation.groundtruth.run_files import Run
+from evaluation.plots.style import FigureText, sheet, tidy_axes
 
 UNITS = {"tokens_per_s": (1.0, "output tokens/s", ".0f"), "ttft": (1.0, "s", ".2f"), "tpot": (1e3, "ms", ".1f")}
 LADDER = ("tokens_per_s", "ttft_mean_s", "ttft_p99_s", "tpot_mean_s")
-SIZE = (7.2, 6.0)
+WIDTH, HEIGHT = 7.2, 2.0  # inches, of the figure and of each of its axes
 MEASURED, PREDICTED = "#222222", "#C0392B"
 
 
@@ -57,30 +57,25 @@ def print_terms(rows: Sequence[tuple[str, Mapping[str, float]]], console: Consol
     console.print(table(titles, shown, left=("term",)))
 
 
-def draw_run(run: Run, measured: Outcome, predicted: Outcome) -> plt.Figure:
+def draw_run(run: Run, measured: Outcome, predicted: Outcome) -> Figure:
     """Running and waiting requests over time, and the distributions of TTFT and TPOT."""
-    times = [sample.time_s for sample in run.load]
+    times_s = [sample.time_s for sample in run.load]
     text = FigureText(
         f"SIMULATED against a real run: {run.name}",
         f"{run.model}, vLLM; {len(run.requests)} requests",
         "Black: measured. Red: SIMULATED from operator times of the card.",
     )
-    with figure_style():
-        figure, axes = plt.subplots(2, 2, figsize=SIZE)
-        bottom, top = set_words(figure, text, *SIZE)
-        for outcome, colour in ((measured, MEASURED), (predicted, PREDICTED)):
-            for axis, name in zip(axes[0], ("running", "waiting"), strict=True):
-                axis.plot(times, getattr(outcome, name), color=colour, linewidth=1.0)
-                axis.set(xlabel="s", ylabel=f"{name} requests")
-            ttft = np.sort(outcome.first_token_s - outcome.queued_s)
-            spans = (outcome.last_token_s - outcome.first_token_s) / np.maximum(outcome.output_lens - 1, 1)
-            share = np.linspace(0, 1, len(ttft))
-            axes[1][0].plot(ttft, share, color=colour, linewidth=1.0)
-            axes[1][1].plot(np.sort(spans) * 1e3, share, color=colour, linewidth=1.0)
-        axes[1][0].set(xlabel="time to first token, s", ylabel="share of requests")
-        axes[1][1].set(xlabel="time per output token, ms", ylabel="share of requests")
-        for axis in axes.flat:
-            tidy_axes(axis)
-            axis.grid(color=FAINT, linewidth=0.2)
-        figure.subplots_adjust(left=0.09, right=0.98, bottom=bottom + 0.09, top=top - 0.02, hspace=0.38, wspace=0.25)
+    figure, axes = sheet(text, 2, 2, width=WIDTH, height=HEIGHT)
+    for outcome, colour in ((measured, MEASURED), (predicted, PREDICTED)):
+        for axis, name in zip(axes.flat[:2], ("running", "waiting"), strict=True):
+            axis.plot(times_s, getattr(outcome, name), color=colour, linewidth=1.0)
+            axis.set(xlabel="s", ylabel=f"{name} requests")
+        spans_s = (outcome.last_token_s - outcome.first_token_s) / np.maximum(outcome.output_lens - 1, 1)
+        share = np.linspace(0, 1, len(spans_s))
+        axes.flat[2].plot(np.sort(outcome.first_token_s - outcome.queued_s), share, color=colour, linewidth=1.0)
+        axes.flat[3].plot(np.sort(spans_s) * 1e3, share, color=colour, linewidth=1.0)
+    axes.flat[2].set(xlabel="time to first token, s", ylabel="share of requests")
+    axes.flat[3].set(xlabel="time per output token, ms", ylabel="share of requests")
+    for axis in axes.flat:
+        tidy_axes(axis)
     return figure

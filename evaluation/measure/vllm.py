@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,14 +47,6 @@ def vllm_program(device_type: str) -> Path | None:
 def how_to_install(device_type: str) -> str:
     """What to type to install vLLM for "cuda" or "cpu"."""
     return f"{INSTALL_SCRIPT} --{BUILDS[device_type]}"
-
-
-def vllm_version(program: Path) -> str | None:
-    """The version of an installed ``vllm`` command without its build, such as "0.32.0"; None if it is unknown."""
-    for folder in program.parent.parent.glob("lib/python3*/site-packages/vllm-*.dist-info"):
-        if found := re.match(r"vllm-([0-9][^+]*?)(\+.*)?\.dist-info", folder.name):
-            return found[1]
-    return None
 
 
 def vllm_command(

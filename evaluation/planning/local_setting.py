@@ -75,6 +75,7 @@ class LocalSetting:
             "max_model_len": self.engine.max_model_len,
         }
 
+    @property
     def identity(self) -> dict[str, Any]:
         """The setting for the identity of a run: everything that decides its numbers."""
         return {
@@ -110,6 +111,7 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, optio
         max_num_batched_tokens=max_tokens,
         max_num_seqs=min(limits.max_num_seqs, max_tokens),
         max_model_len=min(limits.max_model_len, shape.max_position_embeddings),
+        enable_prefix_caching=False,
         lane_threads=1,  # without a GPU the lane takes the GPU's part, so it has the same size in all systems
         cpu_threads=options.cpu_threads,
         cpu_kernel=options.cpu_kernel,

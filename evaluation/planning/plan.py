@@ -106,7 +106,7 @@ class Planner:
     def describe(self, points: Sequence[Point]) -> dict[str, Any]:
         """Points and settings for the run's identity: everything that decides their numbers."""
         return {
-            "settings": {name: setting.local.identity() for name, setting in self.settings.items()},
+            "settings": {name: setting.local.identity for name, setting in self.settings.items()},
             "cpu_kernels": cpu_kernels(),
             "points": [{"key": p.key, "system": p.task.system, **p.task.lengths.identity} for p in points],
         }

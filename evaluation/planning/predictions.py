@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import track
 
+from evaluation.experiments.identity import plain
 from evaluation.experiments.profile_check import ProfiledMachine
 from evaluation.experiments.runner import Point, processes
-from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, describe_task, run_simulated_point
+from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
 from evaluation.experiments.torch_point import TorchTask
 from evaluation.results.provenance import fingerprint, source_hash
 from swiftllm.files import cache_dir, write_atomically
@@ -86,7 +87,7 @@ def simulate(task: SimulatedTask) -> Prediction:
 
 def _cache_file(task: SimulatedTask, source: str) -> Path:
     """The file of a task's prediction. Its name is a hash of all that decides it, with the ``source`` code's hash."""
-    decides = [describe_task(task), task.hardware.num_layers, source]
+    decides = [plain(replace(task, values={})), source]
     return cache_dir() / "predictions" / f"{fingerprint(decides)}.json"
 
 

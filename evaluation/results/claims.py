@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evaluation.results.folder import PREDICTED, FlatRecord
+from evaluation.results.frame import grouped
 from evaluation.results.kinds import claimable, comparisons, distinct, is_full_size, is_simulated, label_of
 from evaluation.results.paths import CLAIMS_FILE, evaluation_command
 
@@ -50,13 +51,12 @@ class Claim:
 
     def covers(self, record: FlatRecord) -> bool:
         """Whether the claim is about this point, or about the same point measured on another machine."""
-        if self.workload is not None and record["workload"] != self.workload:
-            return False
-        if self.setting is not None and record.get("setting") not in (None, self.setting):
-            return False
-        if any(record.get(field) != value for field, value in (self.at or {}).items()):
-            return False
-        return self.output_lens is None or self.output_lens[0] <= record["output_len"] <= self.output_lens[1]
+        return (
+            self.workload in (None, record["workload"])
+            and (self.setting is None or record.get("setting") in (None, self.setting))
+            and all(record.get(field) == value for field, value in (self.at or {}).items())
+            and (self.output_lens is None or self.output_lens[0] <= record["output_len"] <= self.output_lens[1])
+        )
 
     def stated(self) -> str:
         """The claim as it is printed."""
@@ -86,12 +86,11 @@ class Comparison:
         """The point of the best ratio of an "up to" claim, in words."""
         if not self.claim.up_to or len(self.by_place) < 2:
             return ""
-        _, workload, output_len, rate, *others = next(
-            place for place, ratio in self.by_place.items() if ratio == self.summary
-        )
+        place = next(place for place, ratio in self.by_place.items() if ratio == self.summary)
+        _, workload, output_len, rate, *others = place
         where = f"{output_len:.0f} out" if rate is None else f"{rate:g} req/s"
-        interval_s = others[OF_SERVICE.index("rate_interval_s")]
-        where = f"every {interval_s:g} s" if interval_s is not None else where
+        if (interval_s := others[OF_SERVICE.index("rate_interval_s")]) is not None:
+            where = f"every {interval_s:g} s"
         return where if self.claim.workload else f"{workload}, {where}"
 
     @property
@@ -125,12 +124,11 @@ def load_claims(*figures: str, path: Path = CLAIMS_FILE) -> list[Claim]:
     import yaml  # figures of a machine that has little more than torch load this module, and no claims
 
     entries: list[dict[str, Any]] = yaml.safe_load(path.read_text())
-    claims = [Claim(**{name: _frozen(value) for name, value in entry.items()}) for entry in entries]
+    claims = [
+        Claim(**{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
+        for entry in entries
+    ]
     return [claim for claim in claims if not figures or claim.figure in figures]
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def compare_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord]) -> list[Comparison]:
@@ -247,18 +245,13 @@ def assumptions(records: Sequence[FlatRecord], script: str) -> list[str]:
 
     Settings that differ only in their host share a line.
     """
-    machines: dict[tuple[Any, ...], list[FlatRecord]] = {}
-    for record in records:
-        if record["cpu_bandwidth_gb_s"] is not None:
-            machines.setdefault((record["gpu"], record["model"], record["num_gpu_blocks"]), []).append(record)
+    offloading = (record for record in records if record["cpu_bandwidth_gb_s"] is not None)
     lines = []
-    for here in machines.values():
-        first, titles = here[0], list(dict.fromkeys(record["setting_title"] for record in here))
+    for here in grouped(offloading, "gpu", "model", "num_gpu_blocks").values():
+        first, titles = here[0], distinct(here, "setting_title")
         title = titles[0] if len(titles) == 1 else f"{titles[0].split(' (')[0]} ({len(titles)} hosts)"
         blocks, most, gpu_rate = first["num_gpu_blocks"], first["max_gpu_blocks"], first["gpu_attention_gb_s"]
-        rates: dict[str, list[float]] = {}
-        for record in here:
-            rates.setdefault(record["system"], []).append(record["cpu_bandwidth_gb_s"])
+        rates = {name: distinct(rows, "cpu_bandwidth_gb_s") for name, rows in grouped(here, "system").items()}
         rates_text = ", ".join(
             f"{system} {_span(values, '.0f')} GB/s ({_span([value / gpu_rate for value in values], '.0%')})"
             for system, values in rates.items()

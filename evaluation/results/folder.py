@@ -82,13 +82,6 @@ class ResultFolder:
         self.path = results_dir / name / self.run
         self.path.mkdir(parents=True, exist_ok=True)
 
-    def _point_latest(self) -> None:
-        link = self.path.parent / "latest"
-        fresh = self.path.parent / f".latest.{os.getpid()}"
-        fresh.unlink(missing_ok=True)
-        fresh.symlink_to(self.run, target_is_directory=True)
-        os.replace(fresh, link)
-
     def record_invocation(self) -> None:
         """Add this invocation to provenance.json."""
         path = self.path / "provenance.json"
@@ -125,7 +118,10 @@ class ResultFolder:
         write_atomically(self.path / "summary.json", to_json(list(records)))
         write_atomically(self.path / "summary.md", markdown_table(records) if table is None else table)
         if records:
-            self._point_latest()
+            link, fresh = self.path.parent / "latest", self.path.parent / f".latest.{os.getpid()}"
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(self.run, target_is_directory=True)
+            os.replace(fresh, link)
 
 
 def flat_record(values: Mapping[str, Any]) -> FlatRecord:

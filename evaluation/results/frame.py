@@ -1,4 +1,4 @@
-"""Ratios between the rows of a summary, in pandas.
+"""Groups of the rows of a summary, and ratios between rows, in pandas.
 
 A frame squares its rows and turns counts into floats, so rows take no more than new fields from it. pandas is imported
 late: it takes 0.2 s, which no process that only runs points should spend.
@@ -6,13 +6,25 @@ late: it takes 0.2 s, which no process that only runs points should spend.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from evaluation.results.folder import FlatRecord
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+def grouped(rows: Iterable[FlatRecord], *by: str | Callable[[FlatRecord], Any]) -> dict[Any, list[FlatRecord]]:
+    """The rows by a field or by what a function makes of them, in the order of the first of each.
+
+    Of several fields or functions the keys are tuples.
+    """
+    groups: dict[Any, list[FlatRecord]] = {}
+    for row in rows:
+        values = tuple(row.get(one) if isinstance(one, str) else one(row) for one in by)
+        groups.setdefault(values if len(by) > 1 else values[0], []).append(row)
+    return groups
 
 
 def frame_of(rows: Iterable[FlatRecord], fields: Sequence[str] | None = None) -> pd.DataFrame:

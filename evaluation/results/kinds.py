@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from evaluation.results.folder import FlatRecord
+from evaluation.results.frame import grouped
 
 SIMULATED, MEASURED, OVER_HTTP = "simulated", "measured here", "measured over HTTP"
 UNSTATED = "origin not stated"
@@ -42,10 +43,7 @@ def is_served(record: FlatRecord) -> bool:
 
 def comparisons(records: Iterable[FlatRecord]) -> list[list[FlatRecord]]:
     """The rows of each comparison, in the order of the first of them."""
-    groups: dict[tuple[str, bool], list[FlatRecord]] = {}
-    for record in records:
-        groups.setdefault((kind_of(record), in_papers_setting(record)), []).append(record)
-    return list(groups.values())
+    return list(grouped(records, kind_of, in_papers_setting).values())
 
 
 def claimable(records: Iterable[FlatRecord]) -> list[list[FlatRecord]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -31,7 +31,7 @@ class Bar:
         self.task = self.bar.add_task(label, total=total, text="")
         self.start = time.monotonic()
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         self.bar.start()
         return self
 

@@ -20,7 +20,9 @@ PACKAGES = ["torch", "numpy", "transformers", "tokenizers", "safetensors", "trit
 # The code that decides the numbers. Code that only draws or prints them may change without making results stale.
 MEASURED_CODE = ("pacpu", "swiftllm", "apex", "evaluation")
 PRESENTING_CODE = (
-    "evaluation/figures/",
+    "evaluation/plots/",
+    "evaluation/experiments/claims_map/cells.py",
+    *(f"evaluation/experiments/{room}/show.py" for room in ("adaptive", "claims_map", "omniserve", "placements")),
     "evaluation/report.py",
     *(f"evaluation/results/{name}.py" for name in ("claims", "folder", "kinds", "progress", "provenance")),
 )

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -139,7 +139,10 @@ def merge_lengths(latency_sensitive: Lengths, best_effort: Lengths) -> Lengths:
 
 def make_workload(lengths: Lengths, prompt_tokens: PromptTokens) -> Workload:
     """Give each request of ``lengths`` its own prompt."""
-    prompts = prompt_tokens.prompts([row.input_tokens for row in lengths.rows], lengths.spec.seed)
+    return with_prompts(lengths, prompt_tokens.prompts([row.input_tokens for row in lengths.rows], lengths.spec.seed))
+
+
+def with_prompts(lengths: Lengths, prompts: Iterable[tuple[int, ...]]) -> Workload:
     requests = tuple(
         ReplayRequest(f"{lengths.spec.name}-{index}", row.arrival_s, prompt, row.output_tokens, row.service_class)
         for index, (row, prompt) in enumerate(zip(lengths.rows, prompts, strict=True))

@@ -37,7 +37,7 @@ enum class Prefetch { none, level2, level1 };
 constexpr int num_prefetches = 3;
 
 // A stretch of one sequence's context under `num_kv_heads` neighbouring KV heads, each attended by the `group` query
-// heads that share it.
+// heads that share it: those of one row, or of several rows that have these blocks in common.
 struct Segment {
     const float* queries;     // [num_kv_heads, group, padded_dim], multiplied by `scale`, zero beyond head_dim
     const void* raw_queries;  // [num_kv_heads, group, head_dim] in the element type, as the caller gave them
@@ -49,7 +49,7 @@ struct Segment {
     int block_size;           // tokens per block, >= 1
     int head_dim;             // a positive multiple of 8
     int padded_dim;           // head_dim rounded up to a multiple of 32
-    int group;                // query heads per KV head, >= 1
+    int group;                // query heads per KV head, >= 1, whatever the model's heads
     int num_kv_heads;         // >= 1
     float scale;              // on the scores of raw_queries
     Prefetch prefetch;        // a kernel may do as it likes

@@ -21,6 +21,7 @@ struct Problem {
     float scale;
     int num_threads;
     Prefetch prefetch;
+    int shared_row_cost;  // 1 to 8, see contexts.h; 8: no blocks are shared
 };
 
 // Stores the new tokens' K and V, then attends. Block ids are trusted. Throws only std::bad_alloc.

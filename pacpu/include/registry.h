@@ -24,6 +24,11 @@ Prefetch prefetch(DType dtype, bool is_shared);
 void set_prefetch(DType dtype, bool is_shared, Prefetch prefetch);
 const char* prefetch_name(Prefetch prefetch);
 
+// What calls take for Problem::shared_row_cost, by the same: 8 until set_shared_row_cost says otherwise. Not to be set
+// during a call.
+int shared_row_cost(DType dtype, bool is_shared);
+void set_shared_row_cost(DType dtype, bool is_shared, int cost);
+
 // Kernels for the current instruction set, unavailable ones included. The native one, the fastest on every machine
 // measured, comes first. Which of the others is second depends on the machine, and since native computes in every type
 // and everywhere, their order decides nothing.

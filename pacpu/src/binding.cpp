@@ -2,11 +2,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <optional>
 #include <string>
 
 #include "arguments.h"
+#include "contexts.h"
 #include "paged_attention.h"
 #include "read_bandwidth.h"
 #include "registry.h"
@@ -103,7 +106,8 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
                              static_cast<const int32_t*>(seq_lens.data),
                              static_cast<float>(scale),
                              num_threads,
-                             prefetch(*dtype, num_heads > num_kv_heads)};
+                             prefetch(*dtype, num_heads > num_kv_heads),
+                             shared_row_cost(*dtype, num_heads > num_kv_heads)};
     check_tables(problem, max_blocks, num_blocks);
     py::gil_scoped_release release;
     run(problem, *kernel);
@@ -139,6 +143,15 @@ void choose_prefetch(const std::string& dtype, const std::string& heads, const s
     for (const Prefetch way : {Prefetch::none, Prefetch::level2, Prefetch::level1})
         if (name == prefetch_name(way)) return set_prefetch(dtype_named(dtype), is_shared_in(heads), way);
     refuse("prefetch must be none, L2 or L1, not " + name);
+}
+
+double get_shared_row_cost(const std::string& dtype, const std::string& heads) {
+    return static_cast<double>(shared_row_cost(dtype_named(dtype), is_shared_in(heads))) / block_cost;
+}
+
+void choose_shared_row_cost(const std::string& dtype, const std::string& heads, double cost) {
+    if (!(cost > 0 && cost <= 1)) refuse("cost must be above 0 and at most 1, not " + std::string(py::str(py::float_(cost))));
+    set_shared_row_cost(dtype_named(dtype), is_shared_in(heads), std::max(1, static_cast<int>(std::lround(cost * block_cost))));
 }
 
 py::list kernels(const std::optional<std::string>& dtype) {
@@ -185,5 +198,8 @@ PYBIND11_MODULE(_pacpu, module) {
     module.def("select_isa", &pacpu::select_isa);
     module.def("prefetch", &pacpu::get_prefetch);
     module.def("set_prefetch", &pacpu::choose_prefetch);
+    module.def("rows_per_read", &pacpu::rows_per_read);
+    module.def("shared_row_cost", &pacpu::get_shared_row_cost);
+    module.def("set_shared_row_cost", &pacpu::choose_shared_row_cost);
     pacpu::bind_rows(module);
 }

@@ -1,7 +1,8 @@
 #include "registry.h"
 
-#include <algorithm>
 #include <stdexcept>
+
+#include "contexts.h"
 
 namespace pacpu {
 namespace {
@@ -51,14 +52,14 @@ Registry& registry() {
     return instance;
 }
 
-Prefetch& prefetch_setting(DType dtype, bool is_shared) {
-    struct Settings {
-        Prefetch of[num_isas][num_dtypes][2];
+struct Setting {
+    Prefetch prefetch = Prefetch::level1;
+    int shared_row_cost = block_cost;
+};
 
-        Settings() { std::fill_n(&of[0][0][0], num_isas * num_dtypes * 2, Prefetch::level1); }
-    };
-    static Settings settings;
-    return settings.of[static_cast<int>(current_isa())][static_cast<int>(dtype)][is_shared];
+Setting& setting(DType dtype, bool is_shared) {
+    static Setting settings[num_isas][num_dtypes][2];
+    return settings[static_cast<int>(current_isa())][static_cast<int>(dtype)][is_shared];
 }
 
 }  // namespace
@@ -85,9 +86,13 @@ void select_isa(const std::string& name) {
     throw std::invalid_argument("unknown instruction set '" + name + "'; use portable, avx2, avx512, avx512bf16 or amx");
 }
 
-Prefetch prefetch(DType dtype, bool is_shared) { return prefetch_setting(dtype, is_shared); }
+Prefetch prefetch(DType dtype, bool is_shared) { return setting(dtype, is_shared).prefetch; }
 
-void set_prefetch(DType dtype, bool is_shared, Prefetch prefetch) { prefetch_setting(dtype, is_shared) = prefetch; }
+void set_prefetch(DType dtype, bool is_shared, Prefetch prefetch) { setting(dtype, is_shared).prefetch = prefetch; }
+
+int shared_row_cost(DType dtype, bool is_shared) { return setting(dtype, is_shared).shared_row_cost; }
+
+void set_shared_row_cost(DType dtype, bool is_shared, int cost) { setting(dtype, is_shared).shared_row_cost = cost; }
 
 const char* prefetch_name(Prefetch prefetch) { return prefetch_names[static_cast<int>(prefetch)]; }
 

@@ -48,8 +48,8 @@ class HostWatch(Protocol):
 class EngineStats:
     """Sums over all iterations. Times are seconds of the engine's clock.
 
-    ``prefix_queries`` counts the tokens of prompts that were started with a prefix cache, and ``prefix_hits`` those that
-    were found there, by tier: once a request, when it has its first token.
+    ``prefix_queries`` counts the tokens of prompts that were started with a prefix cache, and ``prefix_hits`` those of
+    them that were found there, by tier: once a request, when it has its first token.
     """
 
     iterations: int = 0
@@ -109,6 +109,7 @@ class Engine:
         self.executor = executor
         self.backend = backend
         self.tokenizer = tokenizer
+        policy.manage_copies(residents.kv)
         self._hosts = hosts
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from swiftllm.core.plan import RIDE, CohortPlan, IterationPlan, Rule, StepResult
-from swiftllm.engine.backend import Backend, Batch, Ticket
+from swiftllm.engine.backend import Backend, Batch, HostDied, Ticket
 
 
 @dataclass(eq=False)
@@ -97,7 +97,11 @@ class Executor:
         backend, run, at_work = self.backend, _Run(), self._at_work
         self._plan = plan
         start_s = backend.now()
-        self._remove_leaving(plan, run)
+        try:
+            self._remove_leaving(plan, run)
+        except HostDied as death:
+            death.in_swap = True  # the plan's swaps have not begun
+            raise
         with at_work.on([request.request_id for request in plan.moving()]):
             backend.swap(plan.swaps)
         with at_work.on(lane=True):

@@ -64,6 +64,16 @@ class KVCacheManager:
         self._copies_left = self.most_copies
         self._arriving: set[int] = set()  # GPU blocks that the swaps of this plan fill
 
+    @property
+    def moves(self) -> list[Swap]:
+        """The swaps of the plan being made by which requests move, all in one direction."""
+        return [swap for swap in self.swaps if swap.request is not None]
+
+    @property
+    def move_source(self) -> Tier | None:
+        """The tier that they leave."""
+        return self.moves[0].source if self.moves else None
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
@@ -94,14 +104,12 @@ class KVCacheManager:
         """Blocks that come free with all of these requests of one tier. Others may share some of theirs."""
         if not self._caching:
             return sum(map(self.num_held, requests))
-        tables = (self.block_tables.get(request.request_id, ()) for request in requests)
-        holders, allocator = (
-            Counter(chain.from_iterable(tables)),
-            self.allocators[requests[0].tier] if requests else None,
-        )
+        holders: dict[BlockAllocator, Counter[int]] = {}
+        for request in requests:
+            if table := self.block_tables.get(request.request_id):
+                holders.setdefault(self.pool_of(request), Counter()).update(table)
         return sum(
-            count == (allocator.pool_of(block) if isinstance(allocator, HostPools) else allocator).num_holders(block)
-            for block, count in holders.items()
+            count == pool.num_holders(block) for pool, counts in holders.items() for block, count in counts.items()
         )
 
     # -- blocks of requests -------------------------------------------------------------------------------------------
@@ -127,9 +135,9 @@ class KVCacheManager:
         found = len(here) + len(there)
         request.num_kv_slots, request.num_named = num_blocks * self.block_size, found
         request.num_uncomputed = request.num_tokens - found * self.block_size
-        if found and not request.output_len:
-            tokens = len(here) * self.block_size, len(there) * self.block_size
-            request.cached_tokens = dict(zip((request.tier, request.tier.other), tokens, strict=True))
+        if not request.output_len:
+            by_tier = {request.tier: len(here) * self.block_size, request.tier.other: len(there) * self.block_size}
+            request.cached_tokens = by_tier if found else None
 
     def allocate_slots(self, request: Request, num_tokens: int) -> bool:
         """Extend the request's table in its tier to ``num_tokens`` in total. False, and no change: too few blocks."""
@@ -283,14 +291,16 @@ class KVCacheManager:
         here: dict[int, int] = {}
         there: dict[int, int] = {}
         other = self._other_pool(pool)
+        on_gpu = pool is self.allocators[Tier.GPU]
+        too_early = () if on_gpu else self._arriving
         for i, name in enumerate(names if pool.caches else ()):
             if (block := pool.find(name)) is not None:
                 here[i] = block
-            elif other is not None and (block := other.find(name)) is not None:
+            elif other is not None and (block := other.find(name)) is not None and block not in too_early:
                 there[i] = block
             else:
                 break
-        if there and not self.copying_pays(Tier.GPU if pool is not self.allocators[Tier.GPU] else Tier.CPU, len(there)):
+        if there and not self.copying_pays(Tier.CPU if on_gpu else Tier.GPU, len(there)):
             first = min(there)
             return {i: block for i, block in here.items() if i < first}, {}
         return here, there
@@ -320,6 +330,10 @@ class KVCacheManager:
         self.swaps.append(Swap(request, source, tuple(blocks), tuple(targets)))
         if source is Tier.CPU:
             self._arriving.update(targets)
+
+    def is_filled_by(self, swap: Swap, request: Request) -> bool:
+        """Whether a swap fills blocks of a request that is in the tier where it goes."""
+        return not set(swap.target_blocks).isdisjoint(self.block_tables[request.request_id])
 
     def forget_copies(self, swap: Swap) -> None:
         """Forget the blocks that a swap fills: it is not known whether it did."""

@@ -16,10 +16,10 @@ from swiftllm.machine import InsufficientMemory
 from swiftllm.parallel.group import Group
 from swiftllm.parallel.loading import load_rank
 from swiftllm.parallel.pipe import Pipe, PipeClosed
+from swiftllm.runtime.attention_choices import use_fastest_attention
 from swiftllm.runtime.batch import Rows
 from swiftllm.runtime.cores import CoreDivision
 from swiftllm.runtime.description import CohortDescription, LaneDescription
-from swiftllm.runtime.prefetch import use_fastest_prefetch
 from swiftllm.runtime.torch_backend import TorchBackend, serve_loaded
 from swiftllm.runtime.workers import AttentionTask, CpuTask, CpuWorker, InlineWorker, TaskRunner
 
@@ -179,7 +179,7 @@ def rank_main(pipe: Pipe, rank_class: type[Rank] = Rank) -> None:
     try:
         _, epoch, settings, place = pipe.receive()
         try:
-            use_fastest_prefetch()  # the driver has measured it
+            use_fastest_attention()  # the driver has measured it
             backend, group = open_rank(EngineConfig(**settings), pipe, **place)
         except Exception as error:
             pipe.send("failed", _text(error))

@@ -45,7 +45,7 @@ from swiftllm.remote.frames import (
     set_silence_limit,
     set_up,
 )
-from swiftllm.runtime.prefetch import use_fastest_prefetch
+from swiftllm.runtime.attention_choices import use_fastest_attention
 from swiftllm.runtime.workers import (
     AttentionTask,
     BlocksRead,
@@ -82,7 +82,7 @@ class AttentionHost:
         num_threads: int | None = None,
     ) -> None:
         """``memory_bytes`` for K and V: by default half of what is available when an engine connects. ``num_threads``
-        of attention: by default all cores. At the first start on a machine it times how CPU attention should prefetch.
+        of attention: by default all cores. At the first start on a machine it times how CPU attention is fastest.
 
         Raises:
             ValueError: there is no secret, and others than this machine could connect.
@@ -93,7 +93,7 @@ class AttentionHost:
                 f"without a secret, anyone who reaches {address[0]} could use this host: set ${SECRET_VARIABLE} to the "
                 "same value here and for the engine, or listen at 127.0.0.1"
             )
-        use_fastest_prefetch()
+        use_fastest_attention()
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._listening = socket.create_server(address, family=family)
         self.address: tuple[str, int] = self._listening.getsockname()[:2]

@@ -156,7 +156,7 @@ class RemoteCpuTier:
             return self.channel.ask(header, read.blocks, out=read.out, send_back=send_back)
         ids = read.blocks.tolist()
         with _in_swap():
-            if not self.has_fetched(ids):
+            if not self._are_here(ids):
                 ticket = self._ask_for(read, send_back)
                 ticket.wait()
                 return ticket
@@ -187,7 +187,13 @@ class RemoteCpuTier:
                 self._fetched.update({block: (ticket, content[:, i]) for i, block in enumerate(some)})
 
     def has_fetched(self, blocks: Sequence[int]) -> bool:
-        """Whether the answers to :meth:`fetch` are there."""
+        """Whether the answers to :meth:`fetch` are there. What was dropped meanwhile, with another request that shares
+        it, is asked for again."""
+        if dropped := [block for block in blocks if block not in self._fetched]:
+            self.fetch(dropped)
+        return self._are_here(blocks)
+
+    def _are_here(self, blocks: Sequence[int]) -> bool:
         return all(block in self._fetched and self._fetched[block][0].ready() for block in blocks)
 
     def drop_fetched(self, blocks: Sequence[int]) -> None:

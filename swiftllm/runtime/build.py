@@ -12,7 +12,7 @@ from swiftllm.engine.engine import Engine
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.model.placement import Placement
 from swiftllm.model.tokenizer import Tokenizer
-from swiftllm.runtime.prefetch import use_fastest_prefetch
+from swiftllm.runtime.attention_choices import use_fastest_attention
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
 from swiftllm.runtime.workers import InlineWorker, MakeWorker
 from swiftllm.scheduling.admission import SchedulerLimits
@@ -30,7 +30,7 @@ def make_backend(
         from swiftllm.ray.hosts import check_listening  # Ray takes seconds to import, and is optional
 
         check_listening(config.ray_address)  # before weights are loaded
-    use_fastest_prefetch()
+    use_fastest_attention()
     if config.tensor_parallel == 1:
         return open_torch_backend(config, make_worker, placement=placement)
     from swiftllm.parallel.backend import open_sharded_backend  # not needed by one process

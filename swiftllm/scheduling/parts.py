@@ -22,7 +22,7 @@ def swap_in(draft: Draft, service_class: ServiceClass) -> None:
     One with CPU attention under way is called back first, one of another host fetched; its GPU blocks are reserved.
     """
     residents, kv = draft.residents, draft.residents.kv
-    if Tier.GPU not in residents.open_tiers or residents.move_source is Tier.GPU:  # pushed some out: the GPU is full
+    if Tier.GPU not in residents.open_tiers or residents.kv.move_source is Tier.GPU:  # pushed some out: the GPU is full
         return
     for request in residents.running[Tier.CPU].of_class(service_class):
         if draft.tokens_left < 1 or not residents.finds_room(Tier.GPU, request, num_blocks=1):
@@ -35,7 +35,7 @@ def swap_in(draft: Draft, service_class: ServiceClass) -> None:
         if not residents.call_back(request, num_blocks):
             continue
         if not residents.has_room(Tier.GPU, num_blocks):  # others make way first; it follows in the next iteration
-            if residents.move_source is None:
+            if residents.kv.move_source is None:
                 residents.make_way(Tier.GPU, request, num_blocks)
             break
         residents.move(request, Tier.GPU)
@@ -80,9 +80,9 @@ def start_prompt(draft: Draft, request: Request, made_way: Callable[[Draft], Non
     tier = residents.find_tier(request, num_blocks)
     if tier is None:
         return False
-    num_moves = len(residents.moves)
+    num_moves = len(residents.kv.moves)
     residents.make_way(tier, request, num_blocks)
-    if made_way is not None and len(residents.moves) > num_moves:
+    if made_way is not None and len(residents.kv.moves) > num_moves:
         made_way(draft)
     residents.start(request, tier, num_tokens)
     draft.add_prefill(request, starts=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.core.request import Request
 from swiftllm.core.slo import Slo
+from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.residents import Residents
 from swiftllm.scheduling.rules import Rules
 
@@ -21,6 +22,10 @@ class Policy:
     def plan(self, residents: Residents) -> IterationPlan:
         """Plan the next iteration. Its blocks are allocated and the queues updated; the caller must run the plan."""
         raise NotImplementedError
+
+    def manage_copies(self, kv: KVCacheManager) -> None:
+        """Set which cached blocks plans copy between the tiers, if the policy can tell: ``kv.most_copies`` and
+        ``kv.copying_pays``. Called once, by the engine."""
 
     def added(self, request: Request) -> None:
         """A request was queued, for the first time or after a failure."""

@@ -51,6 +51,7 @@ class Residents:
         self.kv = kv
         self.now = now
         self.rules = rules
+        kv.most_copies = limits.max_num_batched_tokens // kv.block_size  # as many as an iteration fills
         self.num_preemptions = self.iteration = 0
         self.cohorts = Cohorts()
         self.may_swap_out: Callable[[Request], bool] = lambda request: True
@@ -156,9 +157,7 @@ class Residents:
         pools = [self.kv.host_pools.pools[host] for host in hosts]
         lost = [request for request in self.running[Tier.CPU] if self.kv.pool_of(request) in pools]
         for swap in unfinished_swaps:
-            here, filled = self.running[swap.source.other], set(swap.target_blocks)
-            tables = self.kv.block_tables
-            lost += [r for r in here if not filled.isdisjoint(tables[r.request_id]) and r not in lost]
+            lost += [r for r in self.running[swap.source.other] if self.kv.is_filled_by(swap, r) and r not in lost]
         for request in lost:
             self.requeue(request)
             request.num_preemptions += 1
@@ -262,8 +261,9 @@ class Residents:
 
     def push_out(self, request: Request) -> None:
         """Preempt a GPU request: move it to the CPU tier if that has room, else recompute it later."""
-        moves = request.service_class in self.rules.spills and self.move_source is not Tier.CPU
-        if moves and can_hold(self.kv, Tier.CPU, request) and self._may_move_out(request):
+        moves = request.service_class in self.rules.spills and self.kv.move_source is not Tier.CPU
+        moves = moves and can_hold(self.kv, Tier.CPU, request) and self.kv.may_move_out(request)
+        if moves and self.may_swap_out(request):
             num_blocks = self.kv.num_held(request)
             for victim in victims_for(self.kv, num_blocks, self._evictable_for(request)) or ():
                 self.recompute(victim)
@@ -277,19 +277,6 @@ class Residents:
         if not self.rules.stores_by_age:
             return self.yielding(Tier.CPU, request)
         return [other for other in self.running[Tier.CPU].younger_than(request) if self.at_rest(other)]
-
-    def _may_move_out(self, request: Request) -> bool:
-        return self.kv.may_move_out(request) and self.may_swap_out(request)
-
-    @property
-    def moves(self) -> list[Swap]:
-        """The swaps of the plan being made by which requests move."""
-        return [swap for swap in self.kv.swaps if swap.request is not None]
-
-    @property
-    def move_source(self) -> Tier | None:
-        """The tier that requests leave in the plan being made: all move in one direction."""
-        return next((swap.source for swap in self.kv.swaps if swap.request is not None), None)
 
     def move(self, request: Request, target: Tier) -> None:
         source = request.tier

@@ -11,7 +11,8 @@ import yaml
 from apex.simulator.calibrated_profile import cpu_attention_gb_s
 from apex.simulator.hardware import LayerShape, load_host, load_model_config
 from evaluation import compare_machines
-from evaluation.experiments.machines import IDEAL, make_machine_points, share_of_host, with_machine_totals
+from evaluation.experiments.machines import IDEAL, machine_points, share_of_host, with_machine_totals
+from evaluation.experiments.options import experiment_settings
 
 MACHINE = {
     "machine": "2x A10G",
@@ -27,10 +28,10 @@ SETTINGS = {
     "seed": 0,
     "fills_of_gpu_tier": 0,
     "least_requests": 6,
-    "systems": ["swiftllm", "adaptive"],
     "cpu_kernel": "native",
     "lengths": [{"input_len": 40, "output_len": 20}],
-    "machines": [MACHINE],
+    "runs": experiment_settings("machines")["runs"],
+    "panels": [MACHINE],
 }
 
 
@@ -58,13 +59,13 @@ def test_the_table_has_a_row_for_each_way_and_is_printed_again_from_its_folder(t
 
 
 def test_a_model_that_does_not_fit_is_said(tmp_path, capsys) -> None:
-    assert run(tmp_path, machines=[MACHINE | {"model": "qwen2.5-32b", "num_gpus": 4, "tensor_parallel": [1, 4]}]) == 0
+    assert run(tmp_path, panels=[MACHINE | {"model": "qwen2.5-32b", "num_gpus": 4, "tensor_parallel": [1, 4]}]) == 0
     assert "not possible: 2x A10G, 4 replicas: qwen2.5-32b takes 65" in capsys.readouterr().out
 
 
-def test_so_many_requests_as_fill_the_gpu_tier() -> None:
-    points, refused = make_machine_points(SETTINGS | {"fills_of_gpu_tier": 2})
-    assert not refused
+def test_so_many_requests_as_fill_the_gpu_tier(capsys) -> None:
+    points = machine_points(SETTINGS | {"fills_of_gpu_tier": 2})
+    assert len(points) == 5 and not capsys.readouterr().out
     for point in points:
         tokens = point.task.num_gpu_blocks * point.task.block_size
         assert len(point.task.lengths.rows) == pytest.approx(2 * tokens / 60, abs=1)

@@ -20,7 +20,7 @@ from evaluation.experiments.papers.latency import crossing, with_rates_at_latenc
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.points import ROW_AT_LATENCY, figure_grid, simulated_points
 from evaluation.experiments.places import setting_of
-from evaluation.figures.neo_paper import HOST_COLOURS, draw_panels, per_token_latencies_s
+from evaluation.plots.neo_paper import HOST_COLOURS, draw_panels, per_token_latencies_s
 from evaluation.reproduce_neo import ALL_FIGURES, Options, main, neo_jobs
 from evaluation.results.claims import load_claims
 from evaluation.results.folder import records_file
@@ -86,7 +86,7 @@ def test_figure_is_drawn_again_without_running(results, config, tmp_path, capsys
 def test_distribution_is_that_of_the_records(results):
     folder = (results / "neo-fig7" / "latest").resolve()
     rows = rows_of(results, "neo-fig7")
-    (panel,) = draw_panels(rows, folder)
+    (panel,) = draw_panels(rows, rows, folder)
     for row, line in zip(rows, panel.series, strict=True):
         latencies = per_token_latencies_s(records_file(folder, row["point"]))
         assert len(latencies) == 60
@@ -98,7 +98,7 @@ def test_distribution_is_that_of_the_records(results):
 
 def test_each_host_is_held_against_the_baseline_on_it(results):
     rows = rows_of(results, "neo-fig10a")
-    panel, own = draw_panels(rows, results)
+    panel, own = draw_panels(rows, rows, results)
     assert "neo by host" in panel.title and "adaptive by host" in own.title
     assert (panel.y_from, panel.y_to) == (own.y_from, own.y_to)
     assert [line.label for line in panel.series] == ["swiftllm", "g5.4xlarge", "g5.16xlarge"]

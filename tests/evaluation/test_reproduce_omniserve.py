@@ -19,11 +19,12 @@ def config(tmp_path: Path) -> Path:
     """The experiment file with one small panel a figure."""
     settings = experiment_settings("omniserve")
     for section in settings["figures"].values():
-        first = section["panels"][0] | {"setting": "apex-a10", "best_effort": ["small"]}
-        first |= {name: first[name][:2] for name in ("cpu_hosts", "tpot_slos_s", "rate_intervals_s") if name in first}
-        first |= {"request_rates": first["request_rates"][:1]} if "request_rates" in first else {}
-        section["panels"] = [{**first, "num_gpu_blocks": 500}, {**first, "panel": "alone", "best_effort": ["none"]}]
-        section["systems"] = ["sarathi", "neo", "omniserve"]
+        first = section["panels"][0] | {"setting": "apex-a10", "best_effort": "small"}
+        first = {name: value[:2] if isinstance(value, list) else value for name, value in first.items()}
+        if isinstance(first.get("request_rate"), list):
+            first["request_rate"] = first["request_rate"][0]
+        section["panels"] = [{**first, "num_gpu_blocks": 500}, {**first, "panel": "alone", "best_effort": None}]
+        section["system"] = ["sarathi", "neo", "omniserve"]
     settings["best_effort"] = {"small": {"workload": "osc", "backlog": 10, "backlog_per_s": 1}}
     path = tmp_path / "omniserve.yaml"
     path.write_text(yaml.safe_dump(settings))
@@ -31,7 +32,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def run(config: Path, *figures: str, **options: Any) -> int:
-    return main(Options(figures, duration=3.0, jobs=1, config=config, results_dir=config.parent, **options))
+    return main(Options(figure=figures, duration=3.0, jobs=1, config=config, results_dir=config.parent, **options))
 
 
 def rows_of(results: Path, name: str) -> list[dict[str, Any]]:

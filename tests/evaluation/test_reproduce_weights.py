@@ -14,7 +14,7 @@ SETTINGS = experiment_settings("weights") | {
     "fills": 0,
     "least_requests": 4,
     "lengths": [{"input_len": 40, "output_len": 20}],
-    "machines": [{"gpu": "t4", "host": "g4dn-4xlarge", "models": ["llama-2-13b"], "weights": ["auto", "int4"]}],
+    "panels": [{"gpu": "t4", "host": "g4dn-4xlarge", "model": ["llama-2-13b"], "weights": ["auto", "int4"]}],
 }
 
 
@@ -40,6 +40,6 @@ def test_rows_are_compared_with_gpu_only_and_printed_again(tmp_path, capsys) -> 
 
 
 def test_a_model_that_fits_nowhere_is_said(tmp_path, capsys) -> None:
-    machine = {"gpu": "t4", "host": "g4dn-4xlarge", "models": ["llama-3.1-70b", "llama-2-13b"], "weights": ["auto"]}
-    assert run(tmp_path, machines=[machine]) == 0
+    machine = {"gpu": "t4", "host": "g4dn-4xlarge", "model": ["llama-3.1-70b", "llama-2-13b"], "weights": ["auto"]}
+    assert run(tmp_path, panels=[machine]) == 0
     assert "not possible: T4, llama-3.1-70b auto" in capsys.readouterr().out

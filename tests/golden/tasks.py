@@ -69,7 +69,7 @@ def digests(command: str) -> dict[str, str]:
         undescribed(),
         tempfile.TemporaryDirectory() as folder,
         mock.patch.dict(os.environ, APEX_CACHE_DIR=folder),
-        mock.patch("evaluation.experiments.runner.run_unfinished_points", look_at),
+        mock.patch("evaluation.experiments.experiment.run_unfinished_points", look_at),
     ):
         module.main(parse_options(module.Options, arguments=[*options, "--results-dir", folder]))
     return points
@@ -81,7 +81,7 @@ def undescribed() -> Iterator[None]:
     modules = ("experiments.papers.jobs", "experiments.experiment")
     with contextlib.ExitStack() as stack:
         for module in modules:
-            stack.enter_context(mock.patch(f"evaluation.{module}.describe_simulated_points", lambda points: []))
+            stack.enter_context(mock.patch(f"evaluation.{module}.identity", lambda points: []))
         yield
 
 

@@ -1,6 +1,6 @@
 """Calls of paged attention for the tests: random arguments, and which kernels and instruction sets there are."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -103,3 +103,35 @@ def make_case(
     q *= spread
     out = torch.full((batch, num_heads + 1, head_dim), torch.nan, dtype=dtype)[:, :num_heads]
     return Case(q, k, v, kv_cache, block_tables, torch.tensor(seq_lens, dtype=torch.int32), out, head_dim**-0.5)
+
+
+def share(case: Case, rows: list[int], num_blocks: int) -> None:
+    """Have rows begin with the blocks of the first one, whose context is longer."""
+    first, *others = rows
+    for row in others:
+        case.block_tables[row, :num_blocks] = case.block_tables[first, :num_blocks]
+
+
+def shared_case(dtype: torch.dtype, block_size: int = 16, **shape) -> Case:
+    """A tree: rows 0 to 6 share a run of blocks, all but row 5 a second one, rows 0 to 2 a third one, each of some 288
+    tokens, in lengths of every kind. Row 7 has a block of its own and then shared ones, row 8 shares nothing."""
+    run = -(-288 // block_size)
+    lengths = (
+        3 * run * block_size + 40,  # blocks of its own behind all runs
+        3 * run * block_size,  # ends with the third run
+        3 * run * block_size + 1,
+        2 * run * block_size,  # ends with the second run
+        2 * run * block_size - block_size + (block_size + 1) // 2,  # ends within the second run's last block
+        run * block_size,
+        2 * run * block_size + 70,
+        run * block_size + 3,
+        5,
+    )
+    case = make_case(dtype, block_size=block_size, seq_lens=lengths, **shape)
+    share(case, [0, 1, 2], 3 * run)
+    share(case, [0, 3, 4, 6], 2 * run)
+    share(case, [0, 5], run)
+    case.block_tables[7, 1:run] = case.block_tables[0, 1:run]
+    order = [3, 7, 0, 5, 8, 2, 6, 1, 4]
+    rows = {name: getattr(case, name)[order] for name in ("q", "k", "v", "block_tables", "seq_lens", "out")}
+    return replace(case, **rows)

@@ -7,7 +7,7 @@
 extern "C" void emulated_amx(int batch, int num_heads, int num_kv_heads, int head_dim, int block_size, const void* q,
                              const void* k, const void* v, void* out, void* kv_cache, const int32_t* block_tables,
                              int64_t table_stride, const int32_t* seq_lens, float scale, int num_threads,
-                             int prefetch) {
+                             int prefetch, int shared_row_cost) {
     const int64_t q_stride = int64_t{num_heads} * head_dim, kv_stride = int64_t{num_kv_heads} * head_dim;
     const pacpu::Problem problem = {pacpu::DType::bfloat16,
                                     batch,
@@ -29,6 +29,7 @@ extern "C" void emulated_amx(int batch, int num_heads, int num_kv_heads, int hea
                                     seq_lens,
                                     scale,
                                     num_threads,
-                                    static_cast<pacpu::Prefetch>(prefetch)};
+                                    static_cast<pacpu::Prefetch>(prefetch),
+                                    shared_row_cost};
     pacpu::run(problem, {"amx", {nullptr, nullptr, pacpu::native_amx}, nullptr});
 }

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 import pacpu
-from benchmarks import bench_pacpu, pacpu_cases
-from benchmarks.pacpu_cases import Case, Shape, usable_isas
+from benchmarks import bench_pacpu, pacpu_cases, pacpu_shared
+from benchmarks.pacpu_cases import Case, Memory, Shape, usable_isas
 from benchmarks.pacpu_report import draw_kernels, markdown_rows, median_cells, verdicts
-from swiftllm.runtime import prefetch
+from swiftllm.runtime import attention_choices
+
+KINDS = [f"{dtype} {heads}" for dtype in attention_choices.DTYPES for heads in pacpu.HEADS]
+RATES = {kind: dict.fromkeys(pacpu.PREFETCHES, 1.0) for kind in KINDS}
+COSTS = {kind: 1 / 4 if kind.endswith("MHA") else 0.99 for kind in KINDS}
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +44,18 @@ def test_shapes_and_bytes():
     assert case.num_bytes == 2 * 20 * 8 * 2 * 128 * 2
     assert case.bytes_held == 2 * 32 * 8 * 2 * 128 * 2
     assert Case("MHA", "float16", Shape(2, 20), 1).num_bytes == 4 * case.num_bytes
+
+
+def test_shared_blocks_count_once():
+    shape = Shape(3, 70, shared=50)
+    assert str(shape) == "3x70 (50 shared)" and shape.seq_lens() == [70] * 3
+    case = Case("GQA", "float16", shape, 1)
+    assert case.num_bytes == (48 + 3 * 22) * case.bytes_per_token  # three full blocks
+    assert case.bytes_held == (3 + 3 * 2) * 16 * case.bytes_per_token
+    _, tables = Memory(2 * case.bytes_held).paged(case, 9, 16)
+    assert len(tables) == 2 and torch.stack(tables).unique().numel() == 2 * 9
+    for table in tables:
+        assert (table[:, :3] == table[0, :3]).all() and table[:, 3:].unique().numel() == 6
 
 
 def test_verdicts_are_medians_of_one_thread_against_the_requirements():
@@ -85,9 +101,9 @@ def test_figure_shows_every_contender_once():
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(prefetch, "MIN_BYTES", 8 << 20)
-    monkeypatch.setattr(prefetch, "SAMPLE_BYTES", 4 << 20)
-    monkeypatch.setattr(prefetch, "last_level_cache_bytes", lambda: 0)
+    monkeypatch.setattr(attention_choices, "MIN_BYTES", 8 << 20)
+    monkeypatch.setattr(attention_choices, "SAMPLE_BYTES", 4 << 20)
+    monkeypatch.setattr(attention_choices, "last_level_cache_bytes", lambda: 0)
     monkeypatch.setattr(bench_pacpu, "QUICK_SHAPES", (Shape(2, 40), Shape(3, 20, ragged=True)))
     monkeypatch.setattr(bench_pacpu, "MIN_ROTATION_BYTES", 4 << 20)
     monkeypatch.setattr(bench_pacpu, "MIN_TIMED_BYTES", 1 << 20)
@@ -96,7 +112,7 @@ def tiny(monkeypatch, tmp_path):
 
 
 def test_a_run_writes_rows_for_every_kernel(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(prefetch, "fastest", lambda by_way: "L2")
+    monkeypatch.setattr(attention_choices, "fastest", lambda by_way: "L2")
     before = pacpu.isa()
     bench_pacpu.main(bench_pacpu.Options(quick=True, seconds=0.1, threads=(1, 2), results_dir=tmp_path))
     assert pacpu.isa() == before
@@ -132,6 +148,31 @@ def test_every_case_is_held_against_reads_of_all_the_memory(tiny, monkeypatch, t
     monkeypatch.setattr(pacpu, "read_bandwidth", noted)
     bench_pacpu.main(bench_pacpu.Options(quick=True, seconds=0.1, threads=(1, 2), results_dir=tmp_path))
     assert sizes == {4 << 20}
+
+
+def test_shared_blocks_are_measured_in_both_ways(tiny, monkeypatch, tmp_path, capsys):
+    """A cost that shares nothing is not the way of the second call."""
+    monkeypatch.setattr(pacpu_shared, "QUICK_SHAPES", [Shape(4, 700, shared=640)])
+    monkeypatch.setattr(attention_choices, "measure", lambda *_: attention_choices.Measured(RATES, COSTS))
+    attended, costs = pacpu.paged_attention, []
+
+    def noted(q: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        costs.append(pacpu.shared_row_cost(q.dtype, "MHA" if arguments[0].shape[1] == q.shape[1] else "GQA"))
+        attended(q, *arguments, **options)
+
+    monkeypatch.setattr(pacpu, "paged_attention", noted)
+    options = bench_pacpu.Options(shared=True, quick=True, seconds=0.1, threads=(1,), results_dir=tmp_path)
+    bench_pacpu.main(options)
+    rows = json.loads((tmp_path / "pacpu_shared/latest/summary.json").read_text())
+    assert [(r["kv_heads"], r["in_use"]) for r in rows] == [(8, False)] * 2 + [(32, True)] * 2
+    assert all(r["speedup"] == pytest.approx(r["read_each_ms"] / r["read_once_ms"]) for r in rows)
+    assert all(r["sharers"] == 4 and r["fraction_of_read"] > 0 for r in rows)
+    assert costs == [7 / 8, 1.0] * 2 + [1 / 4, 1.0] * 2
+    assert "640 + 60" in capsys.readouterr().out
+    kinds = [calls.split() for calls in COSTS]
+    assert {pacpu.shared_row_cost(*kind) for kind in kinds} == {1 / 4, 1.0}  # as before
+    for kind in kinds:
+        pacpu.set_shared_row_cost(*kind, 1.0)
 
 
 def test_kernels_that_disagree_are_not_measured(tiny, monkeypatch, tmp_path):

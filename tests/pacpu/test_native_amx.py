@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import pacpu
-from tests.pacpu.cases import Case, make_case, reference
+from tests.pacpu.cases import Case, make_case, reference, shared_case
 from tests.reference.tolerances import assert_close
 
 ROOT = Path(__file__).parents[2]
 FLAGS = "-std=gnu++17 -O1 -fno-math-errno -shared -fPIC -pthread -DPACPU_EMULATE_AMX -Ipacpu/include"
 AVX512_BF16 = "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl -mavx512bf16"
-SOURCES = "tests/pacpu/emulated_amx.cpp pacpu/src/paged_attention.cpp pacpu/src/thread_team.cpp"
+SOURCES = "tests/pacpu/emulated_amx.cpp pacpu/src/paged_attention.cpp pacpu/src/contexts.cpp pacpu/src/thread_team.cpp"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def emulated(tmp_path_factory):
     return ctypes.CDLL(str(path)).emulated_amx
 
 
-def check(emulated, case: Case, num_threads: int = 1, way: str = "L1") -> None:
+def check(emulated, case: Case, num_threads: int = 1, way: str = "L1", cost: int = 8) -> None:
     q, k, v = case.q.contiguous(), case.k.contiguous(), case.v.contiguous()
     expected_cache, out = case.kv_cache.clone(), torch.full_like(q, torch.nan)
     reference.store_new_tokens(k, v, expected_cache, case.block_tables, case.seq_lens)
@@ -48,6 +48,7 @@ def check(emulated, case: Case, num_threads: int = 1, way: str = "L1") -> None:
         ctypes.c_float(case.scale),
         ctypes.c_int(num_threads),
         ctypes.c_int(pacpu.PREFETCHES.index(way)),
+        ctypes.c_int(cost),
     )
     assert_close(out, expected)
 
@@ -68,6 +69,13 @@ def test_block_sizes(emulated, block_size):
 @pytest.mark.parametrize("way", pacpu.PREFETCHES)
 def test_every_way_of_prefetching(emulated, way):
     check(emulated, make_case(torch.bfloat16, 8, 2, 128, seq_lens=(1, 70, 33)), num_threads=3, way=way)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_rows_that_share_blocks(emulated, group):
+    case = shared_case(torch.bfloat16, num_heads=2 * group, num_kv_heads=2, head_dim=80)
+    for num_threads in (1, 3):
+        check(emulated, case, num_threads, cost=1)
 
 
 def test_peaked_scores(emulated):

@@ -22,7 +22,7 @@ RUN_EVERY_KERNEL = """
 import torch
 import pacpu
 from pacpu import _pacpu
-from tests.pacpu.cases import DTYPES, make_case
+from tests.pacpu.cases import DTYPES, make_case, shared_case
 from tests.pacpu.packed_codes import random_matrix
 
 torch.manual_seed(0)
@@ -35,6 +35,10 @@ for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
         for kernel in pacpu.kernels(dtype):
             for shape in (dict(), dict(num_heads=5, num_kv_heads=5, head_dim=72, block_size=5, seq_lens=(300, 1))):
                 make_case(dtype, **shape).check(kernel=kernel, num_threads=3)
+            for heads, group in zip(pacpu.HEADS, (1, 2)):
+                pacpu.set_shared_row_cost(dtype, heads, 1 / 8)
+                case = shared_case(dtype, num_heads=2 * group, num_kv_heads=2, head_dim=8)
+                case.check(kernel=kernel, num_threads=3)
             print("ran", isa, dtype, kernel)
     from pacpu import rows
     for dtype in DTYPES:

@@ -1,8 +1,9 @@
 """A backend without tensors that notices every mistake a scheduler or executor can make.
 
-Each cache slot has a note of whose token it holds, or with a prefix cache of which text it is the last token. Attention
-checks every slot it would read, swaps carry the notes along, and a slot that nobody owns is empty. Boundaries check that the attention before them has happened. Tickets become
-ready after a random number of polls. Tokens are a hash of the text before them, so they do not depend on scheduling.
+Each cache slot has a note of whose token it holds, or with a prefix cache of which text it is the last token.
+Attention checks every slot it would read, swaps carry the notes along, and a slot that nobody owns is empty. Boundaries
+check that the attention before them has happened. Tickets become ready after a random number of polls. Tokens are a
+hash of the text before them, so they do not depend on scheduling.
 """
 
 from __future__ import annotations

@@ -172,21 +172,25 @@ def cpu_kernels() -> Iterator[Finding]:
     yield Finding("default", "; ".join(f"{kernel} for {', '.join(dtypes)}" for kernel, dtypes in defaults.items()))
     yield Finding("instructions", f"{pacpu.isa()} (PACPU_ISA=portable|avx2|avx512 overrides)")
     if try_import("torch")[0] is not None:
-        yield from prefetches()
+        yield from attention_choices()
 
 
-def prefetches() -> Iterator[Finding]:
-    """How CPU attention prefetches here, as an engine has measured it."""
-    from swiftllm.runtime.prefetch import fastest, kept_rates
+def attention_choices() -> Iterator[Finding]:
+    """How CPU attention prefetches and shares blocks here, as an engine has measured it."""
+    from swiftllm.runtime.attention_choices import fastest, kept
 
-    rates = kept_rates()
-    if rates is None:
+    measured = kept()
+    if measured is None:
         yield Finding("prefetch", "into L1; what is faster here is measured at an engine's first start", "note")
+        yield Finding("shared blocks", "read by each row; measured at an engine's first start", "note")
         return
-    for calls, by_way in rates.items():
+    for calls, by_way in measured.rates.items():
         best = fastest(by_way)
         others = ", ".join(f"{way} {rate:.1f}" for way, rate in by_way.items() if way != best)
         yield Finding(f"prefetch, {calls}", f"{best}: measured {by_way[best]:.1f} GB/s of K and V; {others}")
+    for calls, cost in measured.shared_row_costs.items():
+        how = "read once" if round(8 * cost) < 8 else "read by each row"
+        yield Finding(f"shared blocks, {calls}", f"{how}: a further row costs {cost:.2f} of a row's own block")
 
 
 def machine() -> Iterator[Finding]:

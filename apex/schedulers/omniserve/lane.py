@@ -129,7 +129,7 @@ class Lane:
         Only those between two tokens, since a token that is under way would be lost (section 3.2.4).
         """
         residents, kv = self.residents, self.residents.kv
-        if residents.moves or Tier.GPU not in residents.open_tiers:
+        if residents.kv.moves or Tier.GPU not in residents.open_tiers:
             return
         for request in residents.decoding[Tier.CPU].of_class(BEST_EFFORT):
             if not residents.at_rest(request) or not can_hold(kv, Tier.GPU, request):

@@ -126,7 +126,7 @@ class OmniServe(Predicting):
         residents, target_s = lane.residents, self.slo.iteration_s
         for request in lane.draft.decodes:
             request.last_served = residents.iteration
-        recalled = {swap.request.request_id for swap in residents.moves}
+        recalled = {swap.request.request_id for swap in residents.kv.moves}
         starting = [request for request in starting if request.request_id not in recalled]
         expected_s = lane.iteration_s(rows_by_boundary(riding, starting))
         cohorts = [*riding, residents.cohorts.start(starting)] if starting else riding

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from apex.cli.output import strategy_mix
 from apex.cli.profile import attention_rate
-from apex.replay.metrics import predicted_over_actual
 from apex.schedulers.inequality import offload_bound_tokens_per_s
 from evaluation.experiments.ablation.options import Options
-from evaluation.experiments.ablation.rows import BASELINE, Row, chosen_rows
+from evaluation.experiments.ablation.rows import BASELINE, Row, chosen_rows, with_mix
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import TorchTask, run_torch_point
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import model_folder
-from evaluation.results.provenance import model_identity
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec
 from swiftllm.config import EngineConfig
@@ -48,7 +45,7 @@ def make_points(options: Options) -> list[Point]:
     origin = Origin("synthetic", "requests of one size, all at once")
     lengths = Lengths(spec, "Requests of one size", origin, (TraceRow(input_len, output_len, 0.0),) * num_requests)
     # On a CPU the lane takes the GPU's part, so it must have the same size in every row.
-    threads = {"lane_threads": 1, "cpu_threads": options.cpu_threads}
+    threads = {"lane_threads": 1, "cpu_threads": options.cpu_threads, "enable_prefix_caching": False}
     model = str(model_folder(options.model))
     engine = EngineConfig(model, device=options.device, dtype=options.dtype, load_format=options.load_format, **threads)
     blocks = -(-(input_len + output_len) // engine.block_size)
@@ -61,18 +58,6 @@ def make_points(options: Options) -> list[Point]:
             key = row.name + (f"-{repeat}" if options.repeats > 1 else "")
             points.append(Point(key, row.name, row.name, RowTask(row, task)))
     return points
-
-
-def configuration(options: Options, points: Sequence[Point]) -> dict[str, Any]:
-    """Everything that decides the numbers."""
-
-    def described(point: Point) -> dict[str, Any]:
-        row, task = point.task.row, point.task.task
-        engine = {name: value for name, value in asdict(task.engine).items() if name != "model"}
-        return {"key": point.key, "row": asdict(row), "engine": engine, "lengths": task.lengths.digest()}
-
-    model = model_identity(model_folder(options.model))
-    return {"experiment": "ablation", "model": model, "points": [described(point) for point in points]}
 
 
 def run_row(point: Point, label: str, console: Console) -> PointResult:
@@ -88,14 +73,7 @@ def run_row(point: Point, label: str, console: Console) -> PointResult:
         return engine
 
     result = run_torch_point(replace(point, task=task), label, console, build)
-    stats = result.details["engine_stats"]
-    values = {
-        **result.values,
-        "strategy_mix": strategy_mix(stats["strategy_iterations"]),
-        "predicted_over_actual": predicted_over_actual(stats),
-        **predictions,
-    }
-    return replace(result, values=values)
+    return with_mix(replace(result, values={**result.values, **predictions}))
 
 
 def figures_of_bound(engine: Engine, num_requests: int) -> dict[str, float | None]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from apex.cli.output import strategy_mix
+from apex.replay.metrics import predicted_over_actual
 from apex.strategy import StrategyConfig
 from evaluation.experiments.axes import IDEAS
+from evaluation.experiments.runner import PointResult
 
 BASELINE = "swiftllm"
 
@@ -58,3 +61,13 @@ def chosen_rows(names: Sequence[str] | None, simulated: bool) -> list[Row]:
         which = " that can be simulated" if simulated else ""
         raise ValueError(f"no rows {', '.join(unknown)}{which}; there are {', '.join(there)}")
     return [there[name] for name in names or there]
+
+
+def with_mix(result: PointResult) -> PointResult:
+    """The result with what its strategies were, and how well iterations were predicted."""
+    stats = result.details["engine_stats"]
+    mix = {
+        "strategy_mix": strategy_mix(stats["strategy_iterations"]),
+        "predicted_over_actual": predicted_over_actual(stats),
+    }
+    return replace(result, values={**result.values, **mix})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from rich.console import Console
 from apex.replay.metrics import Targets
 from apex.replay.records import RequestRecord
 from apex.strategy import StrategyConfig
+from evaluation.experiments.grid import Grid, Place
 from evaluation.experiments.http_point import HttpTask, run_http_point
-from evaluation.experiments.omniserve.points import Selection, duration_of
 from evaluation.experiments.omniserve.streams import latency_sensitive, with_best_effort
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.results.folder import FlatRecord
@@ -27,19 +27,11 @@ from evaluation.traces.workloads import Lengths
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import ServiceClass
 
-SYSTEM_ALONE = "sarathi"
-"""Serves latency-sensitive requests alone. Without best effort all systems with targets are the same."""
+FLAGS = ("tpot_slo_s", "ttft_slo_s", "slo_margin", "num_gpu_blocks", "num_cpu_blocks")
+"""Fields of a place that are options of its server."""
 BLOCK_SIZE = EngineConfig("").block_size
 READY_TIMEOUT_S = 300.0
 URGENT = ServiceClass.LATENCY_SENSITIVE.value
-
-
-@dataclass(frozen=True)
-class Here:
-    """What latency-sensitive requests alone say about this machine: seconds per token, and the GPU pool in blocks."""
-
-    tpot_slo_s: float
-    num_gpu_blocks: int
 
 
 @dataclass(frozen=True)
@@ -50,13 +42,13 @@ class ServedTask:
     """
 
     system: str
-    model: Path
+    model: Path = field(compare=False)
     flags: Mapping[str, Any]
     lengths: Lengths
     targets: Targets
     duration_s: float
     values: Mapping[str, Any]
-    logs: Path
+    logs: Path = field(compare=False)
     tries_refusals: bool = False
 
     @property
@@ -65,79 +57,52 @@ class ServedTask:
         flags = [part for name, value in self.flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
         return (sys.executable, "-m", "apex", "serve", str(self.model), "--system", self.system, *flags)
 
-    def describe(self) -> dict[str, Any]:
-        """What decides the numbers, as JSON values."""
-        lengths = {"workload": asdict(self.lengths.spec), "lengths": self.lengths.digest()}
-        return {"arguments": list(self.arguments[1:]), "duration_s": self.duration_s, **lengths}
+
+def read_http_grid(section: Mapping[str, Any], variant: str | None) -> Grid:
+    """The grid of the section ``http``: latency-sensitive requests alone, each system with best effort beside them, and
+    a long best-effort queue."""
+    known = ("panel", "baseline", "system", "best_effort", "num_cpu_blocks", "ttft_slo_s", "slo_margin", "duration_s")
+    notes = ("shows", "streams", "tpot_over_alone", "pool_over_alone", "ample_blocks")
+    return Grid.read(section, known, variant, notes)
 
 
-def alone_point(settings: Mapping[str, Any], selection: Selection, model: Path, logs: Path) -> Point:
-    """Latency-sensitive requests alone, where memory is not short."""
-    flags = {"num_gpu_blocks": settings["http"]["ample_blocks"]}
-    return served_point("ample", settings, selection, model, logs, SYSTEM_ALONE, flags)
+def found_here(section: Mapping[str, Any], alone: FlatRecord) -> dict[str, Any]:
+    """Target in seconds per token, and GPU pool in blocks, from the row of latency-sensitive requests alone."""
+    tpot_s = section["tpot_over_alone"] * alone["latency_sensitive_gap_s_p50"]
+    blocks = math.ceil(section["pool_over_alone"] * alone["latency_sensitive_blocks"])
+    return {"tpot_slo_s": round(tpot_s, 4), "num_gpu_blocks": blocks}
 
 
-def found_here(settings: Mapping[str, Any], alone: FlatRecord) -> Here:
-    """Targets and GPU pool, from the row of :func:`alone_point`."""
-    here = settings["http"]
-    tpot_s = here["tpot_over_alone"] * alone["latency_sensitive_gap_s_p50"]
-    return Here(round(tpot_s, 4), math.ceil(here["pool_over_alone"] * alone["latency_sensitive_blocks"]))
-
-
-def make_served_points(
-    settings: Mapping[str, Any], here: Here, selection: Selection, model: Path, logs: Path
-) -> list[Point]:
-    """Latency-sensitive requests alone, each system with best effort beside them, and a long best-effort queue."""
-    section = settings["http"]
-    flags = {"num_gpu_blocks": here.num_gpu_blocks, "tpot_slo_s": here.tpot_slo_s}
-    of_cpu = {"num_cpu_blocks": section["num_cpu_blocks"]}
-    points = [served_point("alone", settings, selection, model, logs, SYSTEM_ALONE, flags)]
-    for system in selection.systems or section["systems"]:
-        points.append(served_point("both", settings, selection, model, logs, system, flags | of_cpu, "best_effort"))
-    for system in [system for system in ("omniserve",) if system in (selection.systems or section["systems"])]:
-        points.append(served_point("queued", settings, selection, model, logs, system, flags | of_cpu, "queued"))
-    return points
-
-
-def served_point(
-    name: str,
-    settings: Mapping[str, Any],
-    selection: Selection,
-    model: Path,
-    logs: Path,
-    system: str,
-    flags: Mapping[str, Any],
-    best_effort: str | None = None,
-) -> Point:
-    section, folder = settings["http"], selection.trace_dir
-    seed = settings["seed"] if selection.seed is None else selection.seed
-    duration_s = duration_of(section, selection)
-    urgent = latency_sensitive(**section["latency_sensitive"], duration_s=duration_s, seed=seed, trace_dir=folder)
-    stream = section[best_effort] if best_effort else None
-    own = {name: section[name] for name in ("ttft_slo_s", "slo_margin")}
-    flags = {"tpot_slo_s": StrategyConfig().tpot_slo_s, **own, **flags}
-    targets = Targets(flags["ttft_slo_s"], flags["tpot_slo_s"])
+def served_point(place: Place, streams: Mapping[str, Any], model: Path, logs: Path) -> Point:
+    """The point of a place of :func:`read_http_grid` that also has a pool, a seed and ``trace_dir``."""
+    of_run = {name: place[name] for name in ("duration_s", "seed", "trace_dir")}
+    urgent = latency_sensitive(**streams["latency_sensitive"], **of_run)
+    stream = streams[place["best_effort"]] if place.get("best_effort") else None
+    place = {"tpot_slo_s": StrategyConfig().tpot_slo_s, **place}
+    flags = {name: place[name] for name in FLAGS if name in place}
+    targets = Targets(place["ttft_slo_s"], place["tpot_slo_s"])
     row = {
-        "panel": name,
-        "baseline": section["baseline"],
+        "panel": place["panel"],
+        "baseline": place["baseline"],
         "setting": None,
         "setting_title": "this machine",
         "best_effort": stream and stream["workload"],
         "best_effort_queued": stream and stream["backlog"],
         "ttft_slo_s": targets.ttft_s,
         "tpot_slo_s": targets.tpot_s,
-        "num_gpu_blocks": flags["num_gpu_blocks"],
-        "num_cpu_blocks": flags.get("num_cpu_blocks", 0),
+        "num_gpu_blocks": place["num_gpu_blocks"],
+        "num_cpu_blocks": place.get("num_cpu_blocks", 0),
         "cpu_hosts": 1,
         "admission_control": True,
         "rate_interval_s": None,
         "slower": 1.0,
     }
-    lengths = with_best_effort(urgent, stream, duration_s, seed, folder)
-    key = f"{name}-{system}"
-    log = logs / f"{key}.log"
-    task = ServedTask(system, model, flags, lengths, targets, duration_s, row, log, best_effort == "queued")
-    return Point(key, key, f"{name}, {system}", task)
+    lengths = with_best_effort(urgent, stream, **of_run)
+    names = (place["panel"], place["system"])
+    key = "-".join(names)
+    log, refuses = logs / f"{key}.log", place["panel"] == "queued"
+    task = ServedTask(place["system"], model, flags, lengths, targets, place["duration_s"], row, log, refuses)
+    return Point(key, key, ", ".join(names), task)
 
 
 def run_served_point(point: Point, label: str, console: Console) -> PointResult:

@@ -14,9 +14,9 @@ from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.papers.points import ROW
 from evaluation.experiments.papers.sensitivity import varied_in
 from evaluation.experiments.runner import Derive, Run, unchanged_rows
-from evaluation.figures.apex_paper import draw_sensitivity
-from evaluation.figures.style import show_figure
-from evaluation.figures.table import print_results
+from evaluation.plots.sensitivity import draw_sensitivity
+from evaluation.plots.style import show_figure
+from evaluation.plots.table import print_results
 from evaluation.results.claims import load_claims, print_claims
 
 

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from apex.cli.output import stdout_console
 from evaluation.experiments.experiment import SENSITIVITY, Main, Options, command
+from evaluation.experiments.identity import identity
 from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.papers.figure import PaperFigure
 from evaluation.experiments.papers.options import FigureOptions, refuse_unused_options
 from evaluation.experiments.papers.points import figure_grid, simulated_points
 from evaluation.experiments.papers.small_model import small_points
 from evaluation.experiments.runner import Point, RunPoint
-from evaluation.experiments.simulated_point import describe_simulated_points
 from evaluation.measure.live_systems import LiveSystems
 from evaluation.planning.panels import panels_here
 from evaluation.planning.plan import Plan, Planner, plan_within, print_plan, print_settings
@@ -173,7 +173,7 @@ def make_job(
         if options.setting not in (None, "small"):
             grid = panels_here(grid, options.setting, None, figure.paper)
         points += simulated_points(grid, figure.row)
-        configuration["simulated"] = describe_simulated_points(points)
+        configuration["simulated"] = identity(points)
     for backend in MEASURED.intersection(backends):
         chosen = replace(options, num_requests=measured_requests(options))
         try:

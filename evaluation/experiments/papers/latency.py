@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from evaluation.results.folder import FlatRecord
+from evaluation.results.frame import grouped
 from evaluation.results.kinds import kind_of
 
 LATENCY = "per_token_latency_s_mean"
@@ -17,13 +18,10 @@ def with_rates_at_latency(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
     The first row of a curve has the value, interpolated between the two rates around the first crossing. It is None
     in the other rows, and where the curve does not cross.
     """
-    curves: dict[tuple[str, str, str], list[FlatRecord]] = {}
-    for row in rows:
-        if row.get("at_latency_s") is not None:
-            curves.setdefault((row["setting"], row["system"], kind_of(row)), []).append(row)
+    read = (row for row in rows if row.get("at_latency_s") is not None)
     rates = {
         curve[0]["point"]: crossing([(r["request_rate"], r[LATENCY]) for r in curve], curve[0]["at_latency_s"])
-        for curve in curves.values()
+        for curve in grouped(read, "setting", "system", kind_of).values()
     }
     return [{**row, "request_rate_at_latency": rates.get(row["point"])} for row in rows]
 

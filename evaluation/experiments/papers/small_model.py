@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evaluation.experiments.grid import Grid
 from evaluation.experiments.http_point import HttpTask
+from evaluation.experiments.identity import identity
 from evaluation.experiments.options import experiment_settings, flags, given, parse_urls
 from evaluation.experiments.papers.options import SERVER_DECIDES, FigureOptions
 from evaluation.experiments.places import REQUESTS, lengths_of, workload_of
@@ -74,7 +75,7 @@ def small_points(figure: str, options: FigureOptions) -> tuple[list[Point], dict
         "model": model_identity(Path(engine.model)),
         "repeats": repeats,
         **({} if servers else {"cpu_kernels": cpu_kernels(), "gpu_requests": gpu_requests}),
-        "points": [described(point.key, point.task) for point in points],
+        "points": identity(points),
     }
     return points, configuration
 
@@ -95,8 +96,10 @@ def engine_config(fields: Mapping[str, Any], options: FigureOptions) -> EngineCo
     """
     names = ("num_gpu_blocks", "device", "dtype", "load_format", "cpu_threads", "cpu_kernel")
     chosen = given(**{name: getattr(options, name) for name in names})
-    # Without a GPU the lane takes the GPU's part, so it must have the same size in all systems.
-    return EngineConfig(str(model_folder(options.model)), **{"lane_threads": 1, **fields, **chosen})
+    # Without a GPU the lane takes the GPU's part, so it must have the same size in all systems. The papers' systems have
+    # no prefix cache, and in one that has it a repeated run would not compute its prompts.
+    same = {"lane_threads": 1, "enable_prefix_caching": False}
+    return EngineConfig(str(model_folder(options.model)), **{**same, **fields, **chosen})
 
 
 def pool_blocks(lengths: Lengths, gpu_requests: int, block_size: int) -> tuple[int, int]:
@@ -118,16 +121,6 @@ def with_pools(engine: EngineConfig, lengths: Lengths, gpu_requests: int) -> Eng
         num_gpu_blocks=gpu_blocks if engine.num_gpu_blocks is None else engine.num_gpu_blocks,
         num_cpu_blocks=cpu_blocks if engine.num_cpu_blocks is None else engine.num_cpu_blocks,
     )
-
-
-def described(key: str, task: TorchTask | HttpTask) -> dict[str, Any]:
-    """A measured point for the run's identity: its engine or server, and its requests."""
-    if isinstance(task, HttpTask):
-        run = {"system": task.server.name, "server": asdict(task.server)}
-    else:
-        engine = {name: value for name, value in asdict(task.engine).items() if name != "model"}
-        run = {"system": task.system, "engine": engine}
-    return {"key": key, **run, **task.lengths.identity}
 
 
 def connect_servers(options: FigureOptions) -> dict[str, Server]:

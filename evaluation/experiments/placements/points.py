@@ -2,96 +2,72 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from apex.placement.budget import Workload
-from apex.simulator.placed_machine import PlacedMachine, WeightPlacer
-from apex.simulator.predicted_machine import PredictedMachine, predict_machine
+from apex.simulator.hardware import load_gpu
+from apex.simulator.placed_machine import WeightPlacer
+from apex.simulator.predicted_machine import predict_machine
+from evaluation.experiments.grid import Grid, Place
+from evaluation.experiments.places import lengths_of, possible_points
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import bases, frame_of, over, with_columns
-from evaluation.traces.catalogue import UniformTrace
-from evaluation.traces.workloads import WorkloadSpec, make_lengths
-from swiftllm.model.placement import Place
+from swiftllm.model import placement as model_placement
 from swiftllm.scheduling.admission import SchedulerLimits
 from swiftllm.systems import find_system
 
 DTYPE = "float16"
+CASE = ("weights", "input_len", "output_len")
+FIELDS = (*CASE, "gpu", "host", "model", "run", "system", "cpu_computes", "seed")
+NOTES = (
+    "block_size", "max_num_batched_tokens", "max_num_seqs", "fills", "least_requests", "most_requests"
+)  # fmt: skip
 
 
-def make_weight_points(settings: Mapping[str, Any]) -> tuple[list[Point], list[str]]:
-    """The points of the experiment file, and why others are not possible.
+def weight_points(settings: Mapping[str, Any]) -> list[Point]:
+    """The points of the experiment file; prints why others are not possible.
 
     ``placement`` of a row are the numbers of boundaries that are resident, streamed and on the CPU.
     """
-    points, refused = [], []
-    for raw in settings["machines"]:
-        for model in raw["models"]:
-            for weights in raw["weights"]:
-                machine = predict_machine(raw["gpu"], raw["host"], model, DTYPE, weights=weights)
-                placer = WeightPlacer(machine, settings["block_size"])
-                for lengths in settings["lengths"]:
-                    for run in settings["runs"]:
-                        try:
-                            points.append(_point(settings, placer, weights, run, **lengths))
-                        except ValueError as error:
-                            refused.append(f"{machine.gpu.name}, {model} {weights}, {run['run']}: {error}")
-    return points, refused
+    places = Grid.read(settings, FIELDS, notes=NOTES).places()
+    make = functools.partial(_point, settings)
+    return possible_points(
+        places,
+        make,
+        lambda place: f"{load_gpu(place['gpu']).name}, {place['model']} {place['weights']}, {place['run']}",
+    )
 
 
-def _point(
-    settings: Mapping[str, Any],
-    placer: WeightPlacer,
-    weights: str,
-    run: Mapping[str, Any],
-    *,
-    input_len: int,
-    output_len: int,
-) -> Point:
+def _point(settings: Mapping[str, Any], place: Place) -> Point:
     """
     Raises:
         ValueError: the model fits neither GPU nor host.
     """
-    machine, system = placer.machine, run["system"]
+    block_size, max_num_seqs = settings["block_size"], settings["max_num_seqs"]
+    placer = _placer(place["gpu"], place["host"], place["model"], place["weights"], block_size)
+    machine, system = placer.machine, place["system"]
     offloads = find_system(system).needs_predictions
-    at_once = Workload(settings["max_num_seqs"], input_len, output_len)
-    placed = placer.place("auto", at_once, offloads=offloads, cpu_computes=run["cpu_computes"])
+    at_once = Workload(max_num_seqs, place["input_len"], place["output_len"])
+    placed = placer.place("auto", at_once, offloads=offloads, cpu_computes=place["cpu_computes"])
     num_cpu_blocks = placed.num_cpu_blocks if offloads else 0
-    trace = UniformTrace(input_len, output_len)
-    num_requests = _num_requests(settings, at_once, placed.num_gpu_blocks + num_cpu_blocks)
-    spec = WorkloadSpec(trace.name, num_requests, output_len=output_len, arrivals="at-once", seed=settings["seed"])
-    lengths = make_lengths(spec, trace)
+    held = min(max_num_seqs, (placed.num_gpu_blocks + num_cpu_blocks) * block_size / at_once.context)
+    num_requests = min(settings["most_requests"], max(settings["least_requests"], round(settings["fills"] * held)))
+    lengths = lengths_of({**place, "num_requests": num_requests})
+    case = (machine.gpu.name, machine.host.name, machine.model_name, *(str(place[name]) for name in CASE))
     values = {
-        "case": f"{machine.gpu.name}-{machine.host.name}-{machine.model_name}-{weights}-{input_len}-{output_len}",
+        "case": "-".join(case),
         "host": machine.host.name,
         "weights": "4 bits" if machine.model.quantisation else "16 bits",
-        "run": run["run"],
-        "mean_lengths": f"{input_len} in, {output_len} out",
-        "placement": "/".join(str(placed.timed.placement.count(place)) for place in Place),
+        "run": place["run"],
+        "mean_lengths": f"{place['input_len']} in, {place['output_len']} out",
+        "placement": "/".join(str(placed.timed.placement.count(where)) for where in model_placement.Place),
         "predicted_tokens_per_s": placed.predicted_tokens_per_s,
     }
-    limits = SchedulerLimits(
-        settings["max_num_batched_tokens"], settings["max_num_seqs"], machine.model.max_position_embeddings
-    )
-    task = SimulatedTask(
-        system,
-        _hardware(machine, placed),
-        placed.num_gpu_blocks,
-        num_cpu_blocks,
-        lengths,
-        limits,
-        settings["block_size"],
-        values=values,
-        believed=placed.scheduler_table,
-    )
-    key = f"{values['case']}-{run['run']}".replace(" ", "-").replace(",", "").replace("(", "").replace(")", "")
-    return Point(key, key, key, task, concurrent=True, cost=float(lengths.total_output_tokens))
-
-
-def _hardware(machine: PredictedMachine, placed: PlacedMachine) -> SimulatedHardware:
-    return SimulatedHardware(
+    hardware = SimulatedHardware(
         machine.gpu.name,
         machine.model_name,
         machine.dtype,
@@ -100,11 +76,17 @@ def _hardware(machine: PredictedMachine, placed: PlacedMachine) -> SimulatedHard
         interconnect=placed.interconnect,
         weights=placed.weights,
     )
+    limits = SchedulerLimits(settings["max_num_batched_tokens"], max_num_seqs, machine.model.max_position_embeddings)
+    pools = (placed.num_gpu_blocks, num_cpu_blocks)
+    believed = placed.scheduler_table
+    task = SimulatedTask(system, hardware, *pools, lengths, limits, block_size, values=values, believed=believed)
+    key = f"{values['case']}-{place['run']}".replace(" ", "-").translate(str.maketrans("", "", ",()"))
+    return Point(key, key, key, task, concurrent=True, cost=float(lengths.total_output_tokens))
 
 
-def _num_requests(settings: Mapping[str, Any], at_once: Workload, num_blocks: int) -> int:
-    held = min(at_once.num_requests, num_blocks * settings["block_size"] / at_once.context)
-    return min(settings["most_requests"], max(settings["least_requests"], round(settings["fills"] * held)))
+@functools.cache
+def _placer(gpu: str, host: str, model: str, weights: str, block_size: int) -> WeightPlacer:
+    return WeightPlacer(predict_machine(gpu, host, model, DTYPE, weights=weights), block_size)
 
 
 def with_gains(rows: Sequence[FlatRecord]) -> list[FlatRecord]:

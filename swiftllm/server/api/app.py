@@ -149,6 +149,11 @@ def api_routes(context: ServingContext, starts: RequestStarts) -> APIRouter:
         context.check_model(name)
         return JSONResponse(model_card(context))
 
+    @router.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        context.service.reset_prefix_cache()
+        return Response()
+
     @router.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         body = await body_of(request, TokenizeRequest)

@@ -34,6 +34,7 @@ class ServingContext:
         self.model_path = str(engine.describe().get("model", "model"))
         self.model_name = settings.served_model_name or model_name(self.model_path)
         self.longest_request = engine.residents.longest_request
+        self.caches_prefixes = engine.kv.names is not None
         self.created = int(time.time())
         self.tokenizer = engine.tokenizer
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")

@@ -71,6 +71,7 @@ class Generation:
                 with_own_seed(sampling, number),
                 body.timeout,
                 body.service_class,
+                body.cache_salt,
             )
             for prompt_number, prompt in enumerate(prompts)
             for number in range(n)

@@ -18,6 +18,7 @@ from swiftllm.server.api.unsupported import check_unsupported_fields
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16  # OpenAI allows four, vLLM any number; evaluation harnesses send six
 MAX_STOP_CHARS = 1000
+MAX_SALT_CHARS = 1000
 DEFAULT_COMPLETION_TOKENS = 16
 SAMPLING_DEFAULTS = {"temperature": 1.0}
 SAMPLING_FIELDS = (
@@ -67,6 +68,8 @@ class GenerationRequest(Lenient):
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     """OpenAI's. A request with "flex" is best-effort."""
     user: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    """vLLM's. Only requests with the same salt share cached prefixes, and can tell by their times what is cached."""
 
     @property
     def service_class(self) -> ServiceClass:

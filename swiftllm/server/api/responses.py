@@ -153,10 +153,14 @@ class Answer(ABC):
         usage = f'{self._chunk_head}],"usage":{as_json(self._total_usage())}}}\n\n'
         return f"{usage if self._usage_wanted.include_usage else ''}data: [DONE]\n\n"
 
-    def _total_usage(self) -> dict[str, int]:
+    def _total_usage(self) -> dict[str, Any]:
         prompt = sum(len(prompt.token_ids) for prompt in self.generation.prompts)
         output = sum(choice.text.num_tokens for choice in self.generation.choices)
-        return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output}
+        usage = {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output}
+        if not self.generation.context.caches_prefixes:
+            return usage
+        cached = sum(choice.stream.num_cached_tokens for choice in self.generation.choices[:: self.body.n])
+        return {**usage, "prompt_tokens_details": {"cached_tokens": cached}}  # of each prompt's first output
 
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:

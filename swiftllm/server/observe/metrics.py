@@ -223,6 +223,8 @@ def gauges(now: Snapshot) -> list[Series]:
          by_label("tier", {"gpu": now.gpu_blocks_used, "cpu": now.cpu_blocks_used})),
         ("apex:kv_blocks", "KV blocks in total.",
          by_label("tier", {"gpu": now.gpu_blocks_total, "cpu": now.cpu_blocks_total})),
+        ("apex:kv_blocks_cached", "KV blocks in use by none, with prefixes that later requests may find.",
+         by_label("tier", {"gpu": now.gpu_blocks_cached, "cpu": now.cpu_blocks_cached})),
         ("apex:prediction_factor", "Recent measured over profiled time of operations; it multiplies predictions.",
          by_label("operation", now.prediction_factors)),
         ("apex:attention_hosts_connected", "Other hosts whose part of the CPU tier is in use.", now.hosts_connected),
@@ -238,6 +240,9 @@ def counters(now: Snapshot, refused: Values, slo_outcomes: Values) -> list[Serie
     tokens = {name: counts.output_tokens for name, counts in counts_by_class(now).items()}
     return [
         ("vllm:prompt_tokens", "Prompt tokens computed; recomputed ones count again.", now.prompt_tokens),
+        ("vllm:prefix_cache_queries", "Tokens of prompts that were looked up in the prefix cache.", now.prefix_queries),
+        ("vllm:prefix_cache_hits", "Those of them that were found there, by the tier where they lay.",
+         by_label("tier", {tier: now.prefix_hits.get(tier, 0) for tier in ("gpu", "cpu")})),
         ("vllm:generation_tokens", "Tokens sampled.", by_label("service_class", tokens)),
         ("vllm:num_preemptions", "Preemptions: requests that had to release all their KV blocks.", now.preemptions),
         ("vllm:request_success", "Requests that ended, by reason.", by_label("finished_reason", well)),

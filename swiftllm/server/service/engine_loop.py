@@ -14,7 +14,7 @@ from swiftllm.core.request import Request, RequestOutput, RequestRefusedForNow
 from swiftllm.engine.engine import Engine, EngineStalled
 from swiftllm.scheduling.arrival_queue import arrival_order
 from swiftllm.server.service.fault_isolation import FaultIsolation
-from swiftllm.server.service.open_requests import OpenRequest, OpenRequests, Order
+from swiftllm.server.service.open_requests import OpenRequest, OpenRequests, Order, ResetPrefixCache
 from swiftllm.server.service.snapshot import Health, Snapshot, take_snapshot
 from swiftllm.server.service.state_dump import dump_state
 from swiftllm.server.service.token_streams import Delta, DeltaDispatcher, RequestFailed, StreamDelta
@@ -115,6 +115,9 @@ class EngineLoop:
                 self._isolation.release_request(order)
                 self.engine.abort(order)
                 continue
+            if isinstance(order, ResetPrefixCache):
+                self.engine.kv.reset_cache()
+                continue
             if order.deadline_s is not None:
                 self._next_deadline_s = min(self._next_deadline_s, order.deadline_s)
             if self._isolation.is_under_way:
@@ -151,6 +154,7 @@ class EngineLoop:
                 if entry is None:
                     continue
                 request, start = entry.request, entry.num_delivered
+                entry.stream.num_cached_tokens = request.num_cached_tokens
                 reason = request.finish_reason.value if request.finish_reason else None
                 deltas.append((entry.stream, Delta(request.output_token_ids[start:], request.logprobs[start:], reason)))
                 entry.num_delivered = request.output_len

@@ -47,8 +47,12 @@ class OpenRequest:
         return self.deadline_s is not None and self.deadline_s <= now_s
 
 
-Order = OpenRequest | str
-"""A new request for the engine, or the id of one to abort."""
+class ResetPrefixCache:
+    """The order to forget all cached prefixes."""
+
+
+Order = OpenRequest | str | ResetPrefixCache
+"""A new request for the engine, the id of one to abort, or a reset of the prefix cache."""
 
 
 class OpenRequests:
@@ -111,6 +115,12 @@ class OpenRequests:
         """Order these requests aborted; unknown and finished ones are ignored."""
         with self.lock:
             self._orders += request_ids
+            self.lock.notify_all()
+
+    def reset_prefix_cache(self) -> None:
+        """Order the prefix cache emptied, before the requests that are added later."""
+        with self.lock:
+            self._orders.append(ResetPrefixCache())
             self.lock.notify_all()
 
     def set_health(self, old_status: str, health: Health) -> None:

@@ -65,6 +65,8 @@ class NewRequest:
     timeout_s: float | None = None
     """Seconds until its deadline; None takes the service's ``request_timeout_s``."""
     service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE
+    cache_salt: str | None = None
+    """Only requests with the same one share cached prefixes."""
 
 
 class EngineService:
@@ -122,7 +124,11 @@ class EngineService:
 
     def _entry(self, new: NewRequest, dispatcher: DeltaDispatcher) -> OpenRequest:
         request = self.engine.make_request(
-            new.request_id, new.prompt_token_ids, new.sampling, service_class=new.service_class
+            new.request_id,
+            new.prompt_token_ids,
+            new.sampling,
+            service_class=new.service_class,
+            cache_salt=new.cache_salt,
         )
         if new.request_id in self.engine.residents.requests:  # aborted, but CPU attention still uses its blocks
             raise RequestRefused(f"request id {new.request_id!r} is already in use; ids must be unique")
@@ -133,6 +139,10 @@ class EngineService:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Abort these requests, waiting or running; finished ones are ignored. From any thread."""
         self._open_requests.abort_requests(request_ids)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes before the next step: requests submitted later find none of them. Any thread."""
+        self._open_requests.reset_prefix_cache()
 
     def end_request(self, request_id: str, reason: str) -> None:
         """End a request whose output is complete, for ``reason``; ignored if it has ended. From any thread."""

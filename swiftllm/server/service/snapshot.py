@@ -47,10 +47,17 @@ class Snapshot(Counts):
     gpu_blocks_total: int = 0
     cpu_blocks_used: int = 0
     cpu_blocks_total: int = 0
+    gpu_blocks_cached: int = 0
+    """Blocks that no request holds, with K and V that later ones may find; they count as free."""
+    cpu_blocks_cached: int = 0
 
     iterations: int = 0
     prompt_tokens: int = 0
     """Prompt tokens computed; recomputed ones count again."""
+    prefix_queries: int = 0
+    """Tokens of prompts that were started with a prefix cache."""
+    prefix_hits: Mapping[str, int] = field(default_factory=dict)
+    """Those of them that were found in it, by tier."""
     finished: Mapping[str, int] = field(default_factory=dict)
     """By reason: stop, length, abort, and those of :class:`swiftllm.server.service.token_streams.RequestFailed`."""
     refused: int = 0
@@ -89,7 +96,10 @@ def take_snapshot(engine: Engine, held: Collection[Request], step_failures: int)
         gpu_blocks_total=pools[Tier.GPU].num_blocks,
         cpu_blocks_used=pools[Tier.CPU].num_used,
         cpu_blocks_total=pools[Tier.CPU].num_blocks,
+        gpu_blocks_cached=pools[Tier.GPU].num_cached,
+        cpu_blocks_cached=pools[Tier.CPU].num_cached,
         prompt_tokens=counters.pop("prefill_tokens"),
+        prefix_hits=dict(counters.pop("prefix_hits")),
         step_failures=step_failures,
         strategy_iterations=dict(counters.pop("strategy_iterations")),
         prediction_factors=engine.policy.prediction_factors,

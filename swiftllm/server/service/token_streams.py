@@ -48,7 +48,8 @@ class Delta(NamedTuple):
 class TokenStream:
     """The output of one request, on the event loop that submitted it. A ``finish_reason`` or an error ends it.
 
-    ``prompt_logprobs`` is the request's own list, complete when its first token arrives.
+    ``prompt_logprobs`` is the request's own list, complete when its first token arrives. So is ``num_cached_tokens``,
+    the tokens of its prompt that were found in the prefix cache.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class TokenStream:
         self.request_id = request_id
         self.dispatcher = dispatcher
         self.prompt_logprobs = prompt_logprobs
+        self.num_cached_tokens = 0
         self._listener: Callable[[Delta], None] | None = None
         self._kept: Delta | None = None  # deltas that arrived while there was no listener
 

@@ -130,18 +130,25 @@ def test_bandwidth_is_the_limit_that_is_used_elsewhere(monkeypatch):
     }
 
 
-def test_how_cpu_attention_prefetches_is_told(monkeypatch, tmp_path):
-    from swiftllm.runtime import prefetch
+def test_the_measured_choices_of_cpu_attention_are_told(monkeypatch, tmp_path):
+    from swiftllm.runtime import attention_choices
 
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
-    unmeasured = found(list(doctor.cpu_kernels()))["prefetch"]
-    assert unmeasured.found.startswith("into L1") and "first start" in unmeasured.found and unmeasured.status == "note"
-    rates = {f"{dtype} {heads}": {"none": 3.0, "L2": 21.0, "L1": 20.5} for dtype in prefetch.DTYPES for heads in HEADS}
-    path = prefetch.rates_path()
+    unmeasured = found(list(doctor.cpu_kernels()))
+    assert unmeasured["prefetch"].found.startswith("into L1")
+    for what in ("prefetch", "shared blocks"):
+        assert "first start" in unmeasured[what].found and unmeasured[what].status == "note"
+    kinds = [f"{dtype} {heads}" for dtype in attention_choices.DTYPES for heads in HEADS]
+    costs = {kind: 0.25 if kind.endswith("MHA") else 0.95 for kind in kinds}
+    rates = {kind: {"none": 3.0, "L2": 21.0, "L1": 20.5} for kind in kinds}
+    path = attention_choices.kept_path()
     path.parent.mkdir()
-    path.write_text(json.dumps({"rates": rates}))
-    measured = found(list(doctor.cpu_kernels()))["prefetch, float16 MHA"]
-    assert measured.found == "L2: measured 21.0 GB/s of K and V; none 3.0, L1 20.5"
+    path.write_text(json.dumps({"rates": rates, "shared_row_costs": costs}))
+    measured = found(list(doctor.cpu_kernels()))
+    assert measured["prefetch, float16 MHA"].found == "L2: measured 21.0 GB/s of K and V; none 3.0, L1 20.5"
+    told = measured["shared blocks, float16 MHA"].found
+    assert told == "read once: a further row costs 0.25 of a row's own block"
+    assert measured["shared blocks, float16 GQA"].found.startswith("read by each row: ")
 
 
 def test_page_for_terminals_and_lines_for_files():

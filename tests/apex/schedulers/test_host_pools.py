@@ -47,7 +47,7 @@ def test_random_deaths(system: str) -> None:
             pools = [engine.kv.host_pools.pools[host] for host in hosts]
             running = [r for r in residents.running[Tier.CPU] if engine.kv.pool_of(r) in pools]
             lost = forget(hosts, unfinished)
-            assert set(map(id, lost)) <= set(map(id, [*running, *unfinished]))
+            assert set(map(id, lost)) <= set(map(id, [*running, *(swap.request for swap in unfinished)]))
             assert not any(pool.num_blocks for pool in pools)
             engine.kv.check_blocks()
             return lost

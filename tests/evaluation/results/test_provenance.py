@@ -13,8 +13,8 @@ def test_source_hash_follows_measured_code_only(tmp_path):
     (tmp_path / "swiftllm" / "a.py").write_text("x = 1")
     before = source_hash(tmp_path)
     (tmp_path / "evaluation" / "report.py").write_text("words")
-    (tmp_path / "evaluation" / "figures").mkdir()
-    (tmp_path / "evaluation" / "figures" / "bars.py").write_text("colours")
+    (tmp_path / "evaluation" / "plots").mkdir()
+    (tmp_path / "evaluation" / "plots" / "bars.py").write_text("colours")
     (tmp_path / "swiftllm" / "notes.txt").write_text("no code")
     assert source_hash(tmp_path) == before
     (tmp_path / "evaluation" / "gpu").mkdir()

@@ -58,13 +58,14 @@ function showBig(id, number) {
   byId(id).replaceChildren(format(number), " ", htmlElement("small", "", number === 1 ? "request" : "requests"));
 }
 
-function showTier(tier, used, total) {
+function showTier(tier, used, cached, total) {
   const percent = total ? 100 * used / total : 0, bytes = used * state.engine.kv_bytes_per_block;
   const meter = byId(`${tier}-meter`);
   meter.firstElementChild.style.width = `${percent}%`;
   meter.setAttribute("aria-valuenow", Math.round(percent));
   const size = bytes >= 2 ** 30 ? format(bytes / 2 ** 30, " GiB") : format(bytes / 2 ** 20, " MiB");
-  byId(`${tier}-blocks`).textContent = total ? `${format(used)} of ${format(total)} blocks in use, ${size}` : "no blocks here";
+  byId(`${tier}-blocks`).textContent = total ? `${format(used)} of ${format(total)} blocks in use, ${size}` +
+    (cached ? `; ${format(cached)} more keep prefixes` : "") : "no blocks here";
 }
 
 // What predictions are multiplied by; nothing for a system that predicts nothing.
@@ -87,6 +88,13 @@ function showClasses(classes, slo) {
   }));
 }
 
+// Found in the prefix cache, of all prompt tokens; nothing where there is none.
+function cacheTotals({ prefix_queries: asked, prefix_hits: found }) {
+  const ofTier = (tier) => [`prompt tokens found cached in ${tier === "gpu" ? "GPU" : "host"} memory`, found[tier] || 0];
+  const hits = (found.gpu || 0) + (found.cpu || 0);
+  return asked ? [...["gpu", "cpu"].map(ofTier), ["% of prompt tokens found cached", Math.round(100 * hits / asked)]] : [];
+}
+
 function showNow({ model, engine, now }) {
   document.title = `APEX: ${model}`;
   byId("model").textContent = model;
@@ -104,12 +112,12 @@ function showNow({ model, engine, now }) {
   showBig("waiting", now.waiting);
   showBig("running-gpu", now.running_gpu);
   showBig("running-cpu", now.running_cpu);
-  showTier("gpu", now.gpu_blocks_used, engine.num_gpu_blocks);
-  showTier("cpu", now.cpu_blocks_used, engine.num_cpu_blocks);
+  showTier("gpu", now.gpu_blocks_used, now.gpu_blocks_cached, engine.num_gpu_blocks);
+  showTier("cpu", now.cpu_blocks_used, now.cpu_blocks_cached, engine.num_cpu_blocks);
   showClasses(now.classes, engine.slo);
   const finished = Object.entries(now.finished).map(([reason, count]) => [`requests ${FINISHED[reason] || reason}`, count]);
   const totals = [
-    ["prompt tokens", now.prompt_tokens], ["output tokens", now.output_tokens], ["iterations", now.iterations], ...finished,
+    ["prompt tokens", now.prompt_tokens], ...cacheTotals(now), ["output tokens", now.output_tokens], ["iterations", now.iterations], ...finished,
     ["requests refused", now.refused], ["requests preempted", now.preemptions], ["blocks moved between tiers", now.swapped_blocks],
     ["iterations that failed", now.step_failures], ["CPU workers restarted", now.worker_restarts],
   ];

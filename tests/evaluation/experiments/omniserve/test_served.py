@@ -7,26 +7,19 @@ from pathlib import Path
 import pytest
 
 from apex.replay.records import REFUSED, RequestRecord
-from evaluation.experiments.omniserve.points import Selection
+from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.omniserve.refusals import BURST, refusals
-from evaluation.experiments.omniserve.served import (
-    Here,
-    alone_point,
-    contract,
-    found_here,
-    make_served_points,
-    median_gap_s,
-    most_blocks,
-)
+from evaluation.experiments.omniserve.served import contract, found_here, median_gap_s, most_blocks
 from evaluation.experiments.options import experiment_settings
+from evaluation.experiments.runner import Point, Run
 from evaluation.measure.http import replay_workload
 from evaluation.measure.server import connect_server
+from evaluation.reproduce_omniserve import Options, served_points
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
 from tests.evaluation.fake_server import FakeServer, token_by_token
 
 SETTINGS = experiment_settings("omniserve")
-QUICK = Selection(quick=True)
 
 
 def record(arrival_s: float, prompt: int, *times_s: float) -> RequestRecord:
@@ -38,25 +31,37 @@ def test_a_run_alone_decides_the_target_and_the_pool() -> None:
     records = [record(0.0, 33, 1.0, 1.1, 1.3), record(0.5, 4, 0.9, 1.2), record(2.0, 60, 2.5, 2.6, 3.0)]
     assert most_blocks(records) == 4
     assert median_gap_s(records) == pytest.approx(0.2)  # of 0.1, 0.1, 0.2, 0.3, 0.4
-    here = found_here(SETTINGS, {"latency_sensitive_gap_s_p50": 0.0131, "latency_sensitive_blocks": 41})
-    assert here == Here(tpot_slo_s=0.0262, num_gpu_blocks=62)
+    here = found_here(SETTINGS["http"], {"latency_sensitive_gap_s_p50": 0.0131, "latency_sensitive_blocks": 41})
+    assert here == {"tpot_slo_s": 0.0262, "num_gpu_blocks": 62}
 
 
-def test_points_share_targets_pool_and_requests(tmp_path: Path) -> None:
-    alone = alone_point(SETTINGS, QUICK, tmp_path, tmp_path / "logs").task
-    points = make_served_points(SETTINGS, Here(0.03, 50), QUICK, tmp_path, tmp_path / "logs")
+def test_points_share_targets_pool_and_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = []
+
+    def run_alone(self: Experiment, points: list[Point], results_dir: Path) -> Run:
+        first.extend(points)
+        return Run(tmp_path, None, [{"latency_sensitive_gap_s_p50": 0.015, "latency_sensitive_blocks": 33}], {})
+
+    monkeypatch.setattr(Experiment, "run", run_alone)
+    points = served_points(Options(quick=True, results_dir=tmp_path), SETTINGS, tmp_path)
     names = ["alone-sarathi", "both-sarathi", "both-omniserve", "both-omniserve-stepping", "queued-omniserve"]
     assert [point.key for point in points] == names
-    urgent = set(alone.lengths.rows)
-    assert len(urgent) > 20 and alone.flags["num_gpu_blocks"] == SETTINGS["http"]["ample_blocks"]
+    (alone,) = first
+    assert alone.key == "ample-sarathi" and alone.task.flags["tpot_slo_s"] == 0.2
+    urgent = set(alone.task.lengths.rows)
+    assert len(urgent) > 20 and alone.task.flags["num_gpu_blocks"] == SETTINGS["http"]["ample_blocks"]
     for point in points:
         task = point.task
-        assert urgent <= set(task.lengths.rows) and task.duration_s == SETTINGS["http"]["quick_duration_s"]
+        assert urgent <= set(task.lengths.rows) and task.duration_s == SETTINGS["http"]["quick"]["duration_s"]
         assert (task.targets.ttft_s, task.targets.tpot_s) == (2, 0.03)
         command = " ".join(task.arguments)
         assert f"--system {task.system} " in command and "--num-gpu-blocks 50" in command
-        assert "--tpot-slo-s 0.03" in command and "--ttft-slo-s 2" in command
+        assert "--tpot-slo-s 0.03" in command and "--ttft-slo-s 2" in command and "--slo-margin 0.2" in command
+        assert ("--num-cpu-blocks 3000" in command) is (task.values["panel"] != "alone")
     assert len(points[-1].task.lengths.rows) == 5000 + len(urgent) and points[-1].task.tries_refusals
+    assert not any(point.task.tries_refusals for point in points[:-1])
+    chosen = served_points(Options(quick=True, results_dir=tmp_path, systems=("sarathi",)), SETTINGS, tmp_path)
+    assert [point.key for point in chosen] == names[:2]
 
 
 def row(panel: str, system: str, **fields: object) -> dict:

@@ -30,7 +30,8 @@ VLLM_NAMES = {
     "vllm:generation_tokens", "vllm:request_success", "vllm:num_preemptions", "vllm:time_to_first_token_seconds",
     "vllm:inter_token_latency_seconds", "vllm:request_time_per_output_token_seconds",
     "vllm:e2e_request_latency_seconds", "vllm:request_queue_time_seconds", "vllm:request_prompt_tokens",
-    "vllm:request_generation_tokens", "vllm:iteration_tokens_total",
+    "vllm:request_generation_tokens", "vllm:iteration_tokens_total", "vllm:prefix_cache_queries",
+    "vllm:prefix_cache_hits",
 }  # fmt: skip
 
 Series = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
@@ -69,7 +70,8 @@ def test_gauges_and_counters_are_those_of_the_snapshot() -> None:
         output_tokens=12, preemptions=13, swapped_blocks=14, worker_restarts=15, step_failures=16, duration_s=1.5,
         predicted_s=1.25, lane_busy_s=0.75, cpu_busy_s=0.5, finished={"stop": 1, "abort": 2, "deadline": 3},
         strategy_iterations={"gpu-only": 8, "asynchronous-overlap": 9},
-        prediction_factors={"lane": 1.0, "cpu_attention": 1.75},
+        prediction_factors={"lane": 1.0, "cpu_attention": 1.75}, prefix_queries=100, prefix_hits={"cpu": 48},
+        gpu_blocks_cached=2,
     )  # fmt: skip
     series = scrape(metrics)
     assert value(series, "vllm:num_requests_running") == 7 and value(series, "vllm:num_requests_waiting") == 5
@@ -81,6 +83,9 @@ def test_gauges_and_counters_are_those_of_the_snapshot() -> None:
         value(series, "vllm:prompt_tokens_total") == 11
         and value(series, "vllm:generation_tokens_total", service_class=LS) == 12
     )
+    assert value(series, "vllm:prefix_cache_queries_total") == 100
+    assert [value(series, "vllm:prefix_cache_hits_total", tier=tier) for tier in ("gpu", "cpu")] == [0, 48]
+    assert [value(series, "apex:kv_blocks_cached", tier=tier) for tier in ("gpu", "cpu")] == [2, 0]
     assert value(series, "vllm:num_preemptions_total") == 13 and value(series, "apex:swapped_blocks_total") == 14
     assert value(series, "apex:worker_restarts_total") == 15 and value(series, "apex:step_failures_total") == 16
     assert value(series, "vllm:request_success_total", finished_reason="abort") == 2

@@ -1,1 +1,0 @@
-"""Figures and tables about the scheduler `adaptive`, drawn from summary records."""

@@ -1,1 +1,0 @@
-"""Figures and tables of two classes of service."""

@@ -1,0 +1,111 @@
+"""Tokens with and without the prefix cache are the same, of a real model (float32), under every system.
+
+Between any two steps all blocks that are free, and not cached, are poisoned: who reads one gets no tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from apex.systems import build_system
+from swiftllm.config import EngineConfig
+from swiftllm.core.request import Request, ServiceClass, Tier
+from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.engine.engine import Engine
+from tests.apex.test_end_to_end import FOR_BEST_EFFORT, MADE_UP_PROFILE, VARIANTS
+from tests.reference.tiny_model import make_tiny_llama
+
+VOCABULARY = range(3, 128)
+POOLS = {"ample": (80, 120), "tiny": (12, 24)}  # of 16 tokens
+ROUNDS, CLIENTS, TURN = 3, 6, 20
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def sampling_of(client: int) -> SamplingParams:
+    """Each pair of clients sends the same prompts and wants other tokens: seeds, penalties, scored prompts."""
+    ways = (
+        {},
+        {"temperature": 0.8, "seed": 1},
+        {"temperature": 0.8, "seed": 2},
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5},
+        {"prompt_logprobs": 0},
+        {"logprobs": 1},
+    )
+    return SamplingParams(max_tokens=12, ignore_eos=True, **ways[client])
+
+
+def poison(engine: Engine) -> None:
+    tensors = engine.backend.kv_pools.tensors
+    for tier in Tier:
+        pool = engine.kv.allocators[tier]
+        tensors[tier][:, torch.tensor(pool._free, dtype=torch.int64)] = float("nan")
+
+
+def converse(engine: Engine, classes: bool) -> list[Request]:
+    """Rounds of a conversation with some clients, who all begin with the same text; one aborts and asks again."""
+    rng, requests = random.Random(4), []
+    head = rng.choices(VOCABULARY, k=40)
+    texts = [[*head, *rng.choices(VOCABULARY, k=7 * (client // 2))] for client in range(CLIENTS)]
+    poison(engine)
+    for turn in range(ROUNDS):
+        asked = []
+        for client, text in enumerate(texts):
+            name, urgency = f"{turn}-{client}", list(ServiceClass)[classes and client % 2]
+            asked.append(engine.make_request(name, text, sampling_of(client), service_class=urgency))
+            if client == 3:
+                engine.add(engine.make_request(f"{name}-aborted", text, SamplingParams(max_tokens=30)))
+        for request in asked:
+            engine.add(request, check_targets=False)
+        for step in range(3000):
+            if not engine.has_unfinished():
+                break
+            engine.step()
+            if step == 4:
+                engine.abort(f"{turn}-3-aborted")
+            engine.kv.check_blocks()
+            poison(engine)
+        assert not engine.has_unfinished(), engine.state()
+        texts = [[*r.prompt_token_ids, *r.output_token_ids, *rng.choices(VOCABULARY, k=TURN)] for r in asked]
+        requests += asked
+    return requests
+
+
+@pytest.mark.parametrize("tiers", ["gpu", "both"])
+@pytest.mark.parametrize("pools", POOLS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_are_those_without_a_cache(model_dir: Path, variant: str, pools: str, tiers: str) -> None:
+    system, strategy, synchronous = VARIANTS[variant]
+    num_gpu_blocks, num_cpu_blocks = POOLS[pools]
+    outputs, logprobs, stats = {}, {}, None
+    for on in (False, True):
+        config = EngineConfig(
+            str(model_dir),
+            device="cpu",
+            dtype="float32",
+            max_num_batched_tokens=48,
+            synchronous=synchronous,
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            enable_prefix_caching=on,
+            prefix_cache_tiers=tiers,
+        )
+        engine = build_system(system, config, strategy, profile=MADE_UP_PROFILE)
+        try:
+            requests = converse(engine, classes=system in FOR_BEST_EFFORT)
+            outputs[on] = [request.output_token_ids for request in requests]
+            logprobs[on] = [entry.logprob for request in requests for entry in request.prompt_logprobs]
+            stats = engine.stats()
+        finally:
+            engine.close()
+    assert outputs[True] == outputs[False]
+    assert logprobs[True] == pytest.approx(logprobs[False], abs=1e-4)
+    if tiers == "both" or system != "fastdecode":
+        assert sum(stats.prefix_hits.values()) > 0
