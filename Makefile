@@ -11,7 +11,7 @@ RUN := $(if $(VENV),$(VENV)/bin/python,$(or $(PYTHON),python3))
 export VENV PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fig5 artifact test
+.PHONY: help setup fig5 validate artifact test
 
 help:   ## list the targets
 	@sed -n 's/^\([a-z0-9]*\): .*##/  make \1\t/p' $(MAKEFILE_LIST)
@@ -21,6 +21,10 @@ setup:  ## virtual environment, packages, ISPC, native build, model
 
 fig5: setup  ## replay the traces under swiftllm, neo, apex and adaptive, and draw Figure 5
 	$(RUN) evaluation/reproduce_fig5.py $(ARGS)
+
+validate: setup  ## predict real runs of vLLM from operator tables: measured beside simulated, term by term
+	$(RUN) evaluation/validate.py --terms --run rtx4090-llama-3.1-8b rtxpro6000-llama-3.1-8b \
+		rtxpro6000-qwen3-30b-a3b $(ARGS)
 
 artifact: setup  ## run all figures that apply to this machine and write the report: HOURS=8, REHEARSE=1 on tiny models
 	$(RUN) evaluation/artifact.py --hours $(or $(HOURS),8) $(if $(REHEARSE),--rehearse) $(ARGS)

@@ -231,7 +231,7 @@ setup(
     package_data={
         "swiftllm.server.observe": ["page/*"],
         "evaluation": ["templates/*"],
-        "apex.configs": ["**/*.yaml", "**/*.json"],
+        "apex.configs": ["**/*.yaml", "**/*.json", "groundtruth/**"],
     },
     extras_require={
         "ray": [f"ray=={RAY}"],

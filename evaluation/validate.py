@@ -1,8 +1,10 @@
-"""Validates the simulator on this machine: real runs of the torch backend against the same runs simulated.
+"""Validates the simulator: real runs of the torch backend on this machine, or of vLLM elsewhere, against the same runs
+simulated.
 
 python evaluation/validate.py [--help], or: apex validate
 
-The simulator's only input about the machine is profile tables, measured right before and after each real run.
+The simulator's only input about a machine is tables of operator times. Here they are measured right before and after
+each real run; a folder of a run elsewhere (``--run``) holds them.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from evaluation.experiments.profile_check import (
 from evaluation.experiments.runner import Point, PointResult, Run, one_line_errors
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
 from evaluation.experiments.torch_point import TorchTask, run_torch_point
+from evaluation.groundtruth.command import show_runs
 from evaluation.plots.style import FAINT, FigureText, legend, save_figure, sheet, system_colour, tidy_axes
 from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord, to_json
@@ -82,8 +85,15 @@ class Options(ConfigFile):
     """Number of requests of every workload."""
     repeats: int = 3
     """How many times to profile, run and simulate everything; reports the median error and its spread."""
+    run: tuple[str, ...] = ()
+    """Instead, predict real runs of vLLM on other cards, each from the operator tables in its folder: a folder, or a
+    name in configs/groundtruth. Prints and draws measured beside SIMULATED. docs/simulator.md describes the files."""
+    run_model: Path | None = None
+    """Folder of the config.json of the run's model, where the model is not known by its name."""
+    terms: bool = False
+    """With --run: also the errors term by term, of cards in configs/hardware."""
     results_dir: Path = RESULTS_DIR
-    """Results go to validate/<run>/ in this folder."""
+    """Results go to validate/<run>/ in this folder, those of --run to real-runs/<run>/."""
 
 
 def run_pair(profiles: MachineProfiles, point: Point, label: str, console: Console) -> PointResult:
@@ -206,7 +216,14 @@ def draw_validation(summary: Sequence[FlatRecord], machine: Mapping[str, Any]) -
 
 @one_line_errors
 def main(options: Options) -> int:
-    """Returns the exit status: 0 when every run is finished, whatever the errors; 2 for invalid options."""
+    """Returns the exit status: 0 when every run is finished, whatever the errors; 2 for invalid options. With ``--run``
+    1 where an error has grown, see :func:`show_runs`."""
+    if options.run:
+        return show_runs(
+            options.run, options.run_model, options.results_dir, stdout_console(), with_terms=options.terms
+        )
+    if options.terms or options.run_model:
+        raise ValueError("--terms and --run-model mean nothing without --run")
     wanted = FigureOptions(
         model=options.model,
         systems=options.systems,

@@ -16,8 +16,10 @@ from apex.cli.systems_command import SystemsCommand
 from apex.replay.loop import check_requests
 from apex.replay.records import REFUSED, Replay, ReplayRequest
 from apex.simulator.build import build_simulated
+from apex.simulator.runtime import VLLM, VLLM_DEFAULTS, vllm_runtime
 from apex.strategy import StrategyConfig
 from swiftllm.config import EngineConfig
+from swiftllm.core.request import Tier
 from swiftllm.systems import find_system
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from apex.simulator.predicted_machine import PredictedMachine
     from swiftllm.engine.engine import Engine
 
+VOCABULARY = 1 << 20
 Dtype = Literal["float16", "bfloat16"]
 Weights = Literal["auto", "int4"]
 
@@ -136,7 +139,9 @@ class Simulate(SystemsCommand):
             print(workload)
             for system, machine_placed in placed.items():
                 print(f"{system}: {machine_placed.timed.describe()}; {counts[system]}")
-        requests, records, why_none = self.requests([(0,) * n for n, _ in self.sizes], self.arrivals_s()), [], []
+        # Prompts share no prefix: vLLM's cache would find it.
+        prompts = [(i % VOCABULARY,) * n for i, (n, _) in enumerate(self.sizes)]
+        requests, records, why_none = self.requests(prompts, self.arrivals_s()), [], []
         for system in self.system:
             with input_errors(of_engine=False):
                 engine = self._engine(system, machine, blocks[system], strategy, placed[system])
@@ -145,7 +150,11 @@ class Simulate(SystemsCommand):
             why_none.append(all_refused_line(system, replay))
             gpu_blocks, cpu_blocks = blocks[system]
             records.append(measured | {"num_gpu_blocks": gpu_blocks, "num_cpu_blocks": cpu_blocks})
-        stdout_console().print(f"\n[bold]SIMULATED[/]: {machine.description}", soft_wrap=True)
+        console = stdout_console()
+        console.print(f"\n[bold]SIMULATED[/]: {machine.description}", soft_wrap=True)
+        console.print(f"{machine.gpu.name} is known from {machine.how_known}", soft_wrap=True, highlight=False)
+        if VLLM in self.system:
+            console.print(f"{VLLM}: {VLLM_DEFAULTS}", soft_wrap=True, highlight=False)
         outside = sorted({name for record in records for name in record["extrapolated"]})
         self.report(records, f"outside the measured sizes, extrapolated: {', '.join(outside)}" if outside else "")
         for line in filter(None, why_none):
@@ -192,6 +201,7 @@ class Simulate(SystemsCommand):
         placed: PlacedMachine | None,
     ) -> Engine:
         off_gpu = {} if placed is None else placed.engine_options
+        as_vllm = {"runtime": vllm_runtime(self.max_num_seqs), "cached_tiers": (Tier.GPU,)} if system == VLLM else {}
         return build_simulated(
             system,
             machine.table if placed is None else placed.table,
@@ -204,6 +214,8 @@ class Simulate(SystemsCommand):
             max_model_len=machine.model.max_position_embeddings,
             strategy=strategy,
             remote_hosts=machine.remote_hosts,
+            vocab_size=VOCABULARY,
+            **as_vllm,
             **off_gpu,
         )
 

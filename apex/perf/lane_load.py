@@ -21,6 +21,7 @@ class LaneLoad:
     decode_context: int
     chunks: tuple[tuple[int, int], ...]  # (new tokens, tokens cached before) of each prefill
     open_chunks: int = 0  # those of the chunks after which their prompt goes on, so that they sample no token
+    longest_context: int = 0  # of the decodes; 0 where they count as equal
 
     @property
     def sampled(self) -> int:
@@ -30,9 +31,8 @@ class LaneLoad:
     @staticmethod
     def from_items(lane: Sequence[LaneItem]) -> LaneLoad:
         prefills = [item for item in lane if item.is_prefill]
-        context = sum([item.start for item in lane if not item.is_prefill])
-        num_decodes = len(lane) - len(prefills)
-        return LaneLoad._from_parts(num_decodes, context + num_decodes, prefills)
+        starts = [item.start for item in lane if not item.is_prefill]
+        return LaneLoad._from_parts(len(starts), sum(starts) + len(starts), prefills, max(starts, default=-1) + 1)
 
     @staticmethod
     def from_draft(draft: Draft | IterationPlan) -> LaneLoad:
@@ -40,7 +40,9 @@ class LaneLoad:
         return LaneLoad._from_parts(len(draft.decodes), context, draft.prefills)
 
     @staticmethod
-    def _from_parts(num_decodes: int, decode_context: int, prefills: Sequence[LaneItem]) -> LaneLoad:
+    def _from_parts(
+        num_decodes: int, decode_context: int, prefills: Sequence[LaneItem], longest_context: int = 0
+    ) -> LaneLoad:
         return LaneLoad(
             tokens=num_decodes + sum([item.num_tokens for item in prefills]),
             requests=num_decodes + len(prefills),
@@ -48,6 +50,7 @@ class LaneLoad:
             decode_context=decode_context,
             chunks=tuple([(item.num_tokens, item.start) for item in prefills]),
             open_chunks=sum([not item.samples for item in prefills]),
+            longest_context=longest_context,
         )
 
     def without(self, chunk: LaneItem) -> LaneLoad:
@@ -64,8 +67,7 @@ class LaneLoad:
 
     def gpu_attention_s(self, model: PerfModel) -> float:
         """Seconds of one layer's attention in the lane, prefills and decodes."""
-        decode_s = model.gpu_attention_s(self.decodes, self.decode_context)
-        return decode_s + model.prefill_attention_s(self.chunks)
+        return model.lane_attention_s(self.decodes, self.decode_context, self.chunks, self.longest_context)
 
 
 def context_tokens(requests: Sequence[Request]) -> int:

@@ -246,6 +246,12 @@ class PerfModel:
             return 0.0
         return self._surface("gpu_attention", self.table.gpu_attention, requests, context_tokens / requests)
 
+    def lane_attention_s(
+        self, decodes: int, decode_context: int, chunks: Sequence[tuple[int, int]], longest_context: int = 0
+    ) -> float:
+        """One layer's attention in the lane. ``longest_context``: of the decodes, in tokens; 0 takes them as equal."""
+        return self.gpu_attention_s(decodes, decode_context) + self.prefill_attention_s(chunks)
+
     def cpu_attention_s(self, requests: float, context_tokens: float, shared: Sequence[SharedContext] = ()) -> float:
         """One layer's decode attention on the CPU worker (T_c), hand-over included; context summed as above.
 
@@ -265,9 +271,11 @@ class PerfModel:
         """Boundary -1, before all layers."""
         return self.table.first_share * self.linear_s(tokens)
 
-    def last_boundary_s(self, rows: int) -> float:
-        """The boundary after all layers. Only rows that get a token cross it; the embedding's time counts here."""
-        return (1.0 - self.table.first_share) * self.linear_s(rows) + self.logits_s(rows)
+    def last_boundary_s(self, rows: int, crossing: int | None = None) -> float:
+        """The boundary after all layers; the embedding's time counts here. Only the ``rows`` that get a token cross it,
+        unless ``crossing`` says how many do."""
+        crossing = rows if crossing is None else crossing
+        return (1.0 - self.table.first_share) * self.linear_s(crossing) + self.logits_s(rows)
 
     def logits_s(self, rows: int) -> float:
         """Embedding, logits and sampling of the rows that get a token."""

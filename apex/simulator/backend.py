@@ -8,7 +8,8 @@ Resources:
   and at least the time the host takes to launch it. The host is paced by the GPU, so the two share the clock.
   Boundary -1 is the part of a layer before its attention, for all rows. Boundary ``num_layers - 1`` is the rest of a
   layer, logits and sampling, for the rows that get a token.
-- Host: its work per iteration and per request, and submitting tickets, delay the lane.
+- Host: its work per iteration and per request, and submitting tickets, delay the lane. In a
+  :class:`~apex.simulator.runtime.Runtime` whose host works beside the GPU, an iteration takes the longer of the two.
 - CPU attention worker: first come, first served. A ticket starts when the worker is free and its q, k, v have arrived.
 - PCIe, one link each way. Swaps go layer by layer, out before in, and the lane's attention waits for its layer's part.
   With an :class:`Interconnect`, which gives their sizes, q, k, v go
@@ -28,6 +29,7 @@ from functools import cache
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import PerfModel
 from apex.simulator.cpu_path import CpuTask, Interconnect, Link, SimulatedWorker
+from apex.simulator.runtime import OWN_ENGINE, Runtime
 from apex.simulator.weight_path import SimulatedWeights, StreamingLink, WeightStream
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
@@ -91,6 +93,7 @@ class SimulatedBackend:
         launch_s: float = 0.0,
         interconnect: Interconnect | None = None,
         weights: SimulatedWeights | None = None,
+        runtime: Runtime = OWN_ENGINE,
     ) -> None:
         """``launch_s``: seconds to launch a boundary or a layer's attention, for profiles that leave them out.
 
@@ -104,6 +107,8 @@ class SimulatedBackend:
         self.model = model
         self._launch_s = launch_s
         self._interconnect = interconnect
+        self._runtime = runtime
+        self._host_done_s = 0.0  # when the host's work of this iteration is done, where it runs beside the GPU
         self._last = model.num_layers - 1
         self._linear_s = cache(model.linear_s)  # sizes recur in every layer
         self._first_s = cache(model.first_boundary_s)
@@ -145,14 +150,20 @@ class SimulatedBackend:
     # -- the GPU ----------------------------------------------------------------------------------------------------
 
     def open_lane(self, items: Sequence[LaneItem]) -> SimulatedBatch:
-        self.clock_s += self._requests_s(len(items))
+        self._work_on_host(self._requests_s(len(items)))
         load = LaneLoad.from_items(items)
         sampled = tuple(item.request.request_id for item in items if not item.is_prefill or item.samples)
-        return SimulatedBatch(load.tokens, load.gpu_attention_s(self.model), sampled)
+        return SimulatedBatch(self._runtime.padded(load.tokens), load.gpu_attention_s(self.model), sampled)
 
     def open_cohort(self, requests: Sequence[Request]) -> SimulatedBatch:
-        self.clock_s += self._requests_s(len(requests))
+        self._work_on_host(self._requests_s(len(requests)))
         return self._cohort(requests)
+
+    def _work_on_host(self, seconds: float) -> None:
+        if self._runtime.host_beside_gpu:
+            self._host_done_s += seconds
+        else:
+            self.clock_s += seconds
 
     def _cohort(self, requests: Sequence[Request]) -> SimulatedBatch:
         context_tokens = sum(request.num_tokens for request in requests)
@@ -174,6 +185,8 @@ class SimulatedBackend:
             self._stream.leave(self.clock_s)
         if layer < self._last:
             return {}
+        if self._runtime.host_beside_gpu:
+            self.clock_s = max(self.clock_s, self._host_done_s)
         return {request_id: PLACEHOLDER_TOKEN for batch in batches for request_id in batch.sampled}
 
     def holds_weights(self, layer: int) -> bool:
@@ -189,7 +202,8 @@ class SimulatedBackend:
         elif layer < 0:
             self._run(self._first_s(num_rows))
         else:
-            self._run(self._last_s(sum(len(batch.sampled) for batch in batches)))
+            sampled = sum(len(batch.sampled) for batch in batches)
+            self._run(self._last_s(sampled, num_rows if self._runtime.all_rows_to_end else sampled))
 
     def _cross_on_cpu(self, layer: int, batches: Sequence[SimulatedBatch]) -> None:
         """The CPU worker computes the boundary; the logits of the last one are the GPU's."""
@@ -245,7 +259,8 @@ class SimulatedBackend:
 
     def swap(self, swaps: Sequence[Swap]) -> SwapTimes | None:
         """Every iteration begins here, with or without swaps."""
-        self.clock_s += self._iteration_s
+        self._host_done_s = self.clock_s
+        self._work_on_host(self._iteration_s)
         if not swaps:
             return None
         if self._swaps is not None:  # no lane has waited for them

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 
 from apex.perf.model import PerfModel, ProfileTable
+from apex.perf.operator_tables import model_of
 from apex.simulator.backend import SimulatedBackend
 from apex.simulator.cpu_hosts import RemoteHosts, SeveralHostsModel
 from apex.simulator.cpu_path import Interconnect
+from apex.simulator.runtime import OWN_ENGINE, Runtime
 from apex.simulator.weight_path import SimulatedWeights
 from apex.strategy import StrategyConfig
 from swiftllm.core.request import Tier
 from swiftllm.engine.engine import Engine
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.admission import SchedulerLimits
+from swiftllm.scheduling.gpu_only import Vllm
 from swiftllm.systems import Platform, build, find_system
 
 
@@ -37,6 +41,7 @@ def build_simulated(
     scheduler_table: ProfileTable | None = None,
     weights: SimulatedWeights | None = None,
     cached_tiers: Collection[Tier] = (),
+    runtime: Runtime = OWN_ENGINE,
 ) -> Engine:
     """An engine of a named system whose time is predicted from ``table``.
 
@@ -53,6 +58,7 @@ def build_simulated(
         weights: where the weights are, if not all on the GPU; needs ``interconnect``.
         cached_tiers: where prefixes are cached; by default nowhere, since simulated prompts are placeholders.
         scheduler_table: what the scheduler predicts from in place of ``table``, to see what a wrong one costs.
+        runtime: what runs the iterations; with the default `vllm` is what the papers compared with.
 
     Raises:
         ValueError: no such system, no KV cache at all, or options that contradict each other.
@@ -61,15 +67,18 @@ def build_simulated(
     if num_gpu_blocks + num_cpu_blocks == 0:
         raise ValueError("the KV cache has no blocks in either tier: raise num_gpu_blocks or num_cpu_blocks")
     strategy = strategy or StrategyConfig()
-    kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, block_size, cached_tiers=cached_tiers)
+    usable = max(0, num_gpu_blocks - runtime.null_blocks)
+    kv = KVCacheManager(usable, num_cpu_blocks, block_size, cached_tiers=cached_tiers)
 
     def model(times: ProfileTable) -> PerfModel:
         """A model of its own for backend and scheduler: each keeps its own list of extrapolated operations."""
         if remote_hosts is None:
-            return PerfModel(times, num_layers)
+            return model_of(times, num_layers)
         return SeveralHostsModel(times, num_layers, remote_hosts, kv)
 
-    backend = SimulatedBackend(model(table), launch_s=launch_s, interconnect=interconnect, weights=weights)
+    backend = SimulatedBackend(
+        model(table), launch_s=launch_s, interconnect=interconnect, weights=weights, runtime=runtime
+    )
     limits = SchedulerLimits(max_num_batched_tokens, max_num_seqs, max_model_len)
     predictions = (model(scheduler_table or table), strategy) if found.needs_predictions else ()
     description = {
@@ -86,4 +95,6 @@ def build_simulated(
         "strategy": asdict(strategy),
         "profile": dict(table.identity),
     }
+    if found.policy is Vllm:
+        found = replace(found, policy=partial(Vllm, runtime.rules(Vllm.rules)))
     return build(found, Platform(backend, limits, kv, description, vocab_size), predictions)

@@ -6,13 +6,25 @@ with its origin. ``python -m evaluation.calibrate`` reports how far the formulas
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from math import hypot, inf
+from math import ceil, hypot, inf
 
 from apex.perf.model import Curve, ProfileTable, Surface
+from apex.perf.operator_tables import OperatorTable
 from apex.simulator.cpu_hosts import RemoteHosts
-from apex.simulator.hardware import Gpu, GpuLink, Host, LayerShape, closest_layer
+from apex.simulator.hardware import (
+    GEMM_TILE_TOKENS,
+    POWER_ERRORS,
+    Gpu,
+    GpuLink,
+    Host,
+    LayerShape,
+    MeasuredOperators,
+    closest_layer,
+)
+from apex.simulator.operator_files import Operators
 from apex.simulator.quantised_weights import quantised_origin, with_quantised_weights
 from swiftllm.model.config import ModelConfig
 
@@ -91,7 +103,7 @@ def hardware_profile(
         "linear": _linear_origin(gpu, shard),
         "gpu_attention": gpu.figures["decode_attention_fraction"].status,
     }
-    return ProfileTable(
+    table = ProfileTable(
         identity,
         linear=linear,
         ends=_curve(ROWS, lambda rows: ends_s(gpu, model_config, itemsize, rows, tensor_parallel)),
@@ -111,6 +123,33 @@ def hardware_profile(
         # Submitting a ticket is assumed to cost the lane nothing: cpu_attention_s includes the hand-over.
         iteration=_curve(REQUESTS, lambda _: host["iteration_overhead_ms"] * 1e-3),
     )
+    measured = measured_operators_of(gpu, model_config)
+    if measured is None or scheme is not None or tensor_parallel > 1:
+        return table
+    return with_operators(table, measured.times)
+
+
+def measured_operators_of(gpu: Gpu, config: ModelConfig) -> MeasuredOperators | None:
+    """The card's operator times of a model with these layers and this vocabulary, if there are any."""
+    wanted = LayerShape.from_config(config), config.vocab_size
+    return next((m for m in gpu.operators.values() if (m.shape, m.vocab_size) == wanted), None)
+
+
+def with_operators(table: ProfileTable, times: Operators) -> OperatorTable:
+    """A table with measured times of the GPU's operators in place of predicted ones; the CPU's and PCIe's stay."""
+    fields = {field.name: getattr(table, field.name) for field in dataclasses.fields(table)}
+    return OperatorTable(
+        **fields
+        | {
+            "identity": {**table.identity, "gpu_attention": "measured"},
+            "ends": times.row_ends,
+            "prefill_attention": times.prefill,
+            "gpu_attention": times.decode,
+        },
+        token_ends=times.token_ends,
+        mixed_attention=times.mixed,
+        unequal=times.unequal,
+    )
 
 
 # -- linear layers ----------------------------------------------------------------------------------------------------
@@ -119,7 +158,11 @@ def hardware_profile(
 def linear_curve(gpu: Gpu, shape: LayerShape, itemsize: int, max_tokens: int) -> Curve:
     """T_l over tokens: the measured layer closest in size, scaled to the shape; else from the data sheet."""
     if not gpu.layers:
-        return _curve(_up_to(TOKENS, max_tokens), lambda n: sheet_linear_s(gpu, shape, itemsize, n))
+        sizes = _up_to(TOKENS, max_tokens)
+        if gpu.from_power:  # steps need a size on either side
+            tiles = range(GEMM_TILE_TOKENS, max_tokens, GEMM_TILE_TOKENS)
+            sizes = sorted({*sizes, *tiles, *(tokens + 1 for tokens in tiles)})
+        return _curve(sizes, lambda n: sheet_linear_s(gpu, shape, itemsize, n))
     layer = closest_layer(gpu, shape)
     # Reading weights and multiplying both grow with the number of weights, so one factor fits all batch sizes.
     gemm_factor = shape.gemm_weights / layer.shape.gemm_weights
@@ -143,6 +186,8 @@ def gemm_s(gpu: Gpu, weights: float, itemsize: int, tokens: float) -> float:
     Up to 512 tokens that lowers the median error from 14-32%, with the larger of the two, to 6-26%
     (docs/simulator.md).
     """
+    if gpu.from_power and tokens > GEMM_TILE_TOKENS:
+        tokens = GEMM_TILE_TOKENS * ceil(tokens / GEMM_TILE_TOKENS)
     read_s = weights * itemsize / (gpu["memory_bandwidth_gb_s"] * 1e9 * gpu["weight_read_fraction"])
     multiply_s = 2 * weights * tokens / (gpu["tensor_tflops"] * 1e12 * gpu["gemm_fraction"])
     return hypot(read_s, multiply_s)
@@ -300,6 +345,18 @@ def _linear_origin(gpu: Gpu, shape: LayerShape) -> str:
     if layer.shape == shape:
         return f"measured ({layer.model})"
     return f"scaled by {shape.gemm_weights / layer.shape.gemm_weights:.4g} from measured ({layer.model})"
+
+
+def how_known(gpu: Gpu, config: ModelConfig) -> str:
+    """In words: what the times of a card's operators rest on, for a model with these layers."""
+    if measured_operators_of(gpu, config) is not None:
+        return "measured tables of the card's operators with this model"
+    attention = f"attention from {gpu.figures['decode_attention_fraction'].status} figures"
+    if gpu.layers:
+        return f"linear layers {_linear_origin(gpu, LayerShape.from_config(config))}; {attention}"
+    if gpu.from_power:
+        return f"shares of its data sheet from its board power ({POWER_ERRORS}); {attention}"
+    return f"its data sheet, and {gpu.figures['gemm_fraction'].status} shares of it; {attention}"
 
 
 def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:

@@ -8,14 +8,17 @@ a host and a model into a profile table; a link joins several such GPUs.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import exp
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from apex.perf.model import Curve
+from apex.simulator.operator_files import Operators, read_operators
 from apex.source_tree import CONFIGS, configs_folder
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.hub import model_folder
@@ -27,6 +30,12 @@ ASSUMPTIONS_FILE = HARDWARE_DIR / "assumptions.yaml"
 STATUSES = ("measured", "published", "assumed")
 GPU_FIGURES = ("memory_gb", "memory_bandwidth_gb_s", "tensor_tflops", "pcie_gb_s", "compute_capability")
 HOST_FIGURES = ("memory_gb", "cores", "core_share", "peak_bandwidth_gb_s", "pcie_gb_s")
+POWER_FIGURES = ("board_watts", "process_nm")
+"""From which the share of a card's FLOPS is predicted that large GEMMs reach; optional, and with them ``has_hbm``."""
+POWER_ERRORS = "each of nine cards left out in turn: median error of its GEMMs 5.2%, of the worst card 10.7%"
+"""As ``python -m evaluation.calibration.cards`` prints them."""
+GEMM_TILE_TOKENS = 128
+"""Above so many tokens GEMMs compute whole tiles. Measured tables show it, and the prediction from power needs it."""
 LINK_FIGURES = ("all_reduce_gb_s", "all_reduce_latency_us")
 
 
@@ -110,6 +119,20 @@ class MeasuredLayer:
 
 
 @dataclass(frozen=True)
+class MeasuredOperators:
+    """A folder of operator times (:mod:`apex.simulator.operator_files`), of a layer of a shape."""
+
+    folder: Path
+    shape: LayerShape
+    vocab_size: int
+
+    @functools.cached_property
+    def times(self) -> Operators:
+        """Read when it is first needed: an attention table has thousands of rows."""
+        return read_operators(self.folder)
+
+
+@dataclass(frozen=True)
 class Hardware:
     """What a GPU, a host and a link have: a name and figures. ``hardware["pcie_gb_s"]`` is a figure's value."""
 
@@ -122,7 +145,12 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Gpu(Hardware):
+    """``operators``: the measured operator times of whole models, by name in ``configs/models``."""
+
     layers: tuple[MeasuredLayer, ...] = ()
+    operators: Mapping[str, MeasuredOperators] = field(default_factory=dict)
+    from_power: bool = False
+    """Whether its shares of the data sheet are predicted from its power, and no table has them."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +180,44 @@ def load_gpu(name_or_path: str | Path) -> Gpu:
         ValueError: there is no such GPU (the message lists the known ones), or its file is incomplete or malformed.
     """
     path, raw, figures = _read(name_or_path, "gpu", GPU_FIGURES)
-    layers = tuple(read_measured_layer(path.parent / layer) for layer in raw.get("measured_layers", ()))
-    return Gpu(raw["name"], figures, layers)
+    layers = [read_measured_layer(path.parent / layer) for layer in raw.get("measured_layers", ())]
+    operators = dict(measured_operators(path.parent / folder) for folder in raw.get("measured_operators", ()))
+    layers += [layer_of(model, measured) for model, measured in operators.items()]
+    from_power = not layers and set(POWER_FIGURES) <= set(figures) and figures["gemm_fraction"].status == "assumed"
+    if from_power:
+        figures |= power_fractions(figures)
+    return Gpu(raw["name"], figures, tuple(layers), operators, from_power)
+
+
+def power_fractions(figures: Mapping[str, Figure]) -> dict[str, Figure]:
+    """The shares of bandwidth and FLOPS of a card that nobody measured, from its board power."""
+    value = {name: figure.value for name, figure in figures.items()}
+    factor = value["gemm_power_factor"] * (value["gemm_power_hbm_factor"] if value.get("has_hbm") else 1.0)
+    share = gemm_share(factor, value["board_watts"], value["tensor_tflops"], value["process_nm"])
+    origin = "predicted from board power, by a formula fitted to nine cards"
+    return {
+        "gemm_fraction": replace(figures["gemm_fraction"], value=share, origin=origin),
+        "weight_read_fraction": replace(figures["gemm_power_read_fraction"]),
+    }
+
+
+def gemm_share(factor: float, watts: float, tflops: float, process_nm: float) -> float:
+    """The share of a card's FLOPS that large GEMMs reach. Power limits the clock: the energy of an operation grows
+    with the size of the process, and cards with power to spare come close to their data sheet."""
+    return 1.0 - exp(-factor * watts / (tflops * process_nm))
+
+
+def measured_operators(folder: Path) -> tuple[str, MeasuredOperators]:
+    """The operator times in a folder, and the name of their model, which its meta.json says."""
+    model = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["model"].rsplit("/", 1)[-1].lower()
+    config = load_model_config(model)
+    return model, MeasuredOperators(folder, LayerShape.from_config(config), config.vocab_size)
+
+
+def layer_of(model: str, measured: MeasuredOperators) -> MeasuredLayer:
+    """The linear work of a layer among measured operators."""
+    times = measured.times
+    return MeasuredLayer(model, measured.shape, times.gemm, times.elementwise, str(measured.folder.name))
 
 
 @functools.cache
@@ -245,13 +309,14 @@ def _read(
     raw = _load_yaml(path)
     if raw.get("kind") != kind:
         raise ValueError(f"{path} describes a {raw.get('kind')}, not a {kind}")
-    if misplaced := set(raw) - {"name", "kind", "figures", "isa", "measured_layers"}:
+    if misplaced := set(raw) - {"name", "kind", "figures", "isa", "measured_layers", "measured_operators"}:
         raise ValueError(f"{path}: nothing uses {', '.join(sorted(misplaced))}; figures stand below `figures:`")
     own, assumed = read_figures(path), read_figures(ASSUMPTIONS_FILE)
     needed = ("name", "isa") if kind == "host" else ("name",)
     if missing := (set(required) - set(own)) | {name for name in needed if not isinstance(raw.get(name), str)}:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
-    if unknown := set(own) - set(required) - set(assumed):
+    optional = {*POWER_FIGURES, "has_hbm"} if kind == "gpu" else set()
+    if unknown := set(own) - set(required) - set(assumed) - optional:
         raise ValueError(f"{path}: nothing uses {', '.join(sorted(unknown))}; optional are {', '.join(assumed)}")
     return path, raw, assumed | own
 

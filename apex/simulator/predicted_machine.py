@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from apex.perf.model import ProfileTable
-from apex.simulator.calibrated_profile import BITS_PER_BYTE, ITEMSIZES, hardware_profile, remote_hosts
+from apex.simulator.calibrated_profile import BITS_PER_BYTE, ITEMSIZES, hardware_profile, how_known, remote_hosts
 from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.hardware import (
     Gpu,
@@ -67,6 +67,11 @@ class PredictedMachine:
             gb_s += " GB/s"
         weights = "" if self.model.quantisation is None else f", {self.table.identity['weights']}"
         return f"{self.model_name} ({self.dtype}{weights}) on {gpus} and {hosts}, CPU attention at {gb_s}"
+
+    @property
+    def how_known(self) -> str:
+        """What the predicted times of its GPU rest on."""
+        return how_known(self.gpu, self.model)
 
     @property
     def weight_bytes(self) -> int:

@@ -7,7 +7,7 @@ applied first, and all in the order of this file. A place without a value for a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from apex.perf.model import Curve
@@ -16,8 +16,11 @@ from apex.simulator.calibrated_profile import cpu_attention_gb_s
 from apex.simulator.calibrated_profile import host_read_gb_s as read_gb_s
 from apex.simulator.hardware import LayerShape, load_host
 from apex.simulator.paper_settings import PaperSetting
+from apex.simulator.runtime import VLLM
 from apex.strategy import StrategyConfig
 from evaluation.experiments.simulated_point import SimulatedTask
+from evaluation.traces.workloads import Lengths
+from swiftllm.core.request import Tier
 from swiftllm.systems import find_system
 
 SETTING: dict[str, Callable[[PaperSetting, str, Any], PaperSetting]] = {}
@@ -51,6 +54,16 @@ def axis(axes: dict[str, Any], concerns: Callable[[PaperSetting, str], bool] | N
         return apply
 
     return add
+
+
+@dataclass(frozen=True)
+class OwnTokens:
+    """Prompts of which no two begin alike, so that a prefix cache finds a request's own blocks at most."""
+
+    lengths: Lengths
+
+    def __call__(self, row: int) -> tuple[int, ...]:
+        return (row,) * self.lengths.rows[row].input_tokens
 
 
 def has_cpu_attention(setting: PaperSetting, system: str) -> bool:
@@ -190,6 +203,13 @@ def admission_control(task: SimulatedTask, refuses: bool) -> SimulatedTask:
 def one_class(task: SimulatedTask, only: bool) -> SimulatedTask:
     """The system knows one class of requests."""
     return replace(task, one_class=only)
+
+
+@axis(TASK, lambda setting, system: system == VLLM)
+def vllm_defaults(task: SimulatedTask, today: bool) -> SimulatedTask:
+    """`vllm` is vLLM 0.19 with its defaults, in place of what the papers compared with."""
+    caches = {"cached_tiers": (Tier.GPU,), "prompts": OwnTokens(task.lengths)} if today else {}
+    return replace(task, vllm_defaults=today, values={**task.values, "vllm_defaults": today}, **caches)
 
 
 @axis(TASK)

@@ -16,6 +16,7 @@ from apex.replay.records import RequestRecord
 from apex.simulator.build import build_simulated
 from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.cpu_path import Interconnect
+from apex.simulator.runtime import OWN_ENGINE, VLLM, vllm_runtime
 from apex.simulator.weight_path import SimulatedWeights
 from apex.strategy import StrategyConfig
 from evaluation.experiments.runner import Point, PointResult
@@ -70,6 +71,8 @@ class SimulatedTask:
     """The system is told of one class only, as it knows no other; metrics still have both."""
     duration_s: float | None = None
     """Virtual seconds after which the run is cut; None runs until all requests have ended."""
+    vllm_defaults: bool = False
+    """Whether `vllm` runs as vLLM 0.19 does by default; else as the papers ran it."""
     cached_tiers: tuple[Tier, ...] = ()
     """Where the system caches prefixes."""
     prompts: Callable[[int], tuple[int, ...]] | None = None
@@ -77,7 +80,7 @@ class SimulatedTask:
 
 
 def build_engine(task: SimulatedTask) -> Engine:
-    hardware = task.hardware
+    hardware, as_vllm = task.hardware, task.vllm_defaults and task.system == VLLM
     return build_simulated(
         task.system,
         hardware.table,
@@ -96,6 +99,7 @@ def build_engine(task: SimulatedTask) -> Engine:
         scheduler_table=task.believed,
         weights=hardware.weights,
         cached_tiers=task.cached_tiers,
+        runtime=vllm_runtime(task.limits.max_num_seqs) if as_vllm else OWN_ENGINE,
     )
 
 

@@ -20,6 +20,7 @@ from evaluation.results.kinds import (
     is_simulated,
     kind_of,
 )
+from evaluation.results.known import known_notes
 from evaluation.results.other_work import DISTURBING_CORES
 from swiftllm.systems import systems
 
@@ -177,9 +178,10 @@ def clock_lines(records: Records) -> list[str]:
 def notes_of(records: Records) -> list[str]:
     """Notes on lengths and clipping, the systems' origin, load, repeats, failures, CPU attention, oversized pools."""
     about_load = [OVERLOAD] if len({record["request_rate"] for record in records}) > 1 else []
+    about_machine = [*known_notes(records), *cpu_attention_notes(records), *pool_notes(records)]
     about_run = [*own_system_notes(records), *about_load, *repeat_notes(records)]
     failures = [*failure_notes(records), *missing_notes(records)]
-    return [*length_notes(records), *about_run, *failures, *cpu_attention_notes(records), *pool_notes(records)]
+    return [*length_notes(records), *about_run, *failures, *about_machine]
 
 
 def half_notes(records: Records) -> list[str]:

@@ -1,15 +1,17 @@
 """Policies that decode on the GPU only: SwiftLLM's, and that of vLLM's V1 engine, the baseline most people run.
 
-Modelled of vLLM:
+Modelled of vLLM 0.19:
 
 - Requests are served in order of arrival.
 - One token budget serves decodes first, then prompt chunks.
-- Blocks are allocated for the tokens of this step only.
+- A prompt starts only where all of it has room. Blocks are allocated for the tokens of this step only.
 - If blocks are missing, the newest request is preempted: its blocks are freed and it is computed again later.
 - A step that preempts admits no request of the class that it preempts.
 
-Its prefix cache is that of all systems. Not modelled: the effects of CUDA graphs, speculative decoding, priorities.
-Service classes are this project's own and the same in every scheduler.
+The papers' baselines are older and reserve nothing. A simulation can also plan ahead, use graphs and hide the host's
+work, as vLLM does (``apex/simulator/runtime.py``). Its prefix cache is that of all
+systems. Not modelled: speculative decoding, priorities. Service classes are
+this project's own and the same in every scheduler.
 """
 
 from __future__ import annotations
@@ -35,7 +37,12 @@ class SwiftLLM(Policy):
 class Vllm(Policy):
     """Continuous batching that never uses the CPU tier."""
 
-    rules = Rules(spills=(), reserve=0, by_chunk=True)
+    rules = Rules(spills=(), reserve=0, by_chunk=True, whole_prompts=True)
+
+    def __init__(self, rules: Rules | None = None) -> None:
+        """``rules``: in place of the usual ones."""
+        if rules is not None:
+            self.rules = rules
 
     def plan(self, residents: Residents) -> IterationPlan:
         draft = Draft(residents)

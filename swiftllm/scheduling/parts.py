@@ -69,13 +69,14 @@ def new_prompts(draft: Draft, service_class: ServiceClass, made_way: Callable[[D
 def start_prompt(draft: Draft, request: Request, made_way: Callable[[Draft], None] | None = None) -> bool:
     """Start a waiting request with the first chunk of its prompt. False: it has no room, no token is left for it, or
     this plan computes blocks that the next one will find for it."""
-    if draft.prompt_tokens_left <= 0:
+    residents = draft.residents
+    if draft.prompt_tokens_left <= 0 or not residents.look_ahead.knows(request):
         return False
-    residents, num_found = draft.residents, draft.residents.kv.num_findable(request)
+    num_found = residents.kv.num_findable(request)
     if draft.computes_block(request, num_found):
         return False
     num_tokens = draft.tokens_to_hold(request, num_found)
-    num_blocks = residents.kv.blocks_for(num_tokens)
+    num_blocks = residents.kv.blocks_for(request.num_tokens if residents.rules.whole_prompts else num_tokens)
     tier = residents.find_tier(request, num_blocks)
     if tier is None:
         return False

@@ -28,6 +28,7 @@ from swiftllm.scheduling.admission import SchedulerLimits, can_hold, check_serva
 from swiftllm.scheduling.arrival_queue import ArrivalQueue, arrival_order
 from swiftllm.scheduling.cohorts import Cohorts
 from swiftllm.scheduling.host_pools import Fetches, pool_has_room, victims_for
+from swiftllm.scheduling.look_ahead import LookAhead
 from swiftllm.scheduling.rules import Rules
 
 
@@ -64,6 +65,7 @@ class Residents:
         self.prefilling = ArrivalQueue()  # the running requests that do not decode yet
         self.decoding = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}  # the running requests that decode
         self.fetches = Fetches(self.kv)
+        self.look_ahead = LookAhead(self.kv)
         self._forget_moves()
 
     def _forget_moves(self) -> None:
@@ -84,6 +86,8 @@ class Residents:
         self.requests[request.request_id] = request
         self.waiting.insert_request(request)
         self._note_tier(request)
+        if self.rules.plans_ahead and any(self.running.values()):
+            self.look_ahead.arrives(request)
 
     def check(self, request: Request) -> None:
         """Check that a request can be served if it is alone. Thread-safe.
@@ -123,7 +127,10 @@ class Residents:
             self.waiting.remove_request(request)
         else:
             self._leave_running(request)
-            self.kv.free_blocks(request)
+            if self.rules.plans_ahead:
+                self.look_ahead.ends(request)
+            else:
+                self.kv.free_blocks(request)
         del self.requests[request.request_id]
 
     def remove_all(self) -> list[Request]:
@@ -166,6 +173,8 @@ class Residents:
         self.iteration += 1
         self._forget_moves()
         self.fetches.begin_plan()
+        if self.rules.plans_ahead:
+            self.look_ahead.begin_plan(is_running=any(self.running.values()))
 
     def apply(self, plan: IterationPlan, result: StepResult) -> tuple[list[Request], list[Request]]:
         """Apply the result of a plan. Returns the requests that got a token, and those of them that end with it."""
@@ -372,7 +381,7 @@ class Residents:
 
         One with CPU attention under way is called out first. Its seat comes free as soon as it is at rest.
         """
-        if sum(map(len, self.running.values())) < self.limits.max_num_seqs:
+        if sum(map(len, self.running.values())) + self.look_ahead.num_seats < self.limits.max_num_seqs:
             return True
         yielding = [other for tier in Tier for other in self.yielding(tier, request)]
         if yielding:

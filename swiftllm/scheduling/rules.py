@@ -26,6 +26,11 @@ class Rules:
     """Share of a tier's blocks that best-effort requests leave free when they start."""
     by_chunk: bool = False
     """Whether prompts get blocks chunk by chunk; else for all of their tokens when they start."""
+    whole_prompts: bool = False
+    """With ``by_chunk``: whether a prompt starts only where all of its tokens have room. vLLM 0.19 reserves so."""
+    plans_ahead: bool = False
+    """Whether an iteration is planned while the one before it runs, as vLLM's asynchronous scheduler does: it starts no
+    request that arrives meanwhile, and what ends meanwhile keeps its blocks and its seat."""
 
     def tiers_of(self, service_class: ServiceClass) -> tuple[Tier, ...]:
         is_urgent = service_class is ServiceClass.LATENCY_SENSITIVE

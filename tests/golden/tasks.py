@@ -14,7 +14,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import Enum
 from importlib import import_module
 from typing import Any
@@ -133,13 +133,10 @@ def _of_large(value: Any) -> str:
     return _hash(json.dumps(_fields(value), default=_plain, sort_keys=True))
 
 
-LATER = {"shared_row_cost": 1.0, "rows_per_read": 1.0}
-"""Fields that are younger than the recorded digests, with the value that changes nothing."""
-
-
 def _fields(value: Any) -> dict[str, Any]:
-    values = {field.name: getattr(value, field.name) for field in fields(value)}
-    return {name: one for name, one in values.items() if (name, one) not in LATER.items()}
+    """The fields that differ from their defaults: a new one that no task sets changes nothing."""
+    values = {field: getattr(value, field.name) for field in fields(value)}
+    return {field.name: one for field, one in values.items() if field.default is MISSING or one != field.default}
 
 
 def _hash(text: str) -> str:

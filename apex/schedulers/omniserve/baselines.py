@@ -20,7 +20,7 @@ class Llumnix(Vllm):
     With one instance only the headroom remains. Priorities are decided by memory; no iteration is bounded by a target.
     """
 
-    rules = replace(Vllm.rules, withheld=RESERVED_SHARE)
+    rules = replace(Vllm.rules, withheld=RESERVED_SHARE, whole_prompts=False)  # its vLLM was older
 
 
 class Sarathi(OmniServe):

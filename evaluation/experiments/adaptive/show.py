@@ -21,6 +21,7 @@ from evaluation.plots.table import LATENCY_COLUMNS, Columns, rows_table
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct
+from evaluation.results.known import known_notes
 
 CASES: Columns = (
     ("case", "case", "s"), ("system", "system", "s"), ("tok/s", "output_tokens_per_s", ".1f"),
@@ -135,7 +136,7 @@ def draw_cases(summary: Records) -> Figure:
         "Predicted times, nothing measured. The bound is one of any schedule: it ignores filling, draining and the "
         "attention of prompts, so no schedule reaches 1.\n"
         "Names: GPU (host, where it is not APEX's), CPU attention where it is not the kernel's own rate, workload with "
-        "mean input and output tokens.",
+        "mean input and output tokens.\n" + "\n".join(known_notes(summary)),
     )
     return rows_of_bars(groups, systems, text, "output tokens/s over the bound, SIMULATED")
 
@@ -187,7 +188,7 @@ def map_text(summary: Records, rows: Records) -> FigureText:
         f"10% of the mean, seed {first['seed']}. {first['num_gpu_blocks']} GPU blocks of 16 tokens, "
         f"{first['cpu_kv_gb']:g} GB of host memory for KV cache.\n"
         "Own kernels: neo computes CPU attention with ISPC, apex and adaptive with llamafile. A kernel reaches less "
-        "than the cores read, the more arithmetic it does.",
+        "than the cores read, the more arithmetic it does.\n" + "\n".join(known_notes(rows)),
     )
 
 
@@ -202,7 +203,8 @@ def draw_latency(summary: Records) -> Figure:
         f"Numbers at the bottom of a panel: the latency of {SUBJECT} over that of {first['loaded_as']}",
         f"Predicted times, nothing measured. {span_text(sorted(set(distinct(summary, 'num_requests'))))} requests a "
         f"point, seed {first['seed']}. "
-        "Latency per token: a request's time from arrival to its last token, over its output tokens.",
+        "Latency per token: a request's time from arrival to its last token, over its output tokens.\n"
+        + "\n".join(known_notes(summary)),
     )
     return line_figure(panels, text, **LATENCY_PANEL)
 

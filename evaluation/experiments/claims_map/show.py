@@ -18,6 +18,7 @@ from evaluation.results.claims import AGREES, Claim, where_of
 from evaluation.results.folder import FlatRecord, markdown_table
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct
+from evaluation.results.known import known_notes
 from swiftllm.files import write_atomically
 
 STAR = "\u2605"
@@ -125,5 +126,7 @@ def figure_text(rows: Sequence[FlatRecord]) -> FigureText:
         "the GPU holds, up to all that fit the card beside the weights. The number is our ratio of output tokens/s "
         "there, all requests at once. A claim of \u201cup to\u201d is compared with our best point, any other with "
         "the mean.",
-        "\n".join([f"CPU attention: with {REFERENCE}'s kernel. " + " ".join(kernels), *length_notes(rows)]),
+        "\n".join(
+            [f"CPU attention: with {REFERENCE}'s kernel. " + " ".join(kernels), *length_notes(rows), *known_notes(rows)]
+        ),
     )

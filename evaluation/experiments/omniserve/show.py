@@ -16,6 +16,7 @@ from evaluation.plots.table import Columns, rows_table
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct, label_of
+from evaluation.results.known import known_notes
 
 BEST_EFFORT, ATTAINMENT = "best_effort_tokens_per_s", "slo_attainment"
 AXES = {
@@ -194,6 +195,7 @@ def figure_text(shows: str, records: Records, subtitle: str = "") -> FigureText:
         "counted within them, from the start, while CPU memory still fills. A refused request misses its targets.",
         "; ".join(pools) + ".",
         *(note for system, note in SYSTEM_NOTES.items() if system in distinct(records, "system")),
+        *known_notes(records),
     ]
     lines = [*([subtitle] if subtitle else []), "Targets: " + "; ".join(targets)]
     return FigureText(f"{shows} \u2014 SIMULATED", "\n".join(lines), "\n".join(notes))

@@ -47,6 +47,18 @@ def test_table_and_figures(capsys, tmp_path):
     assert records[0]["cpu_busy_fraction"] == 0 < records[1]["cpu_busy_fraction"]
 
 
+def test_it_says_how_well_the_card_is_known_and_which_vllm_is_meant(capsys, tmp_path):
+    simulate(tmp_path, "--gpu", "rtx-4090", "--system", "swiftllm")
+    out = capsys.readouterr().out
+    assert "RTX-4090 is known from measured tables of the card's operators with this model" in out
+    assert "vllm" not in out
+    (record,) = simulate(tmp_path, "--gpu", "h200", "--system", "vllm")
+    out = capsys.readouterr().out
+    assert "H200-SXM-141GB is known from its data sheet, and assumed shares of it" in out
+    assert "vllm: vLLM 0.19 with its defaults" in out
+    assert record["completed"] == 12
+
+
 def test_the_same_command_gives_the_same_figures(tmp_path):
     flags = ("--system", "apex", "--request-rate", "5")
     assert simulate(tmp_path, *flags) == simulate(tmp_path, *flags)

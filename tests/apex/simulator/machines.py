@@ -17,7 +17,9 @@ from apex.simulator.hardware import (
 )
 from swiftllm.model.config import ModelConfig
 
-GPUS = ("a10", "a100", "a30", "a40", "h100", "h200", "rtx-a4000", "t4")
+GPUS = (
+    "a10", "a100", "a30", "a40", "a6000", "h100", "h200", "rtx-3090", "rtx-4090", "rtx-a4000", "rtx-pro-6000", "t4",
+)  # fmt: skip
 HOSTS = (
     "dual-xeon-6130", "dual-xeon-6342", "g4dn-12xlarge", "g4dn-4xlarge", "g5-12xlarge", "g5-16xlarge", "g5-2xlarge",
     "g5-4xlarge", "g5-8xlarge", "hgx-numa-node", "ryzen-7950x", "xeon-6342",

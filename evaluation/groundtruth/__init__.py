@@ -1,0 +1,1 @@
+"""Real runs of other servers, and the simulator's predictions of them."""

@@ -1,0 +1,81 @@
+"""Prints and draws a real run beside its prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from apex.cli.output import table
+from evaluation.groundtruth.prediction import Outcome
+from evaluation.groundtruth.run_files import Run
+from evaluation.plots.style import FigureText, sheet, tidy_axes
+
+UNITS = {"tokens_per_s": (1.0, "output tokens/s", ".0f"), "ttft": (1.0, "s", ".2f"), "tpot": (1e3, "ms", ".1f")}
+LADDER = ("tokens_per_s", "ttft_mean_s", "ttft_p99_s", "tpot_mean_s")
+WIDTH, HEIGHT = 7.2, 2.0  # inches, of the figure and of each of its axes
+MEASURED, PREDICTED = "#222222", "#C0392B"
+
+
+def errors(measured: Outcome, predicted: Outcome) -> dict[str, float]:
+    """Relative errors of every metric, and mean errors of the load in requests."""
+    real, simulated = measured.metrics(), predicted.metrics()
+    result = {name: simulated[name] / value - 1.0 for name, value in real.items()}
+    for name in ("running", "waiting"):
+        result[f"{name}_requests"] = float(np.abs(getattr(predicted, name) - getattr(measured, name)).mean())
+    return result
+
+
+def print_comparison(run: Run, measured: Outcome, predicted: Outcome, console: Console) -> None:
+    real, simulated, off = measured.metrics(), predicted.metrics(), errors(measured, predicted)
+    rows = []
+    for name in real:
+        factor, unit, form = UNITS[name if name in UNITS else name[:4]]
+        label = unit if name in UNITS else f"{name[:4].upper()} {name.split('_')[1]}, {unit}"
+        values = (format(values[name] * factor, form) for values in (real, simulated))
+        rows.append((label, *values, f"{off[name]:+.1%}"))
+    for name in ("running", "waiting"):
+        means = (f"{getattr(outcome, name).mean():.1f}" for outcome in (measured, predicted))
+        rows.append((f"{name} requests, mean", *means, f"{off[f'{name}_requests']:.1f} off"))
+    console.print(f"{run.name}: {run.model} in vLLM, measured and SIMULATED", highlight=False)
+    console.print(table(("metric", "measured", "SIMULATED", "error"), rows, left=("metric",)))
+
+
+def print_terms(rows: Sequence[tuple[str, Mapping[str, float]]], console: Console) -> None:
+    titles = ("term", "tokens/s", "TTFT mean", "TTFT p99", "TPOT mean", "running", "waiting")
+    shown = [
+        (
+            term,
+            *(f"{100 * off[name]:+.1f}" for name in LADDER),
+            *(f"{off[name]:.1f}" for name in ("running_requests", "waiting_requests")),
+        )
+        for term, off in rows
+    ]
+    console.print("Errors in % (running and waiting: in requests), terms added in order", highlight=False)
+    console.print(table(titles, shown, left=("term",)))
+
+
+def draw_run(run: Run, measured: Outcome, predicted: Outcome) -> Figure:
+    """Running and waiting requests over time, and the distributions of TTFT and TPOT."""
+    times_s = [sample.time_s for sample in run.load]
+    text = FigureText(
+        f"SIMULATED against a real run: {run.name}",
+        f"{run.model}, vLLM; {len(run.requests)} requests",
+        "Black: measured. Red: SIMULATED from operator times of the card.",
+    )
+    figure, axes = sheet(text, 2, 2, width=WIDTH, height=HEIGHT)
+    for outcome, colour in ((measured, MEASURED), (predicted, PREDICTED)):
+        for axis, name in zip(axes.flat[:2], ("running", "waiting"), strict=True):
+            axis.plot(times_s, getattr(outcome, name), color=colour, linewidth=1.0)
+            axis.set(xlabel="s", ylabel=f"{name} requests")
+        spans_s = (outcome.last_token_s - outcome.first_token_s) / np.maximum(outcome.output_lens - 1, 1)
+        share = np.linspace(0, 1, len(spans_s))
+        axes.flat[2].plot(np.sort(outcome.first_token_s - outcome.queued_s), share, color=colour, linewidth=1.0)
+        axes.flat[3].plot(np.sort(spans_s) * 1e3, share, color=colour, linewidth=1.0)
+    axes.flat[2].set(xlabel="time to first token, s", ylabel="share of requests")
+    axes.flat[3].set(xlabel="time per output token, ms", ylabel="share of requests")
+    for axis in axes.flat:
+        tidy_axes(axis)
+    return figure

@@ -1,0 +1,174 @@
+"""Reads a real run: a folder with the times of its requests, its load over time, its settings and its operator times.
+
+- ``requests.jsonl``: input_toks, output_toks, arrival_time, queued_ts, first_token_ts, last_token_ts, in seconds.
+- ``timeseries.csv``: t in seconds from the start, running and waiting requests.
+- ``meta.json``: model and engine_kwargs; kv_cache with num_gpu_blocks and block_size where the pool was recorded.
+- the files of :mod:`apex.simulator.operator_files`. Each file may be compressed, with ``.gz``.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from apex.simulator.operator_files import number, read_table, table_file
+from apex.source_tree import CONFIGS, configs_folder
+
+RUNS = CONFIGS / "groundtruth"
+REQUEST_FIELDS = ("input_toks", "output_toks", "arrival_time", "queued_ts", "first_token_ts", "last_token_ts")
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """A request of a run; times are seconds from the first arrival.
+
+    ``queued_s`` is when the engine took it in. The time to the first token counts from there, as in vLLM's metrics.
+    """
+
+    prompt_len: int
+    output_len: int
+    arrival_s: float
+    queued_s: float
+    first_token_s: float
+    last_token_s: float
+
+
+@dataclass(frozen=True)
+class LoadSample:
+    """Running and waiting requests at a time, in seconds from the start of the run."""
+
+    time_s: float
+    running: float
+    waiting: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """A real run. ``num_gpu_blocks`` is None where the run did not record its pool."""
+
+    name: str
+    folder: Path
+    model: str
+    device: str | None
+    requests: tuple[RunRequest, ...]
+    load: tuple[LoadSample, ...]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    tensor_parallel: int
+    data_parallel: int
+    dtype: str
+    num_gpu_blocks: int | None
+    block_size: int
+
+
+def known_runs() -> list[str]:
+    """Sorted names of the runs in ``configs/groundtruth``."""
+    return sorted(path.name for path in configs_folder("groundtruth").iterdir() if path.is_dir())
+
+
+def find_run(name_or_folder: str | Path) -> Path:
+    """The folder of a known run, or the folder itself.
+
+    Raises:
+        ValueError: there is neither; the message lists the known runs.
+    """
+    for folder in (Path(name_or_folder), RUNS / name_or_folder):
+        if folder.is_dir():
+            return folder
+    raise ValueError(f"no run {str(name_or_folder)!r}: give its folder, or one of {', '.join(known_runs())}")
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run.
+
+    Raises:
+        ValueError: a file is missing or malformed; the message names the file and what it lacks.
+    """
+    meta = _read_meta(folder)
+    options, pool = meta["engine_kwargs"], meta.get("kv_cache") or {}
+    path = folder / "meta.json"
+    return Run(
+        name=folder.name,
+        folder=folder,
+        model=meta["model"],
+        device=(meta.get("hardware") or {}).get("device_name"),
+        requests=_read_requests(folder),
+        load=_read_load(folder),
+        max_num_seqs=_whole(path, options, "max_num_seqs"),
+        max_num_batched_tokens=_whole(path, options, "max_num_batched_tokens"),
+        max_model_len=None if options.get("max_model_len") is None else _whole(path, options, "max_model_len"),
+        tensor_parallel=_whole(path, options, "tensor_parallel_size", 1),
+        data_parallel=_whole(path, options, "data_parallel_size", 1),
+        dtype=str(options.get("dtype", "bfloat16")),
+        num_gpu_blocks=None if pool.get("num_gpu_blocks") is None else _whole(path, pool, "num_gpu_blocks"),
+        block_size=_whole(path, pool, "block_size", 16),
+    )
+
+
+def _read_text(folder: Path, name: str) -> str:
+    path = table_file(folder, name)
+    if path is None:
+        raise ValueError(f"{folder / name} is missing")
+    try:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    path = folder / "meta.json"
+    try:
+        meta = json.loads(_read_text(folder, "meta.json"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(meta, dict) or not isinstance(meta.get("model"), str):
+        raise ValueError(f'{path} lacks "model", the name of the model')
+    if not isinstance(meta.get("engine_kwargs"), dict):
+        raise ValueError(f'{path} lacks "engine_kwargs", with max_num_seqs and max_num_batched_tokens')
+    return meta
+
+
+def _whole(path: Path, values: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = values.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{path}: {name}={value!r} must be a whole number from 1 on")
+    return value
+
+
+def _read_requests(folder: Path) -> tuple[RunRequest, ...]:
+    path = folder / "requests.jsonl"
+    rows = []
+    for line, text in enumerate(_read_text(folder, "requests.jsonl").splitlines(), 1):
+        try:
+            raw = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {line} is not JSON: {error}") from None
+        if not isinstance(raw, dict):
+            raise ValueError(f"{path}, line {line} is no JSON object")
+        rows.append([number(path, line, raw, field) for field in REQUEST_FIELDS])
+        if not (rows[-1][0] >= 1 and rows[-1][1] >= 1 and rows[-1][3] <= rows[-1][4] <= rows[-1][5]):
+            raise ValueError(f"{path}, line {line}: it needs a prompt, an output, and times in order")
+    if not rows:
+        raise ValueError(f"{path} has no request")
+    # Arrivals are times of the client's clock, all others of the engine's. No request is queued before it arrives.
+    start = min(row[2] for row in rows)
+    offset = min(row[3] - row[2] for row in rows) + start
+    requests = [
+        RunRequest(int(prompt), int(output), arrival - start, queued - offset, first - offset, last - offset)
+        for prompt, output, arrival, queued, first, last in rows
+    ]
+    return tuple(sorted(requests, key=lambda request: request.arrival_s))
+
+
+def _read_load(folder: Path) -> tuple[LoadSample, ...]:
+    path, columns = folder / "timeseries.csv", ("t", "running", "waiting")
+    rows = read_table(folder, "timeseries.csv", columns)
+    return tuple(
+        LoadSample(*(number(path, line, row, column) for column in columns)) for line, row in enumerate(rows, 2)
+    )

@@ -1,0 +1,27 @@
+"""What simulated rows rest on, in words for figures: how well their card is known, and which vLLM is meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from apex.simulator.runtime import PAPERS_VLLM, VLLM, VLLM_DEFAULTS
+from evaluation.results.folder import FlatRecord
+from evaluation.results.kinds import is_simulated
+
+
+def known_notes(records: Iterable[FlatRecord]) -> list[str]:
+    """A note for each card and model of simulated rows in a paper's setting, and one where `vllm` is among their
+    systems."""
+    from apex.simulator.calibrated_profile import how_known  # late: reading models imports torch
+    from apex.simulator.hardware import load_gpu, load_model_config
+
+    simulated = [record for record in records if is_simulated(record) and record.get("gpu_option")]
+    notes = []
+    for gpus, model in dict.fromkeys((record["gpu_option"], record["model"]) for record in simulated):
+        gpu = load_gpu(re.sub(r"^\d+x", "", gpus))
+        notes.append(f"{gpu.name} is known from {how_known(gpu, load_model_config(model))}.")
+    for record in simulated:
+        if record["system"] == VLLM:
+            notes.append(f"{VLLM}: {VLLM_DEFAULTS if record.get('vllm_defaults') else PAPERS_VLLM}.")
+    return list(dict.fromkeys(notes))
