@@ -342,7 +342,7 @@ class KVCacheManager:
             (pools.pool_of(block) if swap.source is Tier.GPU else target).forget([block])
 
     def reset_cache(self) -> None:
-        """Forget all names. Requests keep their blocks; nobody finds those any more."""
+        """Forget the names of all blocks."""
         for pool in self._caching:
             pool.forget_all()
 
