@@ -300,6 +300,13 @@ class Engine:
         self.policy.emptied()
         return self.residents.remove_all()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Requests that hold blocks go on, and have no part in the cache any more."""
+        for request in self.residents.requests.values():
+            if request.tier is not None:
+                request.block_names = None
+        self.kv.reset_cache()
+
     # -- outputs and state ------------------------------------------------------------------------------------------
 
     def _output(self, request: Request, num_new: int) -> RequestOutput:
