@@ -11,6 +11,13 @@ from typing import NamedTuple
 from swiftllm.core.sampling_params import SamplingParams
 
 NO_TOKENS: frozenset[int] = frozenset()
+MAX_NAMED = 20
+
+
+def first_of(values: Sequence[object]) -> str:
+    """``values`` with commas, for a message; only the first of very many."""
+    more = f" and {len(values) - MAX_NAMED} more" if len(values) > MAX_NAMED else ""
+    return ", ".join(repr(value)[:100] for value in values[:MAX_NAMED]) + more
 
 
 class RequestRefused(ValueError):

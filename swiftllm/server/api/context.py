@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from swiftllm.model.hub import model_name
 from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.scheduling.admission import context_limit
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.protocol import ChatMessage, TemplateOptions
 from swiftllm.server.service.service import EngineService
@@ -89,8 +90,21 @@ class ServingContext:
             raise ApiError(400, f"tokens: the vocabulary has no token {unknown}", "tokens", "invalid_value")
         return await self.run_in_thread(tokenizer.decode, token_ids, False)
 
-    async def encode_chat(self, conversation: Sequence[ChatMessage], how: TemplateOptions) -> list[int]:
-        """Tokens of a conversation, rendered with the model's chat template.
+    async def encode_prompt(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
+        """Tokens of a prompt, which the field ``param`` has brought.
+
+        Raises:
+            ApiError: there is no tokenizer, or so many characters cannot fit into the longest request.
+        """
+        fewest = self.require_tokenizer().fewest_tokens(len(text))
+        if fewest >= self.longest_request:  # tokenizing megabytes takes seconds
+            limit = context_limit(self.longest_request, is_prompt_too_long=True)
+            message = f"{limit}; {len(text)} characters are at least {fewest} tokens"
+            raise ApiError(400, message, param, "context_length_exceeded")
+        return await self.encode(text, add_special_tokens)
+
+    async def render_chat(self, conversation: Sequence[ChatMessage], how: TemplateOptions) -> str:
+        """The text of a conversation by the model's chat template, with its special tokens.
 
         Raises:
             ApiError: there is no tokenizer or no chat template, or the template refuses the messages.
@@ -102,7 +116,6 @@ class ServingContext:
         num_chars = sum(len(message["content"]) for message in messages)
         options = (messages, how.add_generation_prompt, how.continue_final_message, how.chat_template_kwargs or {})
         try:
-            text = await self._run_by_size(num_chars, self.require_tokenizer().render_chat, *options)
+            return await self._run_by_size(num_chars, self.require_tokenizer().render_chat, *options)
         except ValueError as error:
             raise ApiError(400, str(error), "messages", "chat_template") from None
-        return await self.encode(text, add_special_tokens=False)

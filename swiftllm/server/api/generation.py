@@ -53,13 +53,20 @@ class Generation:
     """
 
     def __init__(
-        self, context: ServingContext, name: str, body: GenerationRequest, prompts: Sequence[Prompt], max_tokens: int
+        self,
+        context: ServingContext,
+        name: str,
+        body: GenerationRequest,
+        prompts: Sequence[Prompt],
+        max_tokens: int | None,
     ) -> None:
+        """``max_tokens``: output tokens of each prompt, cut to what fits beside it; None is all that fits."""
         self.request_id = f"{name}-{ID_BITS.getrandbits(128):032x}"
         self.context = context
         self.body = body
         self.prompts = prompts
-        sampling = body.sampling(max_tokens)
+        longest = context.service.engine.residents.longest_of(body.service_class)
+        samplings = [body.sampling(that_fit(max_tokens, longest, len(prompt.token_ids))) for prompt in prompts]
         n, limit = body.n, context.service.limits.most_open(body.service_class)
         if n * len(prompts) > limit:
             message = f"{len(prompts)} prompts with n={n} exceed the {limit} requests that this server takes at once"
@@ -72,14 +79,15 @@ class Generation:
                 body.timeout,
                 body.service_class,
             )
-            for prompt_number, prompt in enumerate(prompts)
+            for prompt_number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
             for number in range(n)
         ]
         try:
             streams = context.service.submit(requests)
         except RequestRefused as error:
-            longest = max(len(prompt.token_ids) for prompt in prompts) + max_tokens
-            code = "context_length_exceeded" if longest > context.longest_request else "request_refused"
+            pairs = zip(prompts, samplings, strict=True)
+            is_too_long = any(len(prompt.token_ids) + how.max_tokens > longest for prompt, how in pairs)
+            code = "context_length_exceeded" if is_too_long else "request_refused"
             param = None if error.about is None else body.param(error.about)
             raise ApiError(400, str(error), param, code) from None
         self.choices = [
@@ -136,6 +144,15 @@ class Generation:
         self._num_open -= 1
         if not self._num_open:
             self._over.set_result(None)
+
+
+def that_fit(max_tokens: int | None, longest: int, prompt_len: int) -> int:
+    """The output tokens asked for, or as many as fit beside the prompt. The engine refuses more than ``longest``, and a
+    prompt that leaves no room."""
+    room = max(1, longest - prompt_len)
+    if max_tokens is None:
+        return room
+    return max_tokens if max_tokens > longest else min(max_tokens, room)
 
 
 async def wait_for_hang_up(receive: Receive) -> None:

@@ -54,6 +54,24 @@ class Piece(NamedTuple):
     stop_reason: str | int | None = None
 
 
+class TokenTexts:
+    """The texts of the tokens of one output; joined they are its text.
+
+    A character of several tokens is the text of the last, and the others have none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._stream = None if tokenizer is None else tokenizer.stream(skip_special_tokens=False)
+
+    def push(self, token_id: int) -> str:
+        """The text of the next token."""
+        return f"token_id:{token_id}" if self._stream is None else self._stream.push((token_id,))
+
+    def finish(self) -> str:
+        """What an incomplete character at the end adds to the text of the last token."""
+        return "" if self._stream is None else self._stream.finish()
+
+
 class NoText:
     """A text stream for models without a tokenizer: it is always empty."""
 

@@ -12,13 +12,14 @@ from swiftllm.core.sampling_params import MAX_LOGPROBS
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.output_text import NoOutput, OutputText
-from swiftllm.server.api.parsing import Flag, Lenient, null_is_left_out
+from swiftllm.server.api.parsing import Flag, Lenient, null_is_left_out, with_token_ids
 from swiftllm.server.api.unsupported import check_unsupported_fields
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16  # OpenAI allows four, vLLM any number; evaluation harnesses send six
 MAX_STOP_CHARS = 1000
 DEFAULT_COMPLETION_TOKENS = 16
+TEXT_PARTS = ("text", "input_text", "output_text")
 SAMPLING_DEFAULTS = {"temperature": 1.0}
 SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -30,7 +31,7 @@ class StreamOptions(Lenient):
     include_usage: Flag = False
     """Add a last chunk with the token counts of the whole request."""
     continuous_usage_stats: Flag = False
-    """Put the token counts so far into every chunk (vLLM)."""
+    """With ``include_usage``: put the token counts so far into every chunk (vLLM)."""
 
 
 class GenerationRequest(Lenient):
@@ -44,7 +45,7 @@ class GenerationRequest(Lenient):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(with_token_ids)] | None = None
     seed: int | None = None
     n: Annotated[int, BeforeValidator(null_is_left_out), Field(ge=1, le=MAX_CHOICES)] = 1
     best_of: int | None = None
@@ -206,13 +207,21 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(Lenient):
+    """A part of a message: of OpenAI's APIs for chat and responses, or a refusal of the model."""
+
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def content(self) -> str | None:
+        """Its text; None if it has none."""
+        return self.refusal if self.type == "refusal" else self.text if self.type in TEXT_PARTS else None
 
 
 class ChatMessage(Lenient):
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | list[str | TextPart] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it, with the content in one string.
@@ -222,11 +231,12 @@ class ChatMessage(Lenient):
         """
         content = self.content
         if isinstance(content, list):
-            for part in content:
-                if part.type != "text" or part.text is None:
-                    message = f"content of type {part.type!r} is not implemented: this model reads text only"
-                    raise ApiError(400, message, "messages", "unsupported_parameter")
-            content = "".join(part.text for part in content)
+            texts = [part if isinstance(part, str) else part.content for part in content]
+            if None in texts:
+                kind = content[texts.index(None)].type
+                message = f"content of type {kind[:MAX_STOP_CHARS]!r} is not implemented: this model reads text only"
+                raise ApiError(400, message, "messages", "unsupported_parameter")
+            content = "".join(texts)
         return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
 
 

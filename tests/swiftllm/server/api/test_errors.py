@@ -86,8 +86,8 @@ BAD_BODIES = [
     ({"prompt": {"a": 1}}, "prompt", "list of token ids"),
     ({"prompt": [128]}, "prompt", "vocabulary of 128"),
     ({"prompt": [-1]}, "prompt", "vocabulary of 128"),
-    ({"prompt": [5] * 512}, "prompt", "512 prompt + 16 output tokens = 528 exceed max_model_len=512"),
-    ({"prompt": [5] * 500}, "max_tokens", "500 prompt + 16 output tokens = 516 exceed max_model_len=512"),
+    ({"prompt": [5] * 512}, "prompt", "512 prompt + 1 output tokens = 513 exceed max_model_len=512"),
+    ({"prompt": [5] * 500, "max_tokens": 513}, "max_tokens", "500 prompt + 513 output tokens = 1013 exceed"),
     ({"prompt": ["a"] * 33, "n": 2}, "n", "64 requests that this server takes at once"),
     ({"prompt": ["a"] * 65}, "prompt", "64 requests that this server takes at once"),
     ({}, "prompt", "required"),
@@ -113,8 +113,8 @@ BAD_CHATS = [
     ({"messages": HELLO, "logprobs": 5}, "logprobs", "valid boolean"),
     ({"messages": HELLO, "prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "stream=false"),
     ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens=0 must be"),
-    ({"messages": HELLO, "max_completion_tokens": 512}, "max_completion_tokens", "exceed max_model_len=512"),
-    ({"messages": HELLO, "max_tokens": 512}, "max_tokens", "exceed max_model_len=512"),
+    ({"messages": HELLO, "max_completion_tokens": 513}, "max_completion_tokens", "exceed max_model_len=512"),
+    ({"messages": HELLO, "max_tokens": 513}, "max_tokens", "exceed max_model_len=512"),
     ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages", "exceed max_model_len=512"),
     ({"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "messages", "cannot be called tokenize"),
     ({"messages": HELLO, "continue_final_message": True}, "continue_final_message", "add_generation_prompt=false"),
@@ -139,7 +139,7 @@ def test_tokens_that_have_no_text(server, tokens, message):
     "data", [b"", b"{", b"[1]", b'"a"', b"null", b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 9999]
 )
 def test_bodies_that_are_no_requests(server, data):
-    error_of(server.http.post(COMPLETIONS, content=data))
+    error_of(server.http.post(COMPLETIONS, content=data, headers={"Content-Type": "application/json"}))
 
 
 def test_values_that_change_nothing_are_let_in(server):
@@ -228,7 +228,7 @@ def test_large_bodies_are_not_read_to_their_end():
 
 def test_what_no_tier_can_hold_is_said_of_the_prompt_or_of_the_output():
     with running(fake_service()) as server:  # 8 blocks of 4
-        for prompt, max_tokens, param in (([5] * 33, 1, "prompt"), ([5] * 32, 2, "max_tokens"), ([5] * 32, 1, None)):
+        for prompt, max_tokens, param in (([5] * 33, 1, "prompt"), ([5] * 30, 34, "max_tokens"), ([5] * 32, 2, None)):
             answer = server.post(COMPLETIONS, {"prompt": prompt, "max_tokens": max_tokens})
             if param is None:
                 assert answer.status_code == 200
