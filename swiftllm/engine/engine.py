@@ -138,6 +138,8 @@ class Engine:
             ("prompt", prompt),
             ("logit_bias", [token for token, _ in sampling.logit_bias]),
             ("stop_token_ids", sampling.stop_token_ids),
+            ("bad_words", [token for word in sampling.bad_words for token in word]),
+            ("allowed_token_ids", sampling.allowed_token_ids or ()),
         ):
             if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
                 unknown = list(dict.fromkeys(t for t in tokens if not 0 <= t < self._vocab_size))

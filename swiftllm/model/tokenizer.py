@@ -114,16 +114,17 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        template: str | None = None,
     ) -> str:
         """The text of a conversation, by default ready for the assistant's answer; messages have ``role`` and
         ``content``. It has its special tokens already: encode it without adding any. ``continue_final_message`` ends it
         with the last message's content; a generation prompt does not go with that. ``variables`` are further inputs
-        of the template.
+        of the template; ``template`` is one to take in place of the model's.
 
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
         """
-        if not self.has_chat_template:
+        if template is None and not self.has_chat_template:
             raise ValueError("this model has no chat template: send a plain prompt to the completions endpoint")
         if variables and (taken := inspect.signature(self._inner.apply_chat_template).parameters.keys() & variables):
             raise ValueError(f"variables of the chat template cannot be called {', '.join(sorted(taken))}")
@@ -133,6 +134,7 @@ class Tokenizer:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                chat_template=template,
                 **variables,
             )
         except Exception as error:  # templates are programs that come with the model and raise anything

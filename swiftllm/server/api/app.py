@@ -201,6 +201,10 @@ def open_routes(context: ServingContext) -> APIRouter:
         line = state.status if not state.reason else f"{state.status}: {state.reason}"
         return PlainTextResponse(line, 200 if state.status == "ok" else 503)
 
+    @read(router, "/load")
+    async def load() -> Response:
+        return JSONResponse({"server_load": context.service.num_open})
+
     @read(router, "/version")
     async def version() -> Response:
         return JSONResponse({"version": __version__})

@@ -19,9 +19,10 @@ async def answer_chat(context: ServingContext, body: ChatRequest, request: Reque
     Raises:
         ApiError, QueueFull, ServiceStopping, RequestFailed: see :class:`Generation`.
     """
-    text = await context.render_chat(body.messages, body)
-    prompt = Prompt(await context.encode_prompt(text, "messages", add_special_tokens=False))
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    text = await context.render_chat(body.messages, body)
+    tokens = await context.encode_prompt(text, body, "messages", add_special_tokens=False)
+    prompt = Prompt(body.kept_tokens(tokens, max_tokens, context.longest_of(body.service_class)))
     return await ChatAnswer(Generation(context, "chatcmpl", body, [prompt], max_tokens)).respond(request)
 
 
@@ -32,7 +33,9 @@ class ChatAnswer(Answer):
 
     def opening_events(self, choice: Choice) -> str:
         role = '"delta":{"role":"assistant","content":""}'
-        return self.choice_event(choice, f'{role},"logprobs":null,"finish_reason":null')
+        prompt = self.prompt_token_ids(choice)
+        beside = f",{as_json(prompt)[1:-1]}" if prompt else ""
+        return self.choice_event(choice, f'{role},"logprobs":null,"finish_reason":null', beside)
 
     def chunk_text(self, text: str) -> str:
         return f'"delta":{{"content":{as_json(text)}}}'
@@ -41,7 +44,8 @@ class ChatAnswer(Answer):
         return {"message": {"role": "assistant", "content": text}}
 
     def extra_fields(self) -> dict[str, Any]:
-        return self.prompt_logprobs(self.generation.choices[0])  # all choices have the same prompt
+        choice = self.generation.choices[0]  # all choices have the same prompt
+        return self.prompt_logprobs(choice) | self.prompt_token_ids(choice)
 
     def logprobs(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         content = [

@@ -22,12 +22,12 @@ async def answer_completion(context: ServingContext, body: CompletionRequest, re
     Raises:
         ApiError, QueueFull, ServiceStopping, RequestFailed: see :class:`Generation`.
     """
-    prompts = [
-        Prompt(await context.encode_prompt(prompt, "prompt", body.add_special_tokens), prompt)
-        if isinstance(prompt, str)
-        else Prompt(prompt)
-        for prompt in body.prompts
-    ]
+    prompts = []
+    for given in body.prompts:
+        is_text = isinstance(given, str)
+        tokens = await context.encode_prompt(given, body, "prompt", body.add_special_tokens) if is_text else given
+        kept = body.kept_tokens(tokens, body.tokens_to_make, context.longest_of(body.service_class))
+        prompts.append(Prompt(kept, given if is_text and len(kept) == len(tokens) else None))
     return await CompletionAnswer(Generation(context, "cmpl", body, prompts, body.tokens_to_make)).respond(request)
 
 
@@ -58,7 +58,14 @@ class CompletionAnswer(Answer):
         return f'"text":{as_json(text)}'
 
     def text_fields(self, choice: Choice, text: str) -> dict[str, Any]:
-        return {"text": text, **self.prompt_logprobs(choice)}
+        return {"text": text, **self.prompt_logprobs(choice), **self.prompt_token_ids(choice)}
+
+    def opening_events(self, choice: Choice) -> str:
+        opening, prompt = super().opening_events(choice), self.prompt_token_ids(choice)
+        if prompt:
+            end = '"logprobs":null,"finish_reason":null,"stop_reason":null,"token_ids":[]'
+            opening = self.choice_event(choice, f"{self.chunk_text('')},{end},{as_json(prompt)[1:-1]}") + opening
+        return opening
 
     def logprobs(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         entries, texts = piece.logprobs, self._token_texts[choice.index]

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
@@ -61,12 +62,15 @@ class Generation:
         max_tokens: int | None,
     ) -> None:
         """``max_tokens``: output tokens of each prompt, cut to what fits beside it; None is all that fits."""
-        self.request_id = f"{name}-{ID_BITS.getrandbits(128):032x}"
+        self.request_id = f"{name}-{body.request_id or format(ID_BITS.getrandbits(128), '032x')}"
         self.context = context
         self.body = body
         self.prompts = prompts
-        longest = context.service.engine.residents.longest_of(body.service_class)
-        samplings = [body.sampling(that_fit(max_tokens, longest, len(prompt.token_ids))) for prompt in prompts]
+        longest = context.longest_of(body.service_class)
+        others: dict[str, Any] = {**context.sampling_defaults}
+        if body.bad_words:
+            others["bad_words"] = tuple(body.bad_token_ids(context.require_tokenizer()))
+        samplings = [body.sampling(that_fit(max_tokens, longest, len(p.token_ids)), others) for p in prompts]
         n, limit = body.n, context.service.limits.most_open(body.service_class)
         if n * len(prompts) > limit:
             message = f"{len(prompts)} prompts with n={n} exceed the {limit} requests that this server takes at once"

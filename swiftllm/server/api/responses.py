@@ -98,6 +98,10 @@ class Answer(ABC):
             for token_id, logprob, rank in ((entry.token_id, entry.logprob, entry.rank), *top)
         }
 
+    def prompt_token_ids(self, choice: Choice) -> dict[str, list[int]]:
+        """The field `prompt_token_ids` of a choice in vLLM's form, if the client asked for it."""
+        return {"prompt_token_ids": list(choice.prompt.token_ids)} if self.body.return_token_ids else {}
+
     # -- one JSON object --------------------------------------------------------------------------------------------
 
     async def _json_response(self, request: Request) -> Response:
@@ -121,33 +125,38 @@ class Answer(ABC):
         pieces = [*self.prompt_pieces(choice), *pieces]
         parts = [self.logprobs(choice, piece) for piece in pieces if piece.logprobs]
         logprobs = {name: [value for part in parts for value in part[name]] for name in (parts[0] if parts else ())}
-        return {
+        fields = {
             "index": choice.index,
             **self.text_fields(choice, "".join(piece.text for piece in pieces)),
             "logprobs": logprobs or None,
             "finish_reason": pieces[-1].finish_reason,
             "stop_reason": pieces[-1].stop_reason,
         }
+        if self.body.return_token_ids:
+            fields["token_ids"] = [token for piece in pieces for token in piece.token_ids]
+        return fields
 
     # -- a stream of events -----------------------------------------------------------------------------------------
 
     def chunk_event(self, choice: Choice, piece: Piece) -> str:
         """The event of one piece."""
-        text, entries, finish_reason, stop_reason = piece
+        text, entries, finish_reason, stop_reason, token_ids = piece
         logprobs = as_json(self.logprobs(choice, piece)) if entries else "null"
         end = '"finish_reason":null,"stop_reason":null'
         if finish_reason is not None:
             end = f'"finish_reason":"{finish_reason}","stop_reason":{as_json(stop_reason)}'
+        if self.body.return_token_ids:
+            end += f',"token_ids":{as_json(token_ids)}'
         return self.choice_event(choice, f'{self.chunk_text(text)},"logprobs":{logprobs},{end}')
 
-    def choice_event(self, choice: Choice, fields: str) -> str:
-        """An event with these fields, JSON without braces, for one choice."""
+    def choice_event(self, choice: Choice, fields: str, beside: str = "") -> str:
+        """An event with these fields, JSON without braces, for one choice; ``beside`` are more, outside the choice."""
         usage = ""
         if self._usage_wanted.include_usage and self._usage_wanted.continuous_usage_stats:
             prompt, output = len(choice.prompt.token_ids), choice.text.num_tokens
             total = prompt + output
             usage = f',"usage":{{"prompt_tokens":{prompt},"total_tokens":{total},"completion_tokens":{output}}}'
-        return f'{self._chunk_head}{{"index":{choice.index},{fields}}}]{usage}}}\n\n'
+        return f'{self._chunk_head}{{"index":{choice.index},{fields}}}]{usage}{beside}}}\n\n'
 
     def closing_events(self) -> str:
         """The last events of a stream."""

@@ -18,9 +18,7 @@ MAX_IGNORED_LOGGED = 100  # bounds the log: clients choose these names
 
 # Parameters that change the output and are not implemented, each with its values without effect (besides null).
 NOT_IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "chat_template": (),
     "documents": ([],),
     "echo": (False,),
@@ -39,13 +37,11 @@ NOT_IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "repetition_detection": (),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
