@@ -11,6 +11,13 @@ from typing import NamedTuple
 from swiftllm.core.sampling_params import SamplingParams
 
 NO_TOKENS: frozenset[int] = frozenset()
+MAX_NAMED = 20
+
+
+def first_of(values: Sequence[object]) -> str:
+    """``values`` with commas, for a message; only the first of very many."""
+    more = f" and {len(values) - MAX_NAMED} more" if len(values) > MAX_NAMED else ""
+    return ", ".join(repr(value)[:100] for value in values[:MAX_NAMED]) + more
 
 
 class RequestRefused(ValueError):
@@ -220,6 +227,16 @@ class Request:
             self._token_counts = TokenCounts(prompt)
         self._token_counts.catch_up(self.output_token_ids)
         return self._token_counts
+
+    def forbidden_tokens(self) -> list[int]:
+        """Tokens that must not come next: those that end the output too early, and the last ones of bad words."""
+        how, output = self.sampling, self.output_token_ids
+        tokens = list(self._stop_token_ids) if len(output) < how.min_tokens else []
+        for *head, last in how.bad_words:
+            if output[max(0, len(output) - len(head)) :] == head:
+                tokens.append(last)
+        allowed = how.allowed_token_ids
+        return [] if allowed is not None and set(tokens).issuperset(allowed) else tokens
 
     def append_token(self, token_id: int, now_s: float) -> None:
         """Append an output token, once all tokens before it are computed. Finishes the request if the token ends it."""

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swiftllm.core.plan import IterationPlan, StepResult
-from swiftllm.core.request import Request, RequestOutput, RequestRefused, ServiceClass
+from swiftllm.core.request import Request, RequestOutput, RequestRefused, ServiceClass, first_of
 from swiftllm.core.sampling_params import SamplingParams, whole_number
 from swiftllm.engine.backend import Backend, HostDied
 from swiftllm.engine.executor import Executor
@@ -153,11 +153,13 @@ class Engine:
             ("prompt", prompt),
             ("logit_bias", [token for token, _ in sampling.logit_bias]),
             ("stop_token_ids", sampling.stop_token_ids),
+            ("bad_words", [token for word in sampling.bad_words for token in word]),
+            ("allowed_token_ids", sampling.allowed_token_ids or ()),
         ):
             if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
-                unknown = next(t for t in tokens if not 0 <= t < self._vocab_size)
-                message = f"{about}: token id {unknown} is outside the vocabulary of {self._vocab_size} tokens"
-                raise RequestRefused(message, about)
+                unknown = list(dict.fromkeys(t for t in tokens if not 0 <= t < self._vocab_size))
+                ids = f"token id {unknown[0]} is" if len(unknown) == 1 else f"token ids {first_of(unknown)} are"
+                raise RequestRefused(f"{about}: {ids} outside the vocabulary of {self._vocab_size} tokens", about)
         arrival_s = self.now() if arrival_s is None else arrival_s
         request = Request(
             request_id,

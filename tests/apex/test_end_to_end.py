@@ -200,11 +200,14 @@ def sampled(tiny):
         {"temperature": 0.9, "repetition_penalty": 0.8, "min_p": 0.02},
         {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "logit_bias": {7: 3.0, 50: -100}},
         {"temperature": 1.2, "top_k": 20, "presence_penalty": 1.0, "frequency_penalty": -0.5},
+        {"bad_words": tuple((a, b) for a in range(128) for b in range(128) if (7 * a + b) % 4)},
+        {"allowed_token_ids": tuple(range(10, 50)), "temperature": 0.8},
+        {"min_tokens": 12, "stop_token_ids": tuple(range(2, 64)), "ignore_eos": False},
         {},
     )
     model_dir, prompts, _ = tiny
     samplings = [
-        SamplingParams(24, ignore_eos=True, seed=i, prompt_logprobs=0, **hows[i % len(hows)])
+        SamplingParams(24, **{"ignore_eos": True, "seed": i, "prompt_logprobs": 0} | hows[i % len(hows)])
         for i in range(len(prompts))
     ]
     return model_dir, prompts, samplings, judge_sampling(model_dir, prompts, samplings)
