@@ -5,14 +5,29 @@ from __future__ import annotations
 import math
 import operator
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 MIN_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 20
 MAX_BIAS = 100
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+class GrammarProgress(Protocol):
+    """How far one output is in its grammar."""
+
+    def allowed(self, output: Sequence[int]) -> bytes:
+        """One bit for each token of the vocabulary, the lowest first: whether it may come after ``output``."""
+
+
+class Grammar(Protocol):
+    """A rule that outputs follow, of :mod:`swiftllm.sampling.grammar`."""
+
+    def start(self) -> GrammarProgress:
+        """An output that has no tokens yet."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +63,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """The only tokens that the output may have; None allows all. They come before ``min_tokens`` and ``bad_words``,
     which are left aside where they would leave no token."""
+    grammar: Grammar | None = None
+    """What the output follows; it comes before all other rules, like ``allowed_token_ids``."""
     seed: int | None = None
     """Makes sampling reproducible, independently of the batch."""
     stop_token_ids: tuple[int, ...] = ()
@@ -82,6 +99,7 @@ class SamplingParams:
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"in 0..max_tokens={self.max_tokens}"),
             ("bad_words", all(self.bad_words), "of one token id at least each"),
             ("allowed_token_ids", self.allowed_token_ids != (), "one token id at least"),
+            ("allowed_token_ids", not (self.grammar and self.allowed_token_ids), "left out beside a grammar"),
             ("temperature", 0.0 <= self.temperature < float("inf"), "finite and at least 0"),
             ("top_k", self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
@@ -116,7 +134,7 @@ class SamplingParams:
     @cached_property
     def restricts_tokens(self) -> bool:
         """Whether some tokens must not be chosen, whatever their logits."""
-        return bool(self.min_tokens or self.bad_words or self.allowed_token_ids is not None)
+        return bool(self.min_tokens or self.bad_words or self.allowed_token_ids is not None or self.grammar)
 
     @cached_property
     def takes_likeliest(self) -> bool:

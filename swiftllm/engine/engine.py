@@ -111,8 +111,8 @@ class Engine:
         self.tokenizer = tokenizer
         policy.manage_copies(residents.kv)
         self._hosts = hosts
-        self._vocab_size = vocab_size
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
         self._description = dict(description or {})
         self._stats = EngineStats()
         self._arrivals = itertools.count()
@@ -156,16 +156,16 @@ class Engine:
             ("bad_words", [token for word in sampling.bad_words for token in word]),
             ("allowed_token_ids", sampling.allowed_token_ids or ()),
         ):
-            if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
-                unknown = list(dict.fromkeys(t for t in tokens if not 0 <= t < self._vocab_size))
+            if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
+                unknown = list(dict.fromkeys(t for t in tokens if not 0 <= t < self.vocab_size))
                 ids = f"token id {unknown[0]} is" if len(unknown) == 1 else f"token ids {first_of(unknown)} are"
-                raise RequestRefused(f"{about}: {ids} outside the vocabulary of {self._vocab_size} tokens", about)
+                raise RequestRefused(f"{about}: {ids} outside the vocabulary of {self.vocab_size} tokens", about)
         arrival_s = self.now() if arrival_s is None else arrival_s
         request = Request(
             request_id,
             prompt,
             sampling,
-            self._eos_token_ids,
+            self.eos_token_ids,
             arrival_s,
             next(self._arrivals),
             service_class=service_class,

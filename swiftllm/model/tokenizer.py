@@ -94,6 +94,10 @@ class Tokenizer:
         """Tokens that a text of so many characters has at least."""
         return math.ceil(num_chars / self._longest_token)
 
+    def written(self) -> str:
+        """The tokenizer as JSON, in the form of ``tokenizer.json``."""
+        return self._rust.to_str()
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token, which may be a part of a character. Ids outside the vocabulary have none."""
         string = self._rust.id_to_token(token_id) or ""

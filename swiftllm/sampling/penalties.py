@@ -69,7 +69,18 @@ def _restrict(logits: torch.Tensor, requests: Sequence[Request], compute: Stream
         kept = flat.index_select(0, places)
         logits.index_fill_(0, compute.send(torch.tensor(list(allowed))), -math.inf)
         flat.index_copy_(0, places, kept)
-    _, places = _places([request.forbidden_tokens() for request in requests], columns, compute)
+    forbidden = [request.forbidden_tokens() for request in requests]
+    ruled = [row for row, request in enumerate(requests) if request.sampling.grammar is not None]
+    if ruled:
+        bits = np.stack([np.frombuffer(requests[row].tokens_by_grammar(), dtype=np.uint8) for row in ruled])
+        may = np.unpackbits(bits, axis=1, count=columns, bitorder="little").astype(bool)
+        for of_row, row in zip(may, ruled, strict=True):
+            if forbidden[row] and not np.delete(of_row, forbidden[row]).any():
+                forbidden[row] = []
+        index = compute.send(torch.tensor(ruled))
+        rows = logits.index_select(0, index).masked_fill_(compute.send(torch.from_numpy(~may)), -math.inf)
+        logits.index_copy_(0, index, rows)
+    _, places = _places(forbidden, columns, compute)
     flat.index_fill_(0, places, -math.inf)
 
 

@@ -29,6 +29,10 @@ def by_the_rules(row: torch.Tensor, request: Request) -> torch.Tensor:
             banned.add(word[-1])
     if len(output) < how.min_tokens:
         banned |= set(how.stop_token_ids) | set(request.eos_token_ids)
+    if how.grammar is not None:  # from the start, whatever the request remembers
+        bits = np.frombuffer(how.grammar.start().allowed(output), dtype=np.uint8)
+        may = np.flatnonzero(np.unpackbits(bits, count=len(values), bitorder="little")).tolist()
+        banned = {*range(len(values))} - {*may} | (banned if {*may} - banned else set())
     for token in range(len(values)):
         if token in banned or (how.allowed_token_ids is not None and token not in how.allowed_token_ids):
             values[token] = -math.inf
@@ -50,6 +54,7 @@ def plain(request: Request) -> Request:
         "min_tokens": 0,
         "bad_words": (),
         "allowed_token_ids": None,
+        "grammar": None,
     }
     twin = Request(request.request_id, request.prompt_token_ids, replace(request.sampling, **none))
     twin.output_token_ids = request.output_token_ids

@@ -23,7 +23,8 @@ async def answer_chat(context: ServingContext, body: ChatRequest, request: Reque
     text = await context.render_chat(body.messages, body)
     tokens = await context.encode_prompt(text, body, "messages", add_special_tokens=False)
     prompt = Prompt(body.kept_tokens(tokens, max_tokens, context.longest_of(body.service_class)))
-    return await ChatAnswer(Generation(context, "chatcmpl", body, [prompt], max_tokens)).respond(request)
+    grammar = await context.grammar_of(body)
+    return await ChatAnswer(Generation(context, "chatcmpl", body, [prompt], max_tokens, grammar)).respond(request)
 
 
 class ChatAnswer(Answer):

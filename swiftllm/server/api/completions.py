@@ -28,7 +28,9 @@ async def answer_completion(context: ServingContext, body: CompletionRequest, re
         tokens = await context.encode_prompt(given, body, "prompt", body.add_special_tokens) if is_text else given
         kept = body.kept_tokens(tokens, body.tokens_to_make, context.longest_of(body.service_class))
         prompts.append(Prompt(kept, given if is_text and len(kept) == len(tokens) else None))
-    return await CompletionAnswer(Generation(context, "cmpl", body, prompts, body.tokens_to_make)).respond(request)
+    grammar = await context.grammar_of(body)
+    generation = Generation(context, "cmpl", body, prompts, body.tokens_to_make, grammar)
+    return await CompletionAnswer(generation).respond(request)
 
 
 class CompletionAnswer(Answer):

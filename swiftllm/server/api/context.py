@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from swiftllm.model.hub import model_name
 from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.sampling.grammar import Grammar, GrammarCompiler
 from swiftllm.scheduling.admission import context_limit
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.protocol import ChatMessage, GenerationRequest, TemplateOptions
@@ -41,6 +42,8 @@ class ServingContext:
         self.tokenizer = engine.tokenizer
         self.sampling_defaults = settings.sampling_defaults(self.model_path)
         self._chat_template = settings.read_chat_template()
+        if self.tokenizer is not None:
+            self._compiler = GrammarCompiler(self.tokenizer, engine.vocab_size, engine.eos_token_ids)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
 
     def check_model(self, name: str | None) -> None:
@@ -63,6 +66,22 @@ class ServingContext:
             message = "the model folder has no tokenizer: send prompts as lists of token ids to /v1/completions"
             raise ApiError(400, message, "prompt", "no_tokenizer")
         return self.tokenizer
+
+    async def grammar_of(self, body: GenerationRequest) -> Grammar | None:
+        """The compiled grammar that the output of a request must follow, if there is one.
+
+        Raises:
+            ApiError: there is no tokenizer, or it is no grammar.
+        """
+        wanted = body.grammar
+        if wanted is None:
+            return None
+        name, kind, source = wanted
+        self.require_tokenizer()
+        try:
+            return await self.run_in_thread(self._compiler.compile, kind, source)
+        except ValueError as error:
+            raise ApiError(400, f"{name}: {error}", name, "invalid_grammar") from None
 
     async def run_in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Result of a function that would delay the event loop, called in a thread."""

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from swiftllm.core.request import RequestRefused, SamplingParams
+from swiftllm.sampling.grammar import Grammar
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.output_text import OutputText, Piece
@@ -60,6 +61,7 @@ class Generation:
         body: GenerationRequest,
         prompts: Sequence[Prompt],
         max_tokens: int | None,
+        grammar: Grammar | None = None,
     ) -> None:
         """``max_tokens``: output tokens of each prompt, cut to what fits beside it; None is all that fits."""
         self.request_id = f"{name}-{body.request_id or format(ID_BITS.getrandbits(128), '032x')}"
@@ -67,7 +69,7 @@ class Generation:
         self.body = body
         self.prompts = prompts
         longest = context.longest_of(body.service_class)
-        others: dict[str, Any] = {**context.sampling_defaults}
+        others: dict[str, Any] = {**context.sampling_defaults, "grammar": grammar}
         if body.bad_words:
             others["bad_words"] = tuple(body.bad_token_ids(context.require_tokenizer()))
         samplings = [body.sampling(that_fit(max_tokens, longest, len(p.token_ids)), others) for p in prompts]

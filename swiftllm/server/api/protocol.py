@@ -12,9 +12,11 @@ from pydantic import BeforeValidator, Field
 from swiftllm.core.request import SamplingParams, ServiceClass
 from swiftllm.core.sampling_params import MAX_LOGPROBS
 from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.sampling.grammar import Kind
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.output_text import NoOutput, OutputText
 from swiftllm.server.api.parsing import Flag, Lenient, null_is_left_out, with_token_ids
+from swiftllm.server.api.structured import ResponseFormat, StructuredOutputs
 from swiftllm.server.api.unsupported import check_unsupported_fields
 
 MAX_CHOICES = 128
@@ -72,6 +74,8 @@ class GenerationRequest(Lenient):
     skip_special_tokens: Flag = True
     return_token_ids: Flag = False
     """Show the token ids of prompt and output (vLLM)."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
     """Part of the answer's id (vLLM); no two requests may have the same at once."""
     prompt_logprobs: int | None = None
@@ -117,6 +121,19 @@ class GenerationRequest(Lenient):
     @property
     def num_prompt_logprobs(self) -> int | None:
         return self.prompt_logprobs
+
+    @property
+    def grammar(self) -> tuple[str, Kind, Any] | None:
+        """What the output must follow, if anything: the field that says so, the kind, and the source.
+
+        Raises:
+            ApiError: two fields say so, or one says nothing that is known.
+        """
+        fields = {"response_format": self.response_format, "structured_outputs": self.structured_outputs}
+        found = [(name, *source) for name, given in fields.items() if given and (source := given.source(name))]
+        if len(found) > 1:
+            raise ApiError(400, f"give one of {' and '.join(fields)}", "structured_outputs", "invalid_value")
+        return found[0] if found else None
 
     def check_fields(self) -> None:
         """Check what the types of the fields cannot express.

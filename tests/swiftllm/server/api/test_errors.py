@@ -114,7 +114,6 @@ BAD_CHATS = [
     ({"messages": [{"role": "robot", "content": "Hello"}]}, "messages", "no such role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages", "'image_url'"),
     ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "not implemented"),
-    ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", "not implemented"),
     ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
     ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     ({"messages": HELLO, "logprobs": 5}, "logprobs", "valid boolean"),
