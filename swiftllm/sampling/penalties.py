@@ -73,13 +73,15 @@ def _restrict(logits: torch.Tensor, requests: Sequence[Request], compute: Stream
     ruled = [row for row, request in enumerate(requests) if request.sampling.grammar is not None]
     if ruled:
         bits = np.stack([np.frombuffer(requests[row].tokens_by_grammar(), dtype=np.uint8) for row in ruled])
-        may = np.unpackbits(bits, axis=1, count=columns, bitorder="little").astype(bool)
-        for of_row, row in zip(may, ruled, strict=True):
-            if forbidden[row] and not np.delete(of_row, forbidden[row]).any():
+        excluded = np.unpackbits(~bits, axis=1, count=columns, bitorder="little").view(bool)
+        for of_row, row in zip(excluded, ruled, strict=True):
+            if forbidden[row] and np.delete(of_row, forbidden[row]).all():
                 forbidden[row] = []
         index = compute.send(torch.tensor(ruled))
-        rows = logits.index_select(0, index).masked_fill_(compute.send(torch.from_numpy(~may)), -math.inf)
-        logits.index_copy_(0, index, rows)
+        rows = logits if len(ruled) == len(requests) else logits.index_select(0, index)
+        rows.masked_fill_(compute.send(torch.from_numpy(excluded)), -math.inf)
+        if rows is not logits:
+            logits.index_copy_(0, index, rows)
     _, places = _places(forbidden, columns, compute)
     flat.index_fill_(0, places, -math.inf)
 
