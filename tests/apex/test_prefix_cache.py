@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import pacpu
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Request, ServiceClass, Tier
@@ -109,3 +110,42 @@ def test_tokens_are_those_without_a_cache(model_dir: Path, variant: str, pools: 
     assert logprobs[True] == pytest.approx(logprobs[False], abs=1e-4)
     if tiers == "both" or system != "fastdecode":
         assert sum(stats.prefix_hits.values()) > 0
+
+
+@pytest.mark.parametrize("variant", ["apex-overlap", "adaptive", "neo"])
+def test_blocks_that_rows_read_together_give_the_same_tokens(model_dir: Path, variant: str) -> None:
+    """A further row in a shared block is said to cost next to nothing, so pacpu reads shared blocks once."""
+    system, strategy, synchronous = VARIANTS[variant]
+    rng, tokens, most_sharers = random.Random(5), {}, 0
+    head = rng.choices(VOCABULARY, k=320)
+    prompts = [[*head, *rng.choices(VOCABULARY, k=9 * (i + 1))] for i in range(8)]
+    measured = pacpu.shared_row_cost("float32", "GQA")
+    for cost in (1.0, 1 / 8):
+        config = EngineConfig(
+            str(model_dir),
+            device="cpu",
+            dtype="float32",
+            synchronous=synchronous,
+            num_gpu_blocks=32,
+            num_cpu_blocks=200,
+            prefix_cache_tiers="both",
+        )
+        engine = build_system(system, config, strategy, profile=MADE_UP_PROFILE)
+        pacpu.set_shared_row_cost("float32", "GQA", cost)
+        try:
+            sampling = SamplingParams(max_tokens=24, ignore_eos=True)
+            asked = [engine.make_request(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
+            for request in asked:
+                engine.add(request)
+            while engine.has_unfinished():
+                engine.step()
+                tables = [engine.kv.block_tables.get(r.request_id) for r in asked if r.tier is Tier.CPU]
+                in_cpu_tier = [table[:20] for table in tables if table]
+                if in_cpu_tier:
+                    most_sharers = max(most_sharers, in_cpu_tier.count(in_cpu_tier[0]))
+        finally:
+            engine.close()
+            pacpu.set_shared_row_cost("float32", "GQA", measured)
+        tokens[cost] = [request.output_token_ids for request in asked]
+    assert most_sharers >= 4
+    assert tokens[1 / 8] == tokens[1.0]
