@@ -28,7 +28,8 @@ def pinned_modules(requirements: str) -> dict[str, str]:
     return {name: IMPORTED_AS.get(name.lower(), name.lower().replace("-", "_")) for name in names}
 
 
-REQUIREMENTS = (ROOT / "requirements.txt").read_text() if IS_SOURCE_TREE else ""
+_PINNED = ROOT / "requirements.txt"
+REQUIREMENTS = _PINNED.read_text() if IS_SOURCE_TREE and _PINNED.is_file() else ""
 PACKAGES = ("pacpu", *pinned_modules(re.sub(".*;.*|(?s:# development.*)", "", REQUIREMENTS)).values())
 """What a command needs that simulates, measures, serves and draws: what every platform has of the requirements."""
 

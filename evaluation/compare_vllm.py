@@ -98,7 +98,9 @@ def make_systems(options: Options, model: Path) -> list[ServerCommand]:
     max_model_len = blocks_each * BLOCK_SIZE + BLOCK_SIZE
 
     def ours(system: str, cores: Sequence[int]) -> ServerCommand:
+        # vLLM is started without a prefix cache, too: repeated rounds send the same prompts.
         arguments = [sys.executable, "-m", "apex", "serve", str(model), "--system", system, "--dtype", DTYPE]
+        arguments += ["--no-enable-prefix-caching"]
         arguments += ["--max-model-len", str(max_model_len), "--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS)]
         arguments += ["--num-gpu-blocks", blocks, "--num-cpu-blocks", blocks]
         return ServerCommand(system, tuple(arguments), {"PYTHONPATH": str(REPO_ROOT)}, tuple(cores))

@@ -76,11 +76,7 @@ class Residents:
     # -- adding and removing requests -------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request that has passed :meth:`check`.
-
-        Raises:
-            RequestRefused: its id is in use.
-        """
+        """Queue a request that has passed :meth:`check`. Raises RequestRefused: its id is in use."""
         if request.request_id in self.requests:
             raise RequestRefused(f"request id {request.request_id!r} is already in use; ids must be unique")
         self.requests[request.request_id] = request
@@ -90,11 +86,7 @@ class Residents:
             self.look_ahead.arrives(request)
 
     def check(self, request: Request) -> None:
-        """Check that a request can be served if it is alone. Thread-safe.
-
-        Raises:
-            RequestRefused: it can never be served; the message names the limit.
-        """
+        """Check, on any thread, that a request can be served alone. Raises RequestRefused, which names the limit."""
         check_servable(request, self.limits.max_model_len, self.kv, self.rules.tiers_of(request.service_class))
 
     @property

@@ -55,6 +55,7 @@ class ServedTask:
     def arguments(self) -> tuple[str, ...]:
         """The server's command without address and port."""
         flags = [part for name, value in self.flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+        flags += ["--no-enable-prefix-caching"]  # as in the paper; not all systems here have one
         return (sys.executable, "-m", "apex", "serve", str(self.model), "--system", self.system, *flags)
 
 
