@@ -102,7 +102,7 @@ def run_prefix_point(point: Point, label: str, console: Console) -> PointResult:
     for record, turn in zip(result.records, turns_of(task.lengths.rows), strict=True):
         if record.completed:
             by_turn.setdefault(turn, []).append(time_to_first_token_s(record))
-    turns = {f"ttft_s_turn_{turn}": float(np.mean(times)) for turn, times in sorted(by_turn.items())}
+    turns = {f"ttft_s_turn_{turn}": float(np.mean(times)) for turn, times in sorted(by_turn.items()) if len(by_turn) > 1}
     return replace(result, values={**result.values, **found, **turns})
 
 
