@@ -61,7 +61,11 @@ def print_prefix(rows: Sequence[FlatRecord], console: Console) -> None:
         first = here[0]
         origin = f"{first['num_requests']} requests, {first['working_set_blocks']} blocks in all"
         console.print(f"{machine}, {workload} ({first['trace_origin']}; {origin})", highlight=False, soft_wrap=True)
-        shown = [column for column in COLUMNS if column[1] == "variant" or any(row.get(column[1]) is not None for row in here)]
+        shown = [
+            column
+            for column in COLUMNS
+            if column[1] == "variant" or any(row.get(column[1]) is not None for row in here)
+        ]
         named = [{**row, "variant": f"{row['system']}, {row['cache']}"} for row in here]
         console.print(rows_table(sorted(named, key=lambda row: row["pool"]), shown))
 

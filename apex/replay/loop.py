@@ -104,7 +104,9 @@ def replay_requests(
                 on_progress(tokens)
         wall_s = engine.now() - start_s
         stats = counter_difference(counters_of(engine), before)
-        failures |= {request.request_id: f"not sent within {limit_s:g} s" for request in (*waiting, *following.values())}
+        failures |= {
+            request.request_id: f"not sent within {limit_s:g} s" for request in (*waiting, *following.values())
+        }
         abort_unfinished(engine, live.values())
 
     records = tuple(

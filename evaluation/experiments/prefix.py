@@ -56,7 +56,9 @@ def working_set(lengths: Lengths) -> int:
 
 
 @functools.cache
-def requests_of(workload: str, num_requests: int, seed: int, longest: int, trace_dir: Path | None) -> tuple[Lengths, int]:
+def requests_of(
+    workload: str, num_requests: int, seed: int, longest: int, trace_dir: Path | None
+) -> tuple[Lengths, int]:
     """Consecutive requests of a workload, none of more than ``longest`` tokens, and their working set in blocks."""
     trace = load_trace(workload, trace_dir)
     rows = tuple(trace.window(num_requests, seed))
@@ -66,7 +68,9 @@ def requests_of(workload: str, num_requests: int, seed: int, longest: int, trace
 
 
 def setting_of(place: Place) -> PaperSetting:
-    return load_setting(place["setting"]).with_figures("varied", **{name: place[name] for name in LIMITS if name in place})
+    return load_setting(place["setting"]).with_figures(
+        "varied", **{name: place[name] for name in LIMITS if name in place}
+    )
 
 
 def simulated_points(section: dict[str, Any], quick: bool, trace_dir: Path | None) -> list[Point]:
@@ -78,13 +82,14 @@ def simulated_points(section: dict[str, Any], quick: bool, trace_dir: Path | Non
         lengths, in_all = requests_of(place["workload"], place["num_requests"], place["seed"], longest, trace_dir)
         fitting = max(-(-(row.input_tokens + row.output_tokens) // BLOCK_SIZE) for row in lengths.rows) + 2
         setting = setting.with_figures("varied", num_gpu_blocks=max(round(place["pool"] * in_all), fitting))
-        values = {"cache": place["cache"], "pool": place["pool"], "working_set_blocks": in_all, "panel": place["setting"]}
+        values = {"cache": place["cache"], "pool": place["pool"], "working_set_blocks": in_all}
+        values["vllm_defaults"] = place["system"] == VLLM or None
         task = simulated_task(setting, place["system"], lengths, values)
         task = replace(
             task,
             prompts=SharedPrompts(task.lengths),
             cached_tiers=CACHES[place["cache"]],
-            vllm_defaults=place["system"] == VLLM,
+            vllm_defaults=place["system"] == VLLM,  # today's, not that of the papers
         )
         names = [place["setting"], place["workload"], f"pool {place['pool']:g}", place["cache"]]
         points.append(simulated_point(names, task))
@@ -97,12 +102,16 @@ def run_prefix_point(point: Point, label: str, console: Console) -> PointResult:
     result = run_simulated_point(point, label, console)
     stats = result.details["engine_stats"]
     asked = stats["prefix_queries"]
-    found = {f"found_on_{tier.value}": stats["prefix_hits"].get(tier.value, 0) / asked if asked else 0.0 for tier in Tier}
+    found = {
+        f"found_on_{tier.value}": stats["prefix_hits"].get(tier.value, 0) / asked if asked else 0.0 for tier in Tier
+    }
     by_turn: dict[int, list[float]] = {}
     for record, turn in zip(result.records, turns_of(task.lengths.rows), strict=True):
         if record.completed:
             by_turn.setdefault(turn, []).append(time_to_first_token_s(record))
-    turns = {f"ttft_s_turn_{turn}": float(np.mean(times)) for turn, times in sorted(by_turn.items()) if len(by_turn) > 1}
+    turns = {
+        f"ttft_s_turn_{turn}": float(np.mean(times)) for turn, times in sorted(by_turn.items()) if len(by_turn) > 1
+    }
     return replace(result, values={**result.values, **found, **turns})
 
 

@@ -83,7 +83,11 @@ def fetch_osc(source: Source, options: TextOptions, folder: Path) -> Iterator[tu
     yield from zip(frame["prompt"], frame["chosen"], strict=True)
 
 
-READERS: dict[str, Callable[[Path, int], list[TraceRow]]] = {"azure": azure_rows, "neo": neo_rows, "mooncake": mooncake_rows}
+READERS: dict[str, Callable[[Path, int], list[TraceRow]]] = {
+    "azure": azure_rows,
+    "neo": neo_rows,
+    "mooncake": mooncake_rows,
+}
 TEXTS: dict[str, Callable[[Source, TextOptions, Path], Iterator[tuple[str, str]]]] = {
     "dolphin": fetch_dolphin,
     "livebench": fetch_livebench,
