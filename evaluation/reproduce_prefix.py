@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
@@ -15,9 +16,10 @@ if __name__ == "__main__" and not __package__:  # run as a file
 from rich.console import Console
 
 from evaluation.experiments.experiment import Experiment, command
-from evaluation.experiments.options import TraceOptions, experiment_settings
+from evaluation.experiments.options import Folder, TraceOptions, experiment_settings
 from evaluation.experiments.prefix import run_prefix_point, simulated_points, with_ratios
-from evaluation.experiments.runner import Run
+from evaluation.experiments.prefix_measured import describe, measured_points, run_sharing_point
+from evaluation.experiments.runner import Point, Run
 from evaluation.plots.lines import LinePanel, Series, line_figure
 from evaluation.plots.notes import figure_text
 from evaluation.plots.style import show_figure, system_colour
@@ -25,7 +27,7 @@ from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
 
-NAME = "prefix"
+NAME, MEASURED = "prefix", "prefix-measured"
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,13 @@ class Options(TraceOptions):
     provenance go to results/prefix/<run>/. Running the same command again continues an interrupted run.
     """
 
+    backend: Literal["simulated", "torch"] = "simulated"
+    """torch: measure on this machine with a small model what a cache saves in the second turn of a conversation, and
+    where 64 requests share 1,000 of 1,100 tokens."""
     quick: bool = False
-    """Few requests on one size of the GPU pool."""
+    """Few requests on one size of the GPU pool (simulated)."""
+    model: Folder = None
+    """Folder of the model (torch); by default the one of `make setup`."""
 
 
 COLUMNS = (
@@ -48,6 +55,11 @@ COLUMNS = (
     ("TTFT mean", "ttft_s_mean", ".2f"), ("p50", "ttft_s_p50", ".2f"), ("p99", "ttft_s_p99", ".2f"),
     *((f"turn {turn}", f"ttft_s_turn_{turn}", ".2f") for turn in range(1, 5)),
     ("found GPU", "found_on_gpu", ".0%"), ("CPU", "found_on_cpu", ".0%"),
+)  # fmt: skip
+MEASURED_COLUMNS = (
+    ("system", "system", "s"), ("turn 1 (s)", "ttft_s_turn_1", ".3f"), ("turn 2 (s)", "ttft_s_turn_2", ".3f"),
+    ("turn 2 / 1", "turn_2_over_1", ".2f"), ("found tokens", "found_tokens", ".0f"),
+    ("computed tokens", "computed_tokens", "d"), ("/ fewest", "computed_over_fewest", ".3f"),
 )  # fmt: skip
 DRAWN = {("vllm", "gpu"), ("swiftllm", "store"), ("apex", "tiers"), ("adaptive", "tiers")}
 
@@ -99,11 +111,26 @@ def show(run: Run, console: Console) -> None:
     show_figure(line_figure(drawn, text, columns=len(drawn) // 2), run.folder, console)
 
 
-def points(options: Options) -> list:
-    return simulated_points(experiment_settings(NAME, options.config)["simulated"], options.quick, options.trace_dir)
+def show_measured(run: Run, console: Console) -> None:
+    console.print("MEASURED: seconds to the first token in two turns; prompt tokens computed for the sharers")
+    console.print(rows_table(run.summary, MEASURED_COLUMNS))
 
 
-main = command(Options, lambda options: [Experiment(NAME, show, points, with_ratios, run_prefix_point)])
+def experiments(options: Options) -> list[Experiment]:
+    def points(options: Options) -> list[Point]:
+        section = experiment_settings(NAME, options.config)["simulated"]
+        return simulated_points(section, options.quick, options.trace_dir)
+
+    def measured(options: Options) -> list[Point]:
+        return measured_points(experiment_settings(NAME, options.config)["torch"], options.model)
+
+    return [
+        Experiment(NAME, show, points, with_ratios, run_prefix_point),
+        Experiment(MEASURED, show_measured, measured, run_point=run_sharing_point, describe=describe),
+    ]
+
+
+main = command(Options, experiments, lambda options: [NAME if options.backend == "simulated" else MEASURED])
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from apex.replay.metrics import time_to_first_token_s
 from apex.simulator.backend import PLACEHOLDER_TOKEN
 from apex.simulator.paper_settings import PaperSetting, load_setting
 from apex.simulator.runtime import VLLM
 from evaluation.experiments.grid import Grid, Place
 from evaluation.experiments.paper_settings import clip_lengths, simulated_task
 from evaluation.experiments.places import simulated_point
+from evaluation.experiments.points import run_point
 from evaluation.experiments.runner import Point, PointResult
-from evaluation.experiments.simulated_point import SimulatedTask, run_simulated_point
+from evaluation.experiments.simulated_point import SimulatedTask
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import bases, frame_of, over, with_columns
 from evaluation.traces.catalogue import load_trace
@@ -46,7 +46,7 @@ class SharedPrompts:
 
 
 def working_set(lengths: Lengths) -> int:
-    """The different full blocks of all prompts and their outputs: what a cache that forgets nothing holds at the end."""
+    """The different full blocks of all prompts and their outputs: what a cache holds that forgets nothing."""
     known: dict[Any, int] = {}
     for row in lengths.rows:
         tokens, parent = row.prompt + (PLACEHOLDER_TOKEN,) * row.output_tokens, -1
@@ -99,7 +99,7 @@ def simulated_points(section: dict[str, Any], quick: bool, trace_dir: Path | Non
 def run_prefix_point(point: Point, label: str, console: Console) -> PointResult:
     """A simulated point with what its cache found, and the time to first token by turn."""
     task: SimulatedTask = point.task
-    result = run_simulated_point(point, label, console)
+    result = run_point(point, label, console)
     stats = result.details["engine_stats"]
     asked = stats["prefix_queries"]
     found = {
@@ -107,8 +107,8 @@ def run_prefix_point(point: Point, label: str, console: Console) -> PointResult:
     }
     by_turn: dict[int, list[float]] = {}
     for record, turn in zip(result.records, turns_of(task.lengths.rows), strict=True):
-        if record.completed:
-            by_turn.setdefault(turn, []).append(time_to_first_token_s(record))
+        if record.failure is None:
+            by_turn.setdefault(turn, []).append(record.first_token_s - record.arrival_s)
     turns = {
         f"ttft_s_turn_{turn}": float(np.mean(times)) for turn, times in sorted(by_turn.items()) if len(by_turn) > 1
     }

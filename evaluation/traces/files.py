@@ -14,7 +14,8 @@ from swiftllm.files import write_atomically
 
 COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
 PREFIX_COLUMN, PREFIX_TOKENS = "prefix_ids", 512
-"""A further column of some traces: ids of the prompt's blocks of so many tokens. Prompts share those that begin both."""
+"""A further column of some traces: ids of the prompt's blocks of so many tokens. Prompts share equal ones at the start.
+"""
 Segments = tuple[tuple[int, int], ...]
 """A prompt as its parts: a token id, and how many tokens have it."""
 
