@@ -92,7 +92,7 @@ def replay_requests(
                 outputs = engine.step()
                 tokens += sum(len(output.new_token_ids) for output in outputs)
                 for output in outputs if following else ():
-                    if output.finish_reason is not None:
+                    if live[output.request_id].is_finished:
                         ended(output.request_id)
                 still_alive(progress_counters(engine))
             elif waiting:
