@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
 from apex.systems import build_system
 from evaluation import reproduce_prefix
 from evaluation.experiments import prefix_measured
 from evaluation.experiments.options import experiment_settings
-from evaluation.experiments.prefix import requests_of
+from evaluation.experiments.prefix import requests_of, run_prefix_point, simulated_points
 from tests.apex.test_end_to_end import MADE_UP_PROFILE
 from tests.reference.tiny_model import make_tiny_llama
 
@@ -47,6 +49,18 @@ def test_a_cache_over_both_tiers_finds_most_and_answers_first(tmp_path, capsys) 
     assert tiers["over_off"] >= 1
     assert tiers["over_gpu_only"] == pytest.approx(tiers["output_tokens_per_s"] / gpu["output_tokens_per_s"])
     assert tiers["ttft_s_turn_4"] < 0.5 * off["ttft_s_turn_4"]
+
+
+def test_a_row_of_the_record_comes_out_again() -> None:
+    rows = json.loads((Path(__file__).parents[2] / "docs/records/prefix/summary.json").read_text())
+    chosen = {"gpu": "T4", "system": "vllm", "cache": "gpu", "pool": 1.0}
+    (row,) = (row for row in rows if chosen.items() <= row.items())
+    points = simulated_points(SECTIONS["simulated"] | {"panels": SECTIONS["simulated"]["panels"][:1]}, False, None)
+    (point,) = (point for point in points if point.key == "apex-t4-multi-turn-pool 1-gpu-vllm")
+    now = run_prefix_point(point, "", Console(file=io.StringIO())).values
+    compared = (row.keys() & now.keys()) - {"wall_s"}
+    assert len(compared) > 40
+    assert {name: now[name] for name in compared} == {name: row[name] for name in compared}
 
 
 def test_the_working_set_counts_each_block_once(tmp_path) -> None:

@@ -34,6 +34,7 @@ NOT_SAMPLED = {
     "fig7_sensitivity": "older than the simulator",
     **dict.fromkeys(("compare_vllm", "compare_vllm_amd", "compare_vllm_two_cores"), "measured on a machine"),
     **dict.fromkeys(("bench_server_overhead", "pacpu", "validate"), "measured on a machine"),
+    "prefix": "tests/evaluation/test_reproduce_prefix.py computes a row of it",
 }
 
 
