@@ -138,7 +138,8 @@ def loop_s(pid: int) -> float:
 def message(**fields: Any) -> bytes:
     body = {"temperature": 0.0, "ignore_eos": True, "stream": True, **fields}
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    kind = "Content-Type: application/json"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{kind}\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data
 
 

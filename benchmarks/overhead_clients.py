@@ -66,7 +66,8 @@ def stream_all(port: int, num_streams: int, output_len: int) -> list[Stream]:
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }  # fmt: skip
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    kind = "Content-Type: application/json"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{kind}\r\nContent-Length: {len(data)}\r\n\r\n".encode()
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
         streams = []
         for _ in range(num_streams):

@@ -129,7 +129,7 @@ class Bench(SystemsCommand):
             check_requests(engine, [*warm_up, *requests])
         # First calls pay for caches and lazy initialisation, which no measurement may contain.
         replay_requests(engine, warm_up, stall_timeout_s=STALL_TIMEOUT_S)
-        engine.kv.reset_cache()
+        engine.reset_prefix_cache()
         description = engine.describe()
         on_cpu = engine.backend.device.type == "cpu"
         clock = "" if on_cpu else "; times are the host's, which launches ahead of the GPU"

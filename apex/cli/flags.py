@@ -98,6 +98,9 @@ class SamplingFlags(Unchecked, SamplingParams):
 
     seed: tyro.conf.Suppress[int | None] = None  # each prompt's seed derives from the engine's --seed
     logit_bias: tyro.conf.Suppress[tuple[tuple[int, float], ...]] = ()  # not useful on a command line
+    bad_words: tyro.conf.Suppress[tuple[tuple[int, ...], ...]] = ()
+    grammar: tyro.conf.Suppress[None] = None
+    allowed_token_ids: tyro.conf.Suppress[tuple[int, ...] | None] = None
     logprobs: tyro.conf.Suppress[int | None] = None  # commands print only text
     prompt_logprobs: tyro.conf.Suppress[int | None] = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,7 @@ class Serve(ConfigFile):
         with input_errors():
             settings, limits = self.server.checked(), self.limits.checked()
             config, strategy = self.engine.config(self.model), self.strategy.config(self.system)
+            defaults = settings.sampling_defaults(config.model)
         settings = replace(settings, port=free_port(settings.host, settings.port))
         try:
             from swiftllm.server.run import run_server
@@ -79,7 +81,7 @@ class Serve(ConfigFile):
             recorder = LiveTimeline(engine)
             service = EngineService(engine, limits)
             service.add_observer(recorder)
-            print(start_message(engine, settings, limits), flush=True)
+            print(start_message(engine, settings, limits, defaults), flush=True)
             run_server(service, settings, recorder)
         return 0
 
@@ -111,19 +113,24 @@ def why_not(error: OSError) -> str:
     return advice.get(error.errno, error.strerror or str(error))
 
 
-def start_message(engine: Engine, settings: ServerSettings, limits: ServiceLimits) -> str:
-    """The text printed at the start: system, model, limits and addresses."""
+def start_message(
+    engine: Engine, settings: ServerSettings, limits: ServiceLimits, defaults: Mapping[str, float]
+) -> str:
+    """The text printed at the start: system, model, limits, the model's sampling ``defaults`` and addresses."""
     description, residents = engine.describe(), engine.residents
     longest, at_once = residents.longest_request, residents.limits.max_num_seqs
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     url = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
     weights = "" if description["weights"] == description["dtype"] else f", weights: {description['weights']}"
+    values = ", ".join(f"{name}={value}" for name, value in defaults.items())
+    by_default = f"sampling by default, as generation_config.json says: {values} (--generation-config none: OpenAI's)\n"
     no_text = "the model folder has no tokenizer: prompts are lists of token ids, and answers have no text\n"
     return (
         f"{description['system']} serves {description['model']} ({description['dtype']}{weights}) "
         f"on {description['device']}\n"
         f"limits: {longest:,} tokens a request, {at_once} requests with KV cache at once, "
         f"{limits.max_queued_requests} running or waiting, {limits.max_queued_best_effort} best-effort ones\n"
+        f"{by_default if defaults else ''}"
         f"{no_text if engine.tokenizer is None else ''}"
         f"API: {url}/v1    status page: {url}/    metrics: {url}/metrics    Ctrl-C stops"
     )

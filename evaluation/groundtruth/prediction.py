@@ -98,7 +98,11 @@ def _replay(
     runtime: Runtime,
     prefix_caching: bool,
 ) -> Sequence[RequestRecord]:
-    """Serve requests by one engine."""
+    """Serve requests by one engine.
+
+    Raises:
+        ValueError: one is refused, since the run's limits do not allow it.
+    """
     engine = build_simulated(
         "vllm",
         table,
@@ -118,7 +122,11 @@ def _replay(
         ReplayRequest(f"{index}", request.arrival_s, (index + 1,) * request.prompt_len, request.output_len)
         for index, request in enumerate(served)
     ]
-    return replay_requests(engine, requests, wait=engine.backend.sleep).records
+    records = replay_requests(engine, requests, wait=engine.backend.sleep).records
+    for record in records:
+        if not record.completed:
+            raise ValueError(f"{run.folder}: a request of {record.prompt_len} tokens is not served: {record.failure}")
+    return records
 
 
 def load_at(times_s: list[float], records: Sequence[RequestRecord]) -> tuple[np.ndarray, np.ndarray]:

@@ -19,6 +19,7 @@ from apex.simulator.operator_files import number, read_table, table_file
 from apex.source_tree import CONFIGS, configs_folder
 
 RUNS = CONFIGS / "groundtruth"
+DEFAULT_DTYPE = "bfloat16"  # of the models' files
 REQUEST_FIELDS = ("input_toks", "output_toks", "arrival_time", "queued_ts", "first_token_ts", "last_token_ts")
 
 
@@ -104,7 +105,7 @@ def read_run(folder: Path) -> Run:
         max_model_len=None if options.get("max_model_len") is None else _whole(path, options, "max_model_len"),
         tensor_parallel=_whole(path, options, "tensor_parallel_size", 1),
         data_parallel=_whole(path, options, "data_parallel_size", 1),
-        dtype=str(options.get("dtype", "bfloat16")),
+        dtype=DEFAULT_DTYPE if options.get("dtype", "auto") == "auto" else str(options["dtype"]),
         num_gpu_blocks=None if pool.get("num_gpu_blocks") is None else _whole(path, pool, "num_gpu_blocks"),
         block_size=_whole(path, pool, "block_size", 16),
     )

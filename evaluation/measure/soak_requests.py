@@ -149,7 +149,8 @@ async def send_request(client: httpx.AsyncClient, request: SoakRequest) -> str:
 
 
 async def read_answer(client: httpx.AsyncClient, request: SoakRequest) -> str:
-    async with client.stream("POST", request.path, content=request.body) as response:
+    headers = {"Content-Type": "application/json"}
+    async with client.stream("POST", request.path, content=request.body, headers=headers) as response:
         if response.headers.get("content-type", "").startswith("text/event-stream"):
             return await read_events(response, request)
         body = json.loads(await response.aread())

@@ -11,16 +11,17 @@ from evaluation.results.kinds import is_simulated
 
 
 def known_notes(records: Iterable[FlatRecord]) -> list[str]:
-    """A note for each card and model of simulated rows in a paper's setting, and one where `vllm` is among their
+    """A note for each card and model of simulated rows, and one where `vllm` is among their
     systems."""
     from apex.simulator.calibrated_profile import how_known  # late: reading models imports torch
-    from apex.simulator.hardware import load_gpu, load_model_config
+    from apex.simulator.hardware import known_hardware, load_gpu, load_model_config
 
-    simulated = [record for record in records if is_simulated(record) and record.get("gpu_option")]
-    notes = []
-    for gpus, model in dict.fromkeys((record["gpu_option"], record["model"]) for record in simulated):
-        gpu = load_gpu(re.sub(r"^\d+x", "", gpus))
-        notes.append(f"{gpu.name} is known from {how_known(gpu, load_model_config(model))}.")
+    simulated = [record for record in records if is_simulated(record)]
+    cards, notes = {gpu.name: gpu for gpu in map(load_gpu, known_hardware("gpu"))}, []
+    for gpus, model in dict.fromkeys((record["gpu"], record["model"]) for record in simulated):
+        card = cards.get(re.sub(r"^\d+x ", "", gpus))
+        if card is not None:  # else the machine's own profile
+            notes.append(f"{card.name} is known from {how_known(card, load_model_config(model))}.")
     for record in simulated:
         if record["system"] == VLLM:
             notes.append(f"{VLLM}: {VLLM_DEFAULTS if record.get('vllm_defaults') else PAPERS_VLLM}.")

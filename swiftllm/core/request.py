@@ -8,9 +8,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.sampling_params import GrammarProgress, SamplingParams
 
 NO_TOKENS: frozenset[int] = frozenset()
+MAX_NAMED = 20
+
+
+def first_of(values: Sequence[object]) -> str:
+    """``values`` with commas, for a message; only the first of very many."""
+    more = f" and {len(values) - MAX_NAMED} more" if len(values) > MAX_NAMED else ""
+    return ", ".join(repr(value)[:100] for value in values[:MAX_NAMED]) + more
 
 
 class RequestRefused(ValueError):
@@ -162,6 +169,7 @@ class Request:
     num_named: int = 0
     cached_tokens: Mapping[Tier, int] | None = None
     _token_counts: TokenCounts | None = field(default=None, init=False, repr=False)
+    _progress: GrammarProgress | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_uncomputed = len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -220,6 +228,23 @@ class Request:
             self._token_counts = TokenCounts(prompt)
         self._token_counts.catch_up(self.output_token_ids)
         return self._token_counts
+
+    def forbidden_tokens(self) -> list[int]:
+        """Tokens that must not come next: those that end the output too early, and the last ones of bad words."""
+        how, output = self.sampling, self.output_token_ids
+        tokens = list(self._stop_token_ids) if len(output) < how.min_tokens else []
+        for *head, last in how.bad_words:
+            if output[max(0, len(output) - len(head)) :] == head:
+                tokens.append(last)
+        allowed = how.allowed_token_ids
+        return [] if allowed is not None and set(tokens).issuperset(allowed) else tokens
+
+    def tokens_by_grammar(self) -> bytes:
+        """One bit for each token of the vocabulary, the lowest first: whether the request's grammar lets it come next.
+        It follows from the output alone."""
+        if self._progress is None:
+            self._progress = self.sampling.grammar.start()
+        return self._progress.allowed(self.output_token_ids)
 
     def append_token(self, token_id: int, now_s: float) -> None:
         """Append an output token, once all tokens before it are computed. Finishes the request if the token ends it."""

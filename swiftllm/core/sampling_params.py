@@ -5,14 +5,29 @@ from __future__ import annotations
 import math
 import operator
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 MIN_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 20
 MAX_BIAS = 100
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+class GrammarProgress(Protocol):
+    """How far one output is in its grammar."""
+
+    def allowed(self, output: Sequence[int]) -> bytes:
+        """One bit for each token of the vocabulary, the lowest first: whether it may come after ``output``."""
+
+
+class Grammar(Protocol):
+    """A rule that outputs follow, of :mod:`swiftllm.sampling.grammar`."""
+
+    def start(self) -> GrammarProgress:
+        """An output that has no tokens yet."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +40,8 @@ class SamplingParams:
 
     max_tokens: int = 16
     """Maximum number of output tokens."""
+    min_tokens: int = 0
+    """Minimum number of output tokens: before it no end-of-sequence or stop token is chosen."""
     temperature: float = 0.0
     """0 is greedy decoding."""
     top_k: int = 0
@@ -41,6 +58,13 @@ class SamplingParams:
     """Divides positive logits of tokens in prompt or output and multiplies negative ones; 1 changes nothing."""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     """Added to the logits of these tokens: numbers in [-100, 100] by token id. Stored as pairs."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids of which the output never has a whole one."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that the output may have; None allows all. They come before ``min_tokens`` and ``bad_words``,
+    which are left aside where they would leave no token."""
+    grammar: Grammar | None = None
+    """What the output follows; it comes before all other rules, like ``allowed_token_ids``."""
     seed: int | None = None
     """Makes sampling reproducible, independently of the batch."""
     stop_token_ids: tuple[int, ...] = ()
@@ -54,13 +78,16 @@ class SamplingParams:
     """The same for the prompt's tokens after the first."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.stop_token_ids, Iterable):
-            raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
-        whole = {name: whole_number(name, getattr(self, name)) for name in ("max_tokens", "top_k")}
+        whole = {name: whole_number(name, getattr(self, name)) for name in ("max_tokens", "min_tokens", "top_k")}
         for name in ("seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             whole[name] = None if value is None else whole_number(name, value)
-        whole["stop_token_ids"] = tuple(whole_number("stop_token_ids", token) for token in self.stop_token_ids)
+        whole["stop_token_ids"] = token_ids("stop_token_ids", self.stop_token_ids)
+        if self.allowed_token_ids is not None:
+            whole["allowed_token_ids"] = token_ids("allowed_token_ids", self.allowed_token_ids)
+        if not isinstance(self.bad_words, Iterable):
+            raise ValueError(f"bad_words={self.bad_words!r} must be sequences of token ids")
+        whole["bad_words"] = tuple(token_ids("bad_words", word) for word in self.bad_words)
         for name, value in whole.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
@@ -69,6 +96,10 @@ class SamplingParams:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a number")
         checks = (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"in 0..max_tokens={self.max_tokens}"),
+            ("bad_words", all(self.bad_words), "of one token id at least each"),
+            ("allowed_token_ids", self.allowed_token_ids != (), "one token id at least"),
+            ("allowed_token_ids", not (self.grammar and self.allowed_token_ids), "left out beside a grammar"),
             ("temperature", 0.0 <= self.temperature < float("inf"), "finite and at least 0"),
             ("top_k", self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
@@ -96,7 +127,14 @@ class SamplingParams:
     @cached_property
     def adjusts_logits(self) -> bool:
         """Whether the model's logits are changed before tokens are chosen."""
-        return bool(self.logit_bias or self.has_penalties or (self.min_p and not self.is_greedy))
+        return bool(
+            self.logit_bias or self.has_penalties or self.restricts_tokens or (self.min_p and not self.is_greedy)
+        )
+
+    @cached_property
+    def restricts_tokens(self) -> bool:
+        """Whether some tokens must not be chosen, whatever their logits."""
+        return bool(self.min_tokens or self.bad_words or self.allowed_token_ids is not None or self.grammar)
 
     @cached_property
     def takes_likeliest(self) -> bool:
@@ -107,6 +145,17 @@ class SamplingParams:
     def bias_arrays(self) -> tuple[array, array]:
         """Token ids (int64) and biases (float32)."""
         return array("q", [token for token, _ in self.logit_bias]), array("f", [bias for _, bias in self.logit_bias])
+
+
+def token_ids(name: str, values: object) -> tuple[int, ...]:
+    """``values`` as ints.
+
+    Raises:
+        ValueError: they are no token ids; the message has the name.
+    """
+    if not isinstance(values, Iterable):
+        raise ValueError(f"{name}={values!r} must be a list of token ids")
+    return tuple(whole_number(name, value) for value in values)
 
 
 def whole_number(name: str, value: object) -> int:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swiftllm.core.plan import IterationPlan, StepResult
-from swiftllm.core.request import Request, RequestOutput, RequestRefused, ServiceClass
+from swiftllm.core.request import Request, RequestOutput, RequestRefused, ServiceClass, first_of
 from swiftllm.core.sampling_params import SamplingParams, whole_number
 from swiftllm.engine.backend import Backend, HostDied
 from swiftllm.engine.executor import Executor
@@ -111,8 +111,8 @@ class Engine:
         self.tokenizer = tokenizer
         policy.manage_copies(residents.kv)
         self._hosts = hosts
-        self._vocab_size = vocab_size
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
         self._description = dict(description or {})
         self._stats = EngineStats()
         self._arrivals = itertools.count()
@@ -153,17 +153,19 @@ class Engine:
             ("prompt", prompt),
             ("logit_bias", [token for token, _ in sampling.logit_bias]),
             ("stop_token_ids", sampling.stop_token_ids),
+            ("bad_words", [token for word in sampling.bad_words for token in word]),
+            ("allowed_token_ids", sampling.allowed_token_ids or ()),
         ):
-            if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
-                unknown = next(t for t in tokens if not 0 <= t < self._vocab_size)
-                message = f"{about}: token id {unknown} is outside the vocabulary of {self._vocab_size} tokens"
-                raise RequestRefused(message, about)
+            if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
+                unknown = list(dict.fromkeys(t for t in tokens if not 0 <= t < self.vocab_size))
+                ids = f"token id {unknown[0]} is" if len(unknown) == 1 else f"token ids {first_of(unknown)} are"
+                raise RequestRefused(f"{about}: {ids} outside the vocabulary of {self.vocab_size} tokens", about)
         arrival_s = self.now() if arrival_s is None else arrival_s
         request = Request(
             request_id,
             prompt,
             sampling,
-            self._eos_token_ids,
+            self.eos_token_ids,
             arrival_s,
             next(self._arrivals),
             service_class=service_class,
@@ -299,6 +301,13 @@ class Engine:
         self._running_plan, self._num_empty_plans = None, 0
         self.policy.emptied()
         return self.residents.remove_all()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Requests that hold blocks go on, and have no part in the cache any more."""
+        for request in self.residents.requests.values():
+            if request.tier is not None:
+                request.block_names = None
+        self.kv.reset_cache()
 
     # -- outputs and state ------------------------------------------------------------------------------------------
 

@@ -181,7 +181,7 @@ class KVCacheManager:
         self.publish(request)
         old_blocks, old_pool = self.block_tables[request.request_id], self.pool_of(request)
         new_pool = self._pool_with_room(target, len(old_blocks))
-        names = (request.block_names or [])[: request.num_computed_tokens // self.block_size] if new_pool.caches else []
+        names = self._computed_names(request) if new_pool.caches else ()
         shared = {i: block for i, name in enumerate(names) if (block := new_pool.find(name)) is not None}
         new_pool.hold(shared.values())
         others = iter(new_pool.allocate(len(old_blocks) - len(shared)))
@@ -266,9 +266,11 @@ class KVCacheManager:
         return count
 
     def num_shared(self, request: Request, tier: Tier) -> int:
-        """The blocks of a request's tokens that others hold in a tier, so that they take no room there."""
+        """The blocks that others hold in a tier and a request would share there, so that they take no room, whether it
+        starts or moves. Counts none in a tier of several pools."""
         (pool, *others), count = self.pools(tier), 0
-        for name in self._names_to_find(request) if pool.caches and not others else ():
+        names = self._names_to_find(request) if request.tier is None else self._computed_names(request)
+        for name in names if pool.caches and not others else ():
             block = pool.find(name)
             if block is None:
                 break
@@ -280,6 +282,10 @@ class KVCacheManager:
         if not request.block_names or request.sampling.prompt_logprobs is not None:
             return ()
         return request.block_names[: max(0, request.num_tokens - LEAST_COMPUTED) // self.block_size]
+
+    def _computed_names(self, request: Request) -> Sequence[bytes]:
+        """The full blocks of a running request, as far as K and V are computed and names are made."""
+        return (request.block_names or ())[: request.num_computed_tokens // self.block_size]
 
     def _other_pool(self, pool: BlockAllocator) -> BlockAllocator | None:
         """The pool of the other tier from which cached blocks are copied to this one; those of other hosts stay."""
@@ -342,7 +348,7 @@ class KVCacheManager:
             (pools.pool_of(block) if swap.source is Tier.GPU else target).forget([block])
 
     def reset_cache(self) -> None:
-        """Forget all names. Requests keep their blocks; nobody finds those any more."""
+        """Forget the names of all blocks."""
         for pool in self._caching:
             pool.forget_all()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import math
+import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +14,10 @@ from typing import Any
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 LONG_TOKENS = 1000  # take a tenth of a millisecond to decode
+MOST_NORMALIZED = 4  # characters that Unicode's composition joins to one
+MILD_NORMALIZERS = {"Sequence", "NFC", "Prepend", "Replace", "String"}  # these delete nothing
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # in vocabularies without bytes for characters, such as Llama 2's
+SINGLE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token of these
 MAX_PENDING_TOKENS = 8  # no character is cut into more: tokens that still give none are not text
 
 
@@ -32,6 +38,8 @@ class Tokenizer:
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.joins_bytes = isinstance(self._rust.decoder, ByteLevel)
         self.text_alone = lru_cache(maxsize=None)(self._text_alone)  # bounded by the vocabulary
+        self._added = frozenset(added)
+        self._longest_token = self._most_chars()
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer | None:
@@ -72,6 +80,34 @@ class Tokenizer:
         """The text of this token with no other before it."""
         return self.decode((token_id,), skip_special_tokens=False)
 
+    def _most_chars(self) -> float:
+        """Characters of the longest token. Infinite where a token may stand for any number of characters."""
+        model, normalizer = self._rust.model, self._rust.normalizer
+        names_unknown = getattr(model, "unk_token", None) is not None and not getattr(model, "byte_fallback", False)
+        takes_spaces = any(token.lstrip or token.rstrip for token in self._rust.get_added_tokens_decoder().values())
+        steps = set() if normalizer is None else set(re.findall(r"(\w+)\(", repr(normalizer)))
+        if type(model).__name__ != "BPE" or names_unknown or takes_spaces or not steps <= MILD_NORMALIZERS:
+            return math.inf
+        return max(map(len, self._rust.get_vocab())) * (MOST_NORMALIZED if steps else 1)
+
+    def fewest_tokens(self, num_chars: int) -> int:
+        """Tokens that a text of so many characters has at least."""
+        return math.ceil(num_chars / self._longest_token)
+
+    def written(self) -> str:
+        """The tokenizer as JSON, in the form of ``tokenizer.json``."""
+        return self._rust.to_str()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, which may be a part of a character. Ids outside the vocabulary have none."""
+        string = self._rust.id_to_token(token_id) or ""
+        if token_id in self._added or not string:
+            return string.encode()
+        if self.joins_bytes and byte_values().keys() >= set(string):
+            return bytes(byte_values()[char] for char in string)
+        byte = SINGLE_BYTE.fullmatch(string)
+        return bytes.fromhex(byte[1]) if byte else string.replace(SPACE, " ").encode()
+
     def token_strings(self, token_ids: Sequence[int]) -> list[str | None]:
         """The tokens' strings in the vocabulary; None for ids that are not in it."""
         return [self._rust.id_to_token(token) for token in token_ids]
@@ -82,16 +118,17 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        template: str | None = None,
     ) -> str:
         """The text of a conversation, by default ready for the assistant's answer; messages have ``role`` and
         ``content``. It has its special tokens already: encode it without adding any. ``continue_final_message`` ends it
         with the last message's content; a generation prompt does not go with that. ``variables`` are further inputs
-        of the template.
+        of the template; ``template`` is one to take in place of the model's.
 
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
         """
-        if not self.has_chat_template:
+        if template is None and not self.has_chat_template:
             raise ValueError("this model has no chat template: send a plain prompt to the completions endpoint")
         if variables and (taken := inspect.signature(self._inner.apply_chat_template).parameters.keys() & variables):
             raise ValueError(f"variables of the chat template cannot be called {', '.join(sorted(taken))}")
@@ -101,6 +138,7 @@ class Tokenizer:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                chat_template=template,
                 **variables,
             )
         except Exception as error:  # templates are programs that come with the model and raise anything
@@ -112,6 +150,14 @@ class Tokenizer:
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         return TextStream(self, skip_special_tokens)
+
+
+@cache
+def byte_values() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 class TextStream:

@@ -1,7 +1,8 @@
-"""Changes to logits before a token is chosen: biases, penalties and ``min_p``, many rows at once.
+"""Changes to logits before a token is chosen: biases, penalties, bans and ``min_p``, many rows at once.
 
 The order is vLLM's: biases; penalties for repetition, frequency and presence; temperature; ``min_p``; then ``top_k``
-and ``top_p`` of the remaining tokens. Each row changes independently, and only if its request asks for it.
+and ``top_p`` of the remaining tokens. Tokens that must not be chosen are excluded after the penalties. Each row changes
+independently, and only if its request asks for it.
 """
 
 from __future__ import annotations
@@ -23,20 +24,25 @@ Pairs = tuple[array, array]
 
 
 def adjust_logits(logits: torch.Tensor, requests: Sequence[Request], compute: Stream) -> None:
-    """Apply the biases and penalties of the requests to ``logits`` float32 ``[rows, vocab_size]`` in place.
+    """Apply the biases, penalties and bans of the requests to ``logits`` float32 ``[rows, vocab_size]`` in place.
     ``compute`` is the stream of the logits."""
     settings = [request.sampling for request in requests]
     if any(how.logit_bias for how in settings):
-        _, places, biases = _scatter([how.bias_arrays for how in settings], logits.shape[1], compute)
+        ids, biases = zip(*(how.bias_arrays for how in settings), strict=True)
+        _, places = _places(ids, logits.shape[1], compute)
         flat = logits.view(-1)
-        flat.index_copy_(0, places, flat.index_select(0, places) + biases)
+        flat.index_copy_(0, places, flat.index_select(0, places) + _joined(biases, compute))
     if any(how.has_penalties for how in settings):
         _penalise(logits, requests, compute)
+    if any(how.restricts_tokens for how in settings):
+        _restrict(logits, requests, compute)
 
 
 def _penalise(logits: torch.Tensor, requests: Sequence[Request], compute: Stream) -> None:
     pairs = [_counted(request) if request.sampling.has_penalties else NO_PAIRS for request in requests]
-    rows, places, counts = _scatter(pairs, logits.shape[1], compute)
+    ids, numbers = zip(*pairs, strict=True)
+    rows, places = _places(ids, logits.shape[1], compute)
+    counts = _joined(numbers, compute)
     penalties = [
         (how.repetition_penalty, how.frequency_penalty, how.presence_penalty)
         for how in (request.sampling for request in requests)
@@ -54,13 +60,43 @@ def _counted(request: Request) -> Pairs:
     return known.ids, known.counts
 
 
-def _scatter(pairs: Sequence[Pairs], columns: int, compute: Stream) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Concatenated pairs of all rows, on the device: rows and flat indices of the logits (int64), and numbers."""
-    ids = np.concatenate([np.asarray(ids) for ids, _ in pairs])
-    rows = np.repeat(np.arange(len(pairs)), [len(ids) for ids, _ in pairs])
-    where = compute.send(torch.from_numpy(np.stack([rows, rows * columns + ids])))
-    numbers = compute.send(torch.from_numpy(np.concatenate([np.asarray(numbers) for _, numbers in pairs])))
-    return where[0], where[1], numbers
+def _restrict(logits: torch.Tensor, requests: Sequence[Request], compute: Stream) -> None:
+    """Exclude, in place, the tokens that are not allowed, or forbidden now."""
+    allowed = {row: ids for row, r in enumerate(requests) if (ids := r.sampling.allowed_token_ids) is not None}
+    flat, columns = logits.view(-1), logits.shape[1]
+    if allowed:
+        _, places = _places([allowed.get(row, ()) for row in range(len(requests))], columns, compute)
+        kept = flat.index_select(0, places)
+        logits.index_fill_(0, compute.send(torch.tensor(list(allowed))), -math.inf)
+        flat.index_copy_(0, places, kept)
+    forbidden = [request.forbidden_tokens() for request in requests]
+    ruled = [row for row, request in enumerate(requests) if request.sampling.grammar is not None]
+    if ruled:
+        bits = np.stack([np.frombuffer(requests[row].tokens_by_grammar(), dtype=np.uint8) for row in ruled])
+        excluded = np.unpackbits(~bits, axis=1, count=columns, bitorder="little").view(bool)
+        for of_row, row in zip(excluded, ruled, strict=True):
+            if forbidden[row] and np.delete(of_row, forbidden[row]).all():
+                forbidden[row] = []
+        index = compute.send(torch.tensor(ruled))
+        rows = logits if len(ruled) == len(requests) else logits.index_select(0, index)
+        rows.masked_fill_(compute.send(torch.from_numpy(excluded)), -math.inf)
+        if rows is not logits:
+            logits.index_copy_(0, index, rows)
+    _, places = _places(forbidden, columns, compute)
+    flat.index_fill_(0, places, -math.inf)
+
+
+def _places(ids: Sequence[Sequence[int]], columns: int, compute: Stream) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns of all rows as rows and flat indices of the logits, int64, on the device."""
+    flat = np.concatenate([np.asarray(of_row, dtype=np.int64) for of_row in ids])
+    rows = np.repeat(np.arange(len(ids)), [len(of_row) for of_row in ids])
+    where = compute.send(torch.from_numpy(np.stack([rows, rows * columns + flat])))
+    return where[0], where[1]
+
+
+def _joined(numbers: Sequence[array], compute: Stream) -> torch.Tensor:
+    """The numbers of all rows, on the device."""
+    return compute.send(torch.from_numpy(np.concatenate([np.asarray(of_row) for of_row in numbers])))
 
 
 def drop_improbable(

@@ -31,6 +31,12 @@ def can_hold(kv: KVCacheManager, tier: Tier, request: Request) -> bool:
     return kv.blocks_for(request.max_kv_tokens) <= kv.capacity(tier)
 
 
+def context_limit(longest: int, is_prompt_too_long: bool) -> str:
+    """The limit in the words by which LangChain, LiteLLM and pydantic-ai recognise that a conversation is too long."""
+    about = "the prompt is too long: " if is_prompt_too_long else ""
+    return f"{about}this model's maximum context length is {longest} tokens"
+
+
 def check_servable(request: Request, max_model_len: int, kv: KVCacheManager, decode_tiers: Iterable[Tier]) -> None:
     """Check that the request can be served if it is alone. Reads only what never changes.
 
@@ -41,10 +47,11 @@ def check_servable(request: Request, max_model_len: int, kv: KVCacheManager, dec
         raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")
     total = request.prompt_len + request.sampling.max_tokens
     if total > max_model_len:
+        is_long = request.prompt_len >= max_model_len
         raise RequestRefused(
-            f"{request.prompt_len} prompt + {request.sampling.max_tokens} output tokens = {total} exceed "
-            f"max_model_len={max_model_len}",
-            "prompt" if request.prompt_len >= max_model_len else "max_tokens",
+            f"{context_limit(max_model_len, is_long)}; {request.prompt_len} prompt + {request.sampling.max_tokens} "
+            f"output tokens = {total} exceed max_model_len={max_model_len}",
+            "prompt" if is_long else "max_tokens",
         )
     if not any(can_hold(kv, tier, request) for tier in decode_tiers):
         pools = " and ".join(
@@ -53,8 +60,9 @@ def check_servable(request: Request, max_model_len: int, kv: KVCacheManager, dec
             for tier in decode_tiers
         )
         prompt_fits = any(kv.blocks_for(request.prompt_len) <= kv.capacity(tier) for tier in decode_tiers)
+        longest = max(map(kv.capacity, decode_tiers)) * kv.block_size + 1
         raise RequestRefused(
-            f"the request needs KV cache for {request.max_kv_tokens} tokens; there is room for {pools}: "
-            "ask for fewer tokens or raise num_gpu_blocks / num_cpu_blocks",
+            f"{context_limit(longest, not prompt_fits)}; the request needs KV cache for {request.max_kv_tokens} tokens "
+            f"and there is room for {pools}: ask for fewer tokens or raise num_gpu_blocks / num_cpu_blocks",
             "max_tokens" if prompt_fits else "prompt",
         )

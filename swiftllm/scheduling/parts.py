@@ -34,7 +34,8 @@ def swap_in(draft: Draft, service_class: ServiceClass) -> None:
             break
         if not residents.call_back(request, num_blocks):
             continue
-        if not residents.has_room(Tier.GPU, num_blocks):  # others make way first; it follows in the next iteration
+        num_new = num_blocks - kv.num_shared(request, Tier.GPU)
+        if not residents.has_room(Tier.GPU, num_new):  # others make way first; it follows in the next iteration
             if residents.kv.move_source is None:
                 residents.make_way(Tier.GPU, request, num_blocks)
             break

@@ -100,7 +100,11 @@ class Residents:
     @property
     def longest_request(self) -> int:
         """Prompt and output tokens of the longest request that passes :meth:`check`. Constant."""
-        largest_tier = max(self.kv.capacity(tier) for tier in self.rules.tiers) * self.kv.block_size
+        return max(map(self.longest_of, ServiceClass))
+
+    def longest_of(self, service_class: ServiceClass) -> int:
+        """The same of one class. Constant."""
+        largest_tier = max(map(self.kv.capacity, self.rules.tiers_of(service_class))) * self.kv.block_size
         return min(self.limits.max_model_len, largest_tier + 1)  # K and V of the last token are never stored
 
     @property

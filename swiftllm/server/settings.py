@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from swiftllm.model.generation import sampling_defaults
 
 ORIGIN = re.compile("[a-z-]+://[^/]+")  # browser extensions have their own schemes
 
@@ -26,6 +30,11 @@ class ServerSettings:
     """Key that clients must send as `Authorization: Bearer KEY`; by default no key is required."""
     allowed_origins: tuple[str, ...] = ()
     """Origins whose web pages may call the server from a browser (CORS), such as http://localhost:3000; * is all."""
+    chat_template: str | None = None
+    """File with a chat template (Jinja), in place of the model's own."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """auto takes temperature, top_p, top_k and repetition_penalty of the model's generation_config.json where a request
+    sets none; none takes OpenAI's defaults."""
     max_body_bytes: int = 4 * 2**20
     """Maximum size of a request body; reading a large one delays all streams."""
 
@@ -37,5 +46,29 @@ class ServerSettings:
                 raise ValueError(f"allowed_origins={origin!r} must be * or like http://localhost:3000, without a path")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes={self.max_body_bytes!r} must be at least 1")
+        if self.generation_config not in ("auto", "none"):
+            raise ValueError(f"generation_config={self.generation_config!r} must be auto or none")
+        self.read_chat_template()
         if self.api_key is not None and not self.api_key:
             raise ValueError("api_key is empty: give one, or leave it out to require none")
+
+    def sampling_defaults(self, model: str) -> dict[str, float]:
+        """The model's own sampling parameters, if requests get them. ``model``: its folder.
+
+        Raises:
+            ValueError: its ``generation_config.json`` cannot be used.
+        """
+        return sampling_defaults(model) if self.generation_config == "auto" else {}
+
+    def read_chat_template(self) -> str | None:
+        """The text of ``chat_template``, if that is set.
+
+        Raises:
+            ValueError: the file cannot be read.
+        """
+        if self.chat_template is None:
+            return None
+        try:
+            return Path(self.chat_template).expanduser().read_text()
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"chat_template={self.chat_template!r} cannot be read: {error}") from None

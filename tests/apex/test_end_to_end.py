@@ -21,10 +21,13 @@ from swiftllm.core.request import Request, ServiceClass, TokenLogprob
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.engine import EngineStats
 from swiftllm.files import cache_dir
+from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.sampling.grammar import GrammarCompiler
 from swiftllm.sampling.sampler import Sampler
 from tests.reference.fake_engine import flat_table
 from tests.reference.logit_rules import by_the_rules, plain
 from tests.reference.tiny_model import make_tiny_llama
+from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 
 OVERLAP = StrategyConfig(strategy="asynchronous-overlap")
 WITHIN_TARGETS = StrategyConfig(disable_admission_control=True)  # real requests at made-up speed would be refused
@@ -192,19 +195,31 @@ def test_other_architectures_equal_transformers(tmp_path, kind, overrides) -> No
 
 
 @pytest.fixture(scope="module")
-def sampled(tiny):
+def sampled(tiny, tmp_path_factory):
     """Requests that choose by other logits than the model's and ask for all that can be told of their prompts."""
+    model_dir, prompts, _ = tiny
+    compiler = GrammarCompiler(Tokenizer.from_folder(make_tiny_tokenizer(tmp_path_factory.mktemp("text"))), 128, [2])
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", True]}}, "required": ["a"]}
     hows = (
+        {
+            "grammar": compiler.compile("json_schema", schema),
+            "temperature": 1.0,
+            "ignore_eos": False,
+            "stop_token_ids": (2,),
+        },
+        {"grammar": compiler.compile("regex", "(ab?c)*[0-9]{30}"), "repetition_penalty": 1.3, "bad_words": ((64,),)},
         {"repetition_penalty": 1.4},
         {"frequency_penalty": 1.5, "presence_penalty": 0.5},
         {"temperature": 0.9, "repetition_penalty": 0.8, "min_p": 0.02},
         {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "logit_bias": {7: 3.0, 50: -100}},
         {"temperature": 1.2, "top_k": 20, "presence_penalty": 1.0, "frequency_penalty": -0.5},
+        {"bad_words": tuple((a, b) for a in range(128) for b in range(128) if (7 * a + b) % 4)},
+        {"allowed_token_ids": tuple(range(10, 50)), "temperature": 0.8},
+        {"min_tokens": 12, "stop_token_ids": tuple(range(2, 64)), "ignore_eos": False},
         {},
     )
-    model_dir, prompts, _ = tiny
     samplings = [
-        SamplingParams(24, ignore_eos=True, seed=i, prompt_logprobs=0, **hows[i % len(hows)])
+        SamplingParams(24, **{"ignore_eos": True, "seed": i, "prompt_logprobs": 0} | hows[i % len(hows)])
         for i in range(len(prompts))
     ]
     return model_dir, prompts, samplings, judge_sampling(model_dir, prompts, samplings)

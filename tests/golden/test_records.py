@@ -5,12 +5,20 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo
+from evaluation import (
+    compare_machines,
+    reproduce_adaptive,
+    reproduce_fig5,
+    reproduce_fig6,
+    reproduce_fig7,
+    reproduce_neo,
+)
 from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.papers.jobs import make_job
 from evaluation.experiments.papers.options import FigureOptions
@@ -19,19 +27,27 @@ from evaluation.experiments.runner import Point
 from tests.golden.tasks import undescribed
 
 RECORDS = Path(__file__).parents[2] / "docs/records"
-SAMPLES = {
+SAMPLES: dict[str, dict[str, object]] = {
     "fig5": {"system": "apex", "workload": "osc", "output_len": 50.0},
     "fig6": {"system": "apex", "gpu": "T4", "workload": "osc", "request_rate": 3.2},
     "fig7": {"system": "adaptive", "output_len": 50.0},
     "neo-fig6": {"system": "neo", "gpu": "T4", "workload": "osc", "request_rate": 4.5},
     "neo-fig7": {"system": "vllm"},
     "neo-fig8": {"system": "fastdecode", "output_len": 10.0},
+    "adaptive": {"system": "apex", "case": "2xh100-u2000-25"},
+    "machines": {"system": "swiftllm", "case": "4xt4-llama-2-7b-tp1-250-500"},
+    "fig5_sensitivity_cpu_bandwidth": {"system": "swiftllm", "workload": "azure-conv"},
+    "fig7_sensitivity": {"system": "apex", "output_len": 100.0, "cpu_bandwidth_gb_s": 20.0},
 }
 """What picks the row: one that takes a second or two, and each system once or more."""
+VARIED = {
+    "fig5_sensitivity_cpu_bandwidth": ("a10", "cpu_bandwidth=179..231"),
+    "fig7_sensitivity": (None, "cpu_bandwidth=20..43"),
+}
+"""The options --gpu and --sensitivity of records that vary an assumption."""
+PAPERS_500 = {"systems": ("swiftllm", "neo", "apex"), "num_requests": 500}
 NOT_SAMPLED = {
-    **dict.fromkeys(("adaptive", "machines", "neo-fig9", "neo-fig10a"), "older than the simulator"),
-    **dict.fromkeys(("fig5_sensitivity_cpu_bandwidth", "fig5_sensitivity_gpu_blocks"), "older than the simulator"),
-    "fig7_sensitivity": "older than the simulator",
+    **dict.fromkeys(("neo-fig9", "neo-fig10a", "fig5_sensitivity_gpu_blocks"), "older than the simulator"),
     **dict.fromkeys(("compare_vllm", "compare_vllm_amd", "compare_vllm_two_cores"), "measured on a machine"),
     **dict.fromkeys(("bench_server_overhead", "pacpu", "validate"), "measured on a machine"),
     "prefix": "tests/evaluation/test_reproduce_prefix.py computes a row of it",
@@ -59,11 +75,19 @@ def test_a_row_comes_out_again_to_the_bit(record: str) -> None:
 
 def _points(record: str, gpu: str | None) -> Sequence[Point]:
     with undescribed():
+        if record == "machines":
+            return compare_machines.EXPERIMENT.points(compare_machines.Options())
+        if record == "adaptive":
+            options = reproduce_adaptive.Options()
+            return reproduce_adaptive.experiments(options)[0].points(options)
         if record.startswith("neo-fig"):
             figure = (record.removeprefix("neo-fig"),)
             options = reproduce_neo.Options(backend="simulated", figure=figure, gpu=gpu)
             (job,) = reproduce_neo.neo_jobs(experiment_settings("neo"), options, None, None)
         else:
-            figure = {"fig5": reproduce_fig5, "fig6": reproduce_fig6, "fig7": reproduce_fig7}[record].FIGURE
-            job = make_job(figure, FigureOptions(backend="simulated", gpu=gpu), None, None)
+            figure = {"fig5": reproduce_fig5, "fig6": reproduce_fig6, "fig7": reproduce_fig7}[record[:4]].FIGURE
+            options = FigureOptions(backend="simulated", gpu=gpu)
+            if record in VARIED:
+                options = replace(options, gpu=VARIED[record][0], sensitivity=VARIED[record][1], **PAPERS_500)
+            job = make_job(figure, options, None, None)
         return job.points

@@ -105,7 +105,7 @@ class FakeBackend:
 
     def note(self, request: Request, position: int) -> tuple[str, int] | int:
         """What a slot with this token of a request should hold."""
-        if request.block_names is None:
+        if self.kv is None or self.kv.names is None:
             return request.request_id, position
         of, notes = self._notes.get(request.request_id, (None, []))
         if of is not request:

@@ -1,4 +1,4 @@
-"""What biases, penalties and min_p do to one row of logits, one token after the other, in float32 as everywhere."""
+"""What biases, penalties, bans and min_p do to one row of logits, token by token, in float32 as everywhere."""
 
 from __future__ import annotations
 
@@ -23,6 +23,19 @@ def by_the_rules(row: torch.Tensor, request: Request) -> torch.Tensor:
         values[token] = values[token] / repetition if values[token] > 0 else values[token] * repetition
     for token, count in counts.items():
         values[token] = values[token] - frequency * np.float32(count) - presence
+    output, banned = request.output_token_ids, set()
+    for word in how.bad_words:
+        if tuple(output[len(output) - len(word) + 1 :] if len(word) > 1 else ()) == word[:-1]:
+            banned.add(word[-1])
+    if len(output) < how.min_tokens:
+        banned |= set(how.stop_token_ids) | set(request.eos_token_ids)
+    if how.grammar is not None:  # from the start, whatever the request remembers
+        bits = np.frombuffer(how.grammar.start().allowed(output), dtype=np.uint8)
+        may = np.flatnonzero(np.unpackbits(bits, count=len(values), bitorder="little")).tolist()
+        banned = {*range(len(values))} - {*may} | (banned if {*may} - banned else set())
+    for token in range(len(values)):
+        if token in banned or (how.allowed_token_ids is not None and token not in how.allowed_token_ids):
+            values[token] = -math.inf
     if how.min_p and not how.is_greedy:
         scaled = values.astype(np.float64) / how.temperature
         probabilities = np.exp(scaled - scaled.max())
@@ -38,6 +51,10 @@ def plain(request: Request) -> Request:
         "repetition_penalty": 1.0,
         "logit_bias": (),
         "min_p": 0.0,
+        "min_tokens": 0,
+        "bad_words": (),
+        "allowed_token_ids": None,
+        "grammar": None,
     }
     twin = Request(request.request_id, request.prompt_token_ids, replace(request.sampling, **none))
     twin.output_token_ids = request.output_token_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,6 +14,7 @@ from evaluation.plots.style import FigureText, legend, panel_title, sheet, syste
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct
+from evaluation.results.known import known_notes
 
 PANEL_WIDTH = 2.9
 IDLE_CPU = "#C9C9C9"
@@ -40,7 +42,8 @@ def draw_weights(rows: Sequence[FlatRecord]) -> Figure:
     # Two runs have one system: the one that uses more of the machine is darker.
     colours = [IDLE_CPU if run == "GPU-only" else system_colour(systems[run]) for run in runs]
     width = max(7.0, PANEL_WIDTH * len(machines))
-    figure, axes = sheet(WEIGHTS_TEXT, len(lengths), len(machines), width=width, height=1.9, left=0.5, below=0.7)
+    text = replace(WEIGHTS_TEXT, notes="\n".join([WEIGHTS_TEXT.notes, *known_notes(rows)]))
+    figure, axes = sheet(text, len(lengths), len(machines), width=width, height=1.9, left=0.5, below=0.7)
     legend(figure, runs, colours)
     for line, wanted in zip(axes, lengths, strict=True):
         for ax, ((gpu, host, model), here) in zip(line, machines.items(), strict=True):

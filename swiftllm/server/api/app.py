@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -32,6 +32,7 @@ from swiftllm.server.api.protocol import (
     TokenizeRequest,
 )
 from swiftllm.server.api.request_starts import RequestStarts
+from swiftllm.server.api.schema import json_body, schemas_of
 from swiftllm.server.garbage import collect_at_rest
 from swiftllm.server.observe.activity import log_activity
 from swiftllm.server.observe.metrics import Metrics
@@ -41,7 +42,9 @@ from swiftllm.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-READ = ["GET", "HEAD"]  # some load balancers send HEAD
+BODIES = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 class Application(FastAPI):
@@ -61,6 +64,12 @@ class Application(FastAPI):
             scope[SERVER_SEND] = send
         await super().__call__(scope, receive, send)
 
+    def openapi(self) -> dict[str, Any]:
+        """The description of all paths. Bodies are parsed by their paths, so their schemas are added here."""
+        schema = super().openapi()
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(schemas_of(*BODIES))
+        return schema
+
 
 def create_app(service: EngineService, settings: ServerSettings, recorder: IterationRecorder | None = None) -> ASGIApp:
     """The HTTP application of a service. ``recorder`` gives the status page its timeline."""
@@ -73,9 +82,9 @@ def create_app(service: EngineService, settings: ServerSettings, recorder: Itera
     starts = RequestStarts(lambda: service.is_serving, is_urgent)
     page = StatusPage(service, context.model_name, recorder)
     lifespan = lifespan_of(page.sample_snapshots, partial(log_activity, service), partial(collect_at_rest, is_urgent))
-    app = Application(starts, title="SwiftLLM", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = Application(starts, title="SwiftLLM", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     handle_errors(app, metrics)
-    for router in (open_routes(context), metrics.router, page.router, api_routes(context, starts)):
+    for router in (open_routes(context), metrics.router, page.router, api_routes(context, starts, metrics)):
         app.include_router(router)
     if not settings.allowed_origins:
         return app
@@ -110,7 +119,7 @@ def log_failure(task: asyncio.Task[None]) -> None:
         logger.error("a background task of the server has failed, and serving goes on without it", exc_info=error)
 
 
-def api_routes(context: ServingContext, starts: RequestStarts) -> APIRouter:
+def api_routes(context: ServingContext, starts: RequestStarts, metrics: Metrics) -> APIRouter:
     """Paths that require the API key if one is set."""
 
     async def check_key(request: Request) -> None:  # async, as FastAPI would run a plain function in a thread
@@ -123,6 +132,7 @@ def api_routes(context: ServingContext, starts: RequestStarts) -> APIRouter:
     router = APIRouter(dependencies=[Depends(check_key)])
 
     async def body_of(request: Request, kind: type[Body]) -> Body:
+        check_media_type(request.headers.get("content-type", ""))
         body = parse_body(kind, await read_body(request, context.settings.max_body_bytes))
         context.check_model(body.model)
         if isinstance(body, GenerationRequest):
@@ -132,19 +142,25 @@ def api_routes(context: ServingContext, starts: RequestStarts) -> APIRouter:
                 await starts.wait_for_start(body.service_class)
         return body
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", openapi_extra=json_body(CompletionRequest))
     async def completions(request: Request) -> Response:
-        return await answer_completion(context, await body_of(request, CompletionRequest), request)
+        body = await body_of(request, CompletionRequest)
+        answer = await answer_completion(context, body, request)
+        metrics.count_choices(body.n)
+        return answer
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", openapi_extra=json_body(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        return await answer_chat(context, await body_of(request, ChatRequest), request)
+        body = await body_of(request, ChatRequest)
+        answer = await answer_chat(context, body, request)
+        metrics.count_choices(body.n)
+        return answer
 
-    @router.api_route("/v1/models", methods=READ)
+    @read(router, "/v1/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [model_card(context)]})
 
-    @router.api_route("/v1/models/{name:path}", methods=READ)
+    @read(router, "/v1/models/{name:path}")
     async def model(name: str) -> Response:
         context.check_model(name)
         return JSONResponse(model_card(context))
@@ -154,11 +170,12 @@ def api_routes(context: ServingContext, starts: RequestStarts) -> APIRouter:
         context.service.reset_prefix_cache()
         return Response()
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", openapi_extra=json_body(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         body = await body_of(request, TokenizeRequest)
         if body.messages is not None:
-            tokens = await context.encode_chat(body.messages, body)
+            text = await context.render_chat(body.messages, body)
+            tokens = await context.encode(text, add_special_tokens=False)
         elif body.prompt is not None:
             tokens = await context.encode(body.prompt, body.add_special_tokens)
         else:
@@ -169,7 +186,7 @@ def api_routes(context: ServingContext, starts: RequestStarts) -> APIRouter:
         count = {"count": len(tokens), "max_model_len": context.longest_request}
         return JSONResponse({**count, "tokens": tokens, "token_strs": strings})
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         body = await body_of(request, DetokenizeRequest)
         return JSONResponse({"prompt": await context.decode(body.tokens)})
@@ -181,18 +198,33 @@ def open_routes(context: ServingContext) -> APIRouter:
     """Paths that answer without an API key: they are cheap and reveal no secret."""
     router = APIRouter()
 
-    @router.api_route("/health", methods=READ)
-    @router.api_route("/ping", methods=[*READ, "POST"])
+    @read(router, "/health")
+    @read(router, "/ping")
+    @router.post("/ping", include_in_schema=False)
     async def health() -> Response:
         state = context.service.health
         line = state.status if not state.reason else f"{state.status}: {state.reason}"
         return PlainTextResponse(line, 200 if state.status == "ok" else 503)
 
-    @router.api_route("/version", methods=READ)
+    @read(router, "/load")
+    async def load() -> Response:
+        return JSONResponse({"server_load": context.service.num_open})
+
+    @read(router, "/version")
     async def version() -> Response:
         return JSONResponse({"version": __version__})
 
     return router
+
+
+def read(router: APIRouter, path: str) -> Callable[[Endpoint], Endpoint]:
+    """Registers what answers GET, and HEAD, which some load balancers send."""
+
+    def register(endpoint: Endpoint) -> Endpoint:
+        router.head(path, include_in_schema=False)(endpoint)
+        return router.get(path)(endpoint)
+
+    return register
 
 
 def model_card(context: ServingContext) -> dict[str, Any]:
@@ -206,6 +238,18 @@ def model_card(context: ServingContext) -> dict[str, Any]:
         "parent": None,
         "max_model_len": context.longest_request,
     }
+
+
+def check_media_type(content_type: str) -> None:
+    """Check that a body is said to be JSON. Web pages of other sites can send other types without being asked first.
+
+    Raises:
+        ApiError: it is said to be something else, or nothing is said.
+    """
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        message = f"bodies must have the header `Content-Type: application/json`, not {media_type[:100] or 'none'}"
+        raise ApiError(415, message, code="unsupported_media_type")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request, Response
 
-from swiftllm.core.request import TokenLogprob
-from swiftllm.model.tokenizer import REPLACEMENT_CHARACTER
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.generation import Choice, Generation, Prompt
+from swiftllm.server.api.output_text import Piece
 from swiftllm.server.api.protocol import ChatRequest
 from swiftllm.server.api.responses import Answer, as_json, finite, token_text
 
@@ -21,11 +19,12 @@ async def answer_chat(context: ServingContext, body: ChatRequest, request: Reque
     Raises:
         ApiError, QueueFull, ServiceStopping, RequestFailed: see :class:`Generation`.
     """
-    prompt = Prompt(await context.encode_chat(body.messages, body))
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if max_tokens is None:  # all that is left; a prompt that leaves no room is refused on submission, with the numbers
-        max_tokens = max(1, context.longest_request - len(prompt.token_ids))
-    return await ChatAnswer(Generation(context, "chatcmpl", body, [prompt], max_tokens)).respond(request)
+    text = await context.render_chat(body.messages, body)
+    tokens = await context.encode_prompt(text, body, "messages", add_special_tokens=False)
+    prompt = Prompt(body.kept_tokens(tokens, max_tokens, context.longest_of(body.service_class)))
+    grammar = await context.grammar_of(body)
+    return await ChatAnswer(Generation(context, "chatcmpl", body, [prompt], max_tokens, grammar)).respond(request)
 
 
 class ChatAnswer(Answer):
@@ -35,7 +34,9 @@ class ChatAnswer(Answer):
 
     def opening_events(self, choice: Choice) -> str:
         role = '"delta":{"role":"assistant","content":""}'
-        return self.choice_event(choice, f'{role},"logprobs":null,"finish_reason":null')
+        prompt = self.prompt_token_ids(choice)
+        beside = f",{as_json(prompt)[1:-1]}" if prompt else ""
+        return self.choice_event(choice, f'{role},"logprobs":null,"finish_reason":null', beside)
 
     def chunk_text(self, text: str) -> str:
         return f'"delta":{{"content":{as_json(text)}}}'
@@ -44,19 +45,19 @@ class ChatAnswer(Answer):
         return {"message": {"role": "assistant", "content": text}}
 
     def extra_fields(self) -> dict[str, Any]:
-        return self.prompt_logprobs(self.generation.choices[0])  # all choices have the same prompt
+        choice = self.generation.choices[0]  # all choices have the same prompt
+        return self.prompt_logprobs(choice) | self.prompt_token_ids(choice)
 
-    def logprobs(self, choice: Choice, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def logprobs(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         content = [
             {
                 **self._token(entry.token_id, entry.logprob),
                 "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top],
             }
-            for entry in entries
+            for entry in piece.logprobs
         ]
         return {"content": content}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = token_text(self.tokenizer, token_id)
-        known = None if REPLACEMENT_CHARACTER in text else list(text.encode())
-        return {"token": text, "logprob": finite(logprob), "bytes": known}
+        known = list(self.tokenizer.token_bytes(token_id))  # there is no chat without a tokenizer
+        return {"token": token_text(self.tokenizer, token_id), "logprob": finite(logprob), "bytes": known}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -12,7 +11,7 @@ from fastapi import Request, Response
 from swiftllm.core.request import TokenLogprob
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.generation import Choice, Generation, Prompt
-from swiftllm.server.api.output_text import Piece
+from swiftllm.server.api.output_text import Piece, TokenTexts
 from swiftllm.server.api.protocol import CompletionRequest
 from swiftllm.server.api.responses import Answer, as_json, finite, token_text
 
@@ -23,13 +22,15 @@ async def answer_completion(context: ServingContext, body: CompletionRequest, re
     Raises:
         ApiError, QueueFull, ServiceStopping, RequestFailed: see :class:`Generation`.
     """
-    prompts = [
-        Prompt(await context.encode(prompt, body.add_special_tokens), prompt)
-        if isinstance(prompt, str)
-        else Prompt(prompt)
-        for prompt in body.prompts
-    ]
-    return await CompletionAnswer(Generation(context, "cmpl", body, prompts, body.tokens_to_make)).respond(request)
+    prompts = []
+    for given in body.prompts:
+        is_text = isinstance(given, str)
+        tokens = await context.encode_prompt(given, body, "prompt", body.add_special_tokens) if is_text else given
+        kept = body.kept_tokens(tokens, body.tokens_to_make, context.longest_of(body.service_class))
+        prompts.append(Prompt(kept, given if is_text and len(kept) == len(tokens) else None))
+    grammar = await context.grammar_of(body)
+    generation = Generation(context, "cmpl", body, prompts, body.tokens_to_make, grammar)
+    return await CompletionAnswer(generation).respond(request)
 
 
 class CompletionAnswer(Answer):
@@ -40,6 +41,7 @@ class CompletionAnswer(Answer):
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation)
         self._offsets = [0] * len(generation.choices)  # of the next token in the text of each choice
+        self._token_texts = [TokenTexts(self.tokenizer) for _ in generation.choices]
 
     def prompt_pieces(self, choice: Choice) -> list[Piece]:
         if not self.body.echo:
@@ -58,25 +60,36 @@ class CompletionAnswer(Answer):
         return f'"text":{as_json(text)}'
 
     def text_fields(self, choice: Choice, text: str) -> dict[str, Any]:
-        return {"text": text, **self.prompt_logprobs(choice)}
+        return {"text": text, **self.prompt_logprobs(choice), **self.prompt_token_ids(choice)}
 
-    def logprobs(self, choice: Choice, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        tokens = [token_text(self.tokenizer, entry.token_id) for entry in entries]
+    def opening_events(self, choice: Choice) -> str:
+        opening, prompt = super().opening_events(choice), self.prompt_token_ids(choice)
+        if prompt:
+            end = '"logprobs":null,"finish_reason":null,"stop_reason":null,"token_ids":[]'
+            opening = self.choice_event(choice, f"{self.chunk_text('')},{end},{as_json(prompt)[1:-1]}") + opening
+        return opening
+
+    def logprobs(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        entries, texts = piece.logprobs, self._token_texts[choice.index]
+        tokens = [texts.push(entry.token_id) for entry in entries]
+        if piece.finish_reason is not None or math.isnan(entries[0].logprob):  # the prompt's text ends, too
+            tokens[-1] += texts.finish()
         offsets = list(accumulate(map(len, tokens), initial=self._offsets[choice.index]))
         self._offsets[choice.index] = offsets.pop()
         return {
             "text_offset": offsets,
             "token_logprobs": [None if math.isnan(entry.logprob) else finite(entry.logprob) for entry in entries],
             "tokens": tokens,
-            "top_logprobs": [self._likeliest(entry) for entry in entries],
+            "top_logprobs": [self._likeliest(*pair) for pair in zip(entries, tokens, strict=True)],
         }
 
-    def _likeliest(self, entry: TokenLogprob) -> dict[str, float] | None:
-        """The most likely tokens, and the chosen one if it is not among them."""
+    def _likeliest(self, entry: TokenLogprob, text: str) -> dict[str, float] | None:
+        """The most likely tokens, and the chosen one, of this text, if it is not among them."""
         if math.isnan(entry.logprob):
             return None
         likeliest: dict[str, float] = {}
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
             # Of tokens with equal texts the likelier one counts.
-            likeliest.setdefault(token_text(self.tokenizer, token_id), finite(logprob))
+            known = text if token_id == entry.token_id else token_text(self.tokenizer, token_id)
+            likeliest.setdefault(known, finite(logprob))
         return likeliest

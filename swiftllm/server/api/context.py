@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 
 from swiftllm.model.hub import model_name
 from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.sampling.grammar import Grammar, GrammarCompiler
+from swiftllm.scheduling.admission import context_limit
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.api.protocol import ChatMessage, TemplateOptions
+from swiftllm.server.api.protocol import ChatMessage, GenerationRequest, TemplateOptions
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 
@@ -35,8 +37,13 @@ class ServingContext:
         self.model_name = settings.served_model_name or model_name(self.model_path)
         self.longest_request = engine.residents.longest_request
         self.caches_prefixes = engine.kv.names is not None
+        self.longest_of = engine.residents.longest_of
         self.created = int(time.time())
         self.tokenizer = engine.tokenizer
+        self.sampling_defaults = settings.sampling_defaults(self.model_path)
+        self._chat_template = settings.read_chat_template()
+        if self.tokenizer is not None:
+            self._compiler = GrammarCompiler(self.tokenizer, engine.vocab_size, engine.eos_token_ids)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
 
     def check_model(self, name: str | None) -> None:
@@ -59,6 +66,22 @@ class ServingContext:
             message = "the model folder has no tokenizer: send prompts as lists of token ids to /v1/completions"
             raise ApiError(400, message, "prompt", "no_tokenizer")
         return self.tokenizer
+
+    async def grammar_of(self, body: GenerationRequest) -> Grammar | None:
+        """The compiled grammar that the output of a request must follow, if there is one.
+
+        Raises:
+            ApiError: there is no tokenizer, or it is no grammar.
+        """
+        wanted = body.grammar
+        if wanted is None:
+            return None
+        name, kind, source = wanted
+        self.require_tokenizer()
+        try:
+            return await self.run_in_thread(self._compiler.compile, kind, source)
+        except ValueError as error:
+            raise ApiError(400, f"{name}: {error}", name, "invalid_grammar") from None
 
     async def run_in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Result of a function that would delay the event loop, called in a thread."""
@@ -90,8 +113,23 @@ class ServingContext:
             raise ApiError(400, f"tokens: the vocabulary has no token {unknown}", "tokens", "invalid_value")
         return await self.run_in_thread(tokenizer.decode, token_ids, False)
 
-    async def encode_chat(self, conversation: Sequence[ChatMessage], how: TemplateOptions) -> list[int]:
-        """Tokens of a conversation, rendered with the model's chat template.
+    async def encode_prompt(
+        self, text: str, body: GenerationRequest, param: str, add_special_tokens: bool
+    ) -> list[int]:
+        """Tokens of a prompt, which the field ``param`` of ``body`` has brought.
+
+        Raises:
+            ApiError: there is no tokenizer, or so many characters cannot fit into the longest request.
+        """
+        fewest, longest = self.require_tokenizer().fewest_tokens(len(text)), self.longest_of(body.service_class)
+        if fewest >= longest and body.truncate_prompt_tokens is None:  # tokenizing megabytes takes seconds
+            limit = context_limit(longest, is_prompt_too_long=True)
+            message = f"{limit}; {len(text)} characters are at least {fewest} tokens"
+            raise ApiError(400, message, param, "context_length_exceeded")
+        return await self.encode(text, add_special_tokens)
+
+    async def render_chat(self, conversation: Sequence[ChatMessage], how: TemplateOptions) -> str:
+        """The text of a conversation by the model's chat template, with its special tokens.
 
         Raises:
             ApiError: there is no tokenizer or no chat template, or the template refuses the messages.
@@ -102,8 +140,8 @@ class ServingContext:
         messages: list[dict[str, Any]] = [message.for_template() for message in conversation]
         num_chars = sum(len(message["content"]) for message in messages)
         options = (messages, how.add_generation_prompt, how.continue_final_message, how.chat_template_kwargs or {})
+        render = self.require_tokenizer().render_chat
         try:
-            text = await self._run_by_size(num_chars, self.require_tokenizer().render_chat, *options)
+            return await self._run_by_size(num_chars, render, *options, self._chat_template)
         except ValueError as error:
             raise ApiError(400, str(error), "messages", "chat_template") from None
-        return await self.encode(text, add_special_tokens=False)

@@ -75,7 +75,7 @@ def handle_errors(app: FastAPI, metrics: Metrics) -> None:
 
     async def answer(_: Request, error: Exception) -> Response:
         api_error = as_api_error(error)
-        metrics.count_refusal(api_error.status)
+        metrics.count_refusal(api_error.status, api_error.code)
         return api_error.response()
 
     async def client_disconnected(_: Request, __: Exception) -> Response:

@@ -7,11 +7,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from swiftllm.core.request import RequestRefused, SamplingParams
+from swiftllm.sampling.grammar import Grammar
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.output_text import OutputText, Piece
@@ -53,13 +55,24 @@ class Generation:
     """
 
     def __init__(
-        self, context: ServingContext, name: str, body: GenerationRequest, prompts: Sequence[Prompt], max_tokens: int
+        self,
+        context: ServingContext,
+        name: str,
+        body: GenerationRequest,
+        prompts: Sequence[Prompt],
+        max_tokens: int | None,
+        grammar: Grammar | None = None,
     ) -> None:
-        self.request_id = f"{name}-{ID_BITS.getrandbits(128):032x}"
+        """``max_tokens``: output tokens of each prompt, cut to what fits beside it; None is all that fits."""
+        self.request_id = f"{name}-{body.request_id or format(ID_BITS.getrandbits(128), '032x')}"
         self.context = context
         self.body = body
         self.prompts = prompts
-        sampling = body.sampling(max_tokens)
+        longest = context.longest_of(body.service_class)
+        others: dict[str, Any] = {**context.sampling_defaults, "grammar": grammar}
+        if body.bad_words:
+            others["bad_words"] = tuple(body.bad_token_ids(context.require_tokenizer()))
+        samplings = [body.sampling(that_fit(max_tokens, longest, len(p.token_ids)), others) for p in prompts]
         n, limit = body.n, context.service.limits.most_open(body.service_class)
         if n * len(prompts) > limit:
             message = f"{len(prompts)} prompts with n={n} exceed the {limit} requests that this server takes at once"
@@ -73,14 +86,15 @@ class Generation:
                 body.service_class,
                 body.cache_salt,
             )
-            for prompt_number, prompt in enumerate(prompts)
+            for prompt_number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
             for number in range(n)
         ]
         try:
             streams = context.service.submit(requests)
         except RequestRefused as error:
-            longest = max(len(prompt.token_ids) for prompt in prompts) + max_tokens
-            code = "context_length_exceeded" if longest > context.longest_request else "request_refused"
+            pairs = zip(prompts, samplings, strict=True)
+            is_too_long = any(len(prompt.token_ids) + how.max_tokens > longest for prompt, how in pairs)
+            code = "context_length_exceeded" if is_too_long else "request_refused"
             param = None if error.about is None else body.param(error.about)
             raise ApiError(400, str(error), param, code) from None
         self.choices = [
@@ -137,6 +151,15 @@ class Generation:
         self._num_open -= 1
         if not self._num_open:
             self._over.set_result(None)
+
+
+def that_fit(max_tokens: int | None, longest: int, prompt_len: int) -> int:
+    """The output tokens asked for, or as many as fit beside the prompt. The engine refuses more than ``longest``, and a
+    prompt that leaves no room."""
+    room = max(1, longest - prompt_len)
+    if max_tokens is None:
+        return room
+    return max_tokens if max_tokens > longest else min(max_tokens, room)
 
 
 async def wait_for_hang_up(receive: Receive) -> None:

@@ -52,6 +52,25 @@ class Piece(NamedTuple):
     logprobs: Sequence[TokenLogprob] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    token_ids: Sequence[int] = ()
+
+
+class TokenTexts:
+    """The texts of the tokens of one output; joined they are its text.
+
+    A character of several tokens is the text of the last, and the others have none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._stream = None if tokenizer is None else tokenizer.stream(skip_special_tokens=False)
+
+    def push(self, token_id: int) -> str:
+        """The text of the next token."""
+        return f"token_id:{token_id}" if self._stream is None else self._stream.push((token_id,))
+
+    def finish(self) -> str:
+        """What an incomplete character at the end adds to the text of the last token."""
+        return "" if self._stream is None else self._stream.finish()
 
 
 class NoText:
@@ -68,6 +87,7 @@ class OutputText:
     """The growing text of one output. ``num_tokens`` counts its tokens so far, up to a stop string.
 
     A token that ends the output (end-of-sequence or stop token) is part of the text only if ``include_stops`` is set.
+    The text of the first ``min_tokens`` tokens is not searched for stop strings.
     """
 
     def __init__(
@@ -78,6 +98,7 @@ class OutputText:
         include_stops: bool = False,
         skip_special_tokens: bool = True,
         stop_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self.num_tokens = 0
         self._stream = NoText() if tokenizer is None else tokenizer.stream(skip_special_tokens)
@@ -85,28 +106,30 @@ class OutputText:
         self._stops = StopStrings(stops, include_stops)
         self._include_stops = include_stops
         self._stop_token_ids = frozenset(stop_token_ids)
+        self._min_tokens = min_tokens
 
     def append_delta(self, delta: Delta) -> Piece:
         """Add new tokens. A piece with a ``finish_reason`` is the last one; a stop string may end the output early."""
         tokens, logprobs, reason, _ = delta
         if reason is None and not self._has_stops:  # the common case
             self.num_tokens += len(tokens)
-            return Piece(self._stream.push(tokens), logprobs)
+            return Piece(self._stream.push(tokens), logprobs, token_ids=tokens)
         shown = tokens[:-1] if reason == "stop" and not self._include_stops else tokens
         stops, text = self._stops, ""
         for number, token in enumerate(shown, 1):
-            text += stops.push(self._stream.push((token,)))
+            new = self._stream.push((token,))
+            text += new if self.num_tokens + number <= self._min_tokens else stops.push(new)
             if stops.found is not None:
                 self.num_tokens += number
-                return Piece(text, logprobs[:number], "stop", stops.found)
+                return Piece(text, logprobs[:number], "stop", stops.found, tokens[:number])
         self.num_tokens += len(tokens)
         if reason is None:
-            return Piece(text, logprobs)
+            return Piece(text, logprobs, token_ids=tokens)
         text += stops.push(self._stream.finish())
         if stops.found is not None:
-            return Piece(text, logprobs, "stop", stops.found)
+            return Piece(text, logprobs, "stop", stops.found, tokens)
         stop_token = tokens[-1] if reason == "stop" and tokens[-1] in self._stop_token_ids else None
-        return Piece(text + stops.finish(), logprobs, reason, stop_token)
+        return Piece(text + stops.finish(), logprobs, reason, stop_token, tokens)
 
 
 class NoOutput(OutputText):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
-from pydantic_core import PydanticUseDefault
+from pydantic_core import PydanticCustomError, PydanticUseDefault
 
+from swiftllm.core.request import first_of
 from swiftllm.server.api.errors import ApiError
+
+TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
 
 
 class Lenient(BaseModel):
@@ -20,6 +24,15 @@ def null_is_left_out(value: Any) -> Any:
     if value is None:
         raise PydanticUseDefault
     return value
+
+
+def with_token_ids(value: Any) -> Any:
+    """A mapping with its keys, token ids in JSON's strings, as ints. All bad ones are named."""
+    bad = [key for key in value if not TOKEN_ID.fullmatch(key)] if isinstance(value, dict) else []
+    if bad:
+        about = {"bad": first_of(bad)}
+        raise PydanticCustomError("token_ids", "each key should be a token id, a valid integer, not {bad}", about)
+    return {int(key): entry for key, entry in value.items()} if isinstance(value, dict) else value
 
 
 Flag = Annotated[bool, BeforeValidator(null_is_left_out)]
@@ -40,6 +53,6 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
         first = error.errors(include_url=False, include_input=False)[0]
         # For a union pydantic adds the member's type to the path, which means nothing to a client.
         path = [str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
-        where = ".".join(part for part in path if part not in ("str", "int"))
+        where = ".".join(part for part in path if part not in ("str", "int", "TextPart"))
         message = f"{where}: {first['msg']}" if where else first["msg"]
         raise ApiError(400, message, param=path[0] if path else None, code="invalid_value") from None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -10,28 +12,36 @@ from pydantic import BeforeValidator, Field
 from swiftllm.core.request import SamplingParams, ServiceClass
 from swiftllm.core.sampling_params import MAX_LOGPROBS
 from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.sampling.grammar import Kind
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.output_text import NoOutput, OutputText
-from swiftllm.server.api.parsing import Flag, Lenient, null_is_left_out
+from swiftllm.server.api.parsing import Flag, Lenient, null_is_left_out, with_token_ids
+from swiftllm.server.api.structured import ResponseFormat, StructuredOutputs
 from swiftllm.server.api.unsupported import check_unsupported_fields
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16  # OpenAI allows four, vLLM any number; evaluation harnesses send six
 MAX_STOP_CHARS = 1000
 MAX_SALT_CHARS = 1000
+MAX_BAD_WORDS = 200
+REQUEST_ID = "^[!-~]{1,200}$"  # it is in log lines
 DEFAULT_COMPLETION_TOKENS = 16
+TEXT_PARTS = ("text", "input_text", "output_text")
 SAMPLING_DEFAULTS = {"temperature": 1.0}
 SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "seed", "stop_token_ids", "ignore_eos",
+    "logit_bias", "seed", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids",
 )  # fmt: skip
+
+
+BadWord = Annotated[str, Field(min_length=1, max_length=100, pattern=r"\S")]
 
 
 class StreamOptions(Lenient):
     include_usage: Flag = False
     """Add a last chunk with the token counts of the whole request."""
     continuous_usage_stats: Flag = False
-    """Put the token counts so far into every chunk (vLLM)."""
+    """With ``include_usage``: put the token counts so far into every chunk (vLLM)."""
 
 
 class GenerationRequest(Lenient):
@@ -45,18 +55,29 @@ class GenerationRequest(Lenient):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(with_token_ids)] | None = None
     seed: int | None = None
     n: Annotated[int, BeforeValidator(null_is_left_out), Field(ge=1, le=MAX_CHOICES)] = 1
     best_of: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    """Accepted only with ignore_eos, as benchmark clients send it: there it has no effect."""
+    bad_words: list[BadWord] | None = None
+    """Words that the output never has, with a space before them or without (vLLM)."""
+    allowed_token_ids: list[int] | None = None
+    """The only tokens that the output may have (vLLM)."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """Keep only so many tokens of the prompt, the last; -1: as many as fit (vLLM)."""
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: Flag = False
     ignore_eos: Flag = False
     skip_special_tokens: Flag = True
+    return_token_ids: Flag = False
+    """Show the token ids of prompt and output (vLLM)."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
+    """Part of the answer's id (vLLM); no two requests may have the same at once."""
     prompt_logprobs: int | None = None
     """Number of likely tokens to report at each position of the prompt, in vLLM's form."""
     stream: bool | None = None
@@ -101,6 +122,19 @@ class GenerationRequest(Lenient):
     def num_prompt_logprobs(self) -> int | None:
         return self.prompt_logprobs
 
+    @property
+    def grammar(self) -> tuple[str, Kind, Any] | None:
+        """What the output must follow, if anything: the field that says so, the kind, and the source.
+
+        Raises:
+            ApiError: two fields say so, or one says nothing that is known.
+        """
+        fields = {"response_format": self.response_format, "structured_outputs": self.structured_outputs}
+        found = [(name, *source) for name, given in fields.items() if given and (source := given.source(name))]
+        if len(found) > 1:
+            raise ApiError(400, f"give one of {' and '.join(fields)}", "structured_outputs", "invalid_value")
+        return found[0] if found else None
+
     def check_fields(self) -> None:
         """Check what the types of the fields cannot express.
 
@@ -111,9 +145,8 @@ class GenerationRequest(Lenient):
         if self.best_of not in (None, self.n):
             message = f"best_of={self.best_of} is not implemented unless it equals n: leave it out"
             raise ApiError(400, message, "best_of", "unsupported_parameter")
-        if self.min_tokens and (self.stop_strings or not self.ignore_eos):
-            message = "min_tokens is not implemented except with ignore_eos=true and no stop: leave it out"
-            raise ApiError(400, message, "min_tokens", "unsupported_parameter")
+        if len(self.bad_words or ()) > MAX_BAD_WORDS:
+            raise ApiError(400, f"bad_words must be at most {MAX_BAD_WORDS}", "bad_words", "invalid_value")
         priority = self.priority or 0
         if (self.service_tier == "flex" and priority < 0) or (self.service_tier == "priority" and priority > 0):
             message = f"service_tier={self.service_tier!r} contradicts priority={priority}: leave one of them out"
@@ -127,8 +160,13 @@ class GenerationRequest(Lenient):
             rule = f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters"
             raise ApiError(400, f"stop must be {rule}", "stop", "invalid_value")
 
-    def sampling(self, max_tokens: int) -> SamplingParams:
-        """The engine's sampling parameters for this request.
+    def bad_token_ids(self, tokenizer: Tokenizer) -> set[tuple[int, ...]]:
+        """The ``bad_words`` in tokens, as they begin a text and as they follow a space."""
+        spellings = [text for word in self.bad_words or () for text in (word.lstrip(), f" {word.lstrip()}")]
+        return {tuple(tokenizer.encode(text, add_special_tokens=False)) for text in spellings}
+
+    def sampling(self, max_tokens: int, others: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
+        """The engine's sampling parameters for this request. ``others`` are those that it does not give.
 
         Raises:
             ApiError: a value lies outside its range.
@@ -138,7 +176,7 @@ class GenerationRequest(Lenient):
             del given["top_k"]
         lengths = {"max_tokens": max_tokens, "logprobs": self.num_logprobs, "prompt_logprobs": self.num_prompt_logprobs}
         try:
-            return SamplingParams(**SAMPLING_DEFAULTS | given | lengths)
+            return SamplingParams(**SAMPLING_DEFAULTS | dict(others) | given | lengths)
         except ValueError as error:
             about, _, rule = str(error).partition("=")
             param = self.param(about)
@@ -156,7 +194,15 @@ class GenerationRequest(Lenient):
             include_stops=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
             stop_token_ids=self.stop_token_ids or (),
+            min_tokens=self.min_tokens or 0,
         )
+
+    def kept_tokens(self, prompt: list[int], max_tokens: int | None, longest: int) -> list[int]:
+        """The tokens of a prompt that ``truncate_prompt_tokens`` keeps, in requests of at most ``longest`` tokens."""
+        most = self.truncate_prompt_tokens
+        if most == -1:
+            most = max(1, longest - (max_tokens or 1))
+        return prompt if most is None else prompt[max(0, len(prompt) - most) :]
 
 
 class CompletionRequest(GenerationRequest):
@@ -200,8 +246,8 @@ class CompletionRequest(GenerationRequest):
             return 1
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
-    def sampling(self, max_tokens: int) -> SamplingParams:
-        sampling = super().sampling(max_tokens)
+    def sampling(self, max_tokens: int, others: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
+        sampling = super().sampling(max_tokens, others)
         return replace(sampling, ignore_eos=self.ignore_eos or self.is_prompt_only)
 
     def output_text(self, tokenizer: Tokenizer | None) -> OutputText:
@@ -209,13 +255,21 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(Lenient):
+    """A part of a message: of OpenAI's APIs for chat and responses, or a refusal of the model."""
+
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def content(self) -> str | None:
+        """Its text; None if it has none."""
+        return self.refusal if self.type == "refusal" else self.text if self.type in TEXT_PARTS else None
 
 
 class ChatMessage(Lenient):
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | list[str | TextPart] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it, with the content in one string.
@@ -225,11 +279,12 @@ class ChatMessage(Lenient):
         """
         content = self.content
         if isinstance(content, list):
-            for part in content:
-                if part.type != "text" or part.text is None:
-                    message = f"content of type {part.type!r} is not implemented: this model reads text only"
-                    raise ApiError(400, message, "messages", "unsupported_parameter")
-            content = "".join(part.text for part in content)
+            texts = [part if isinstance(part, str) else part.content for part in content]
+            if None in texts:
+                kind = content[texts.index(None)].type
+                message = f"content of type {kind[:MAX_STOP_CHARS]!r} is not implemented: this model reads text only"
+                raise ApiError(400, message, "messages", "unsupported_parameter")
+            content = "".join(texts)
         return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
 
 

@@ -69,8 +69,8 @@ class Answer(ABC):
         """The fields of a choice that hold its text."""
 
     @abstractmethod
-    def logprobs(self, choice: Choice, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The log-probabilities of the next tokens of a choice."""
+    def logprobs(self, choice: Choice, piece: Piece) -> dict[str, list[Any]]:
+        """The log-probabilities of the next tokens of a choice, of which ``piece`` has some."""
 
     def prompt_pieces(self, choice: Choice) -> list[Piece]:
         """Pieces to put before the text of a choice: its prompt if it is echoed."""
@@ -85,9 +85,9 @@ class Answer(ABC):
         return {}
 
     def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
-        """The field `prompt_logprobs` of a choice in vLLM's form, if the client asked for it."""
+        """The field `prompt_logprobs` of a choice in vLLM's form; null if the client did not ask for it."""
         if self.body.prompt_logprobs is None:
-            return {}
+            return {"prompt_logprobs": None}
         return {"prompt_logprobs": [None, *map(self._ranked, choice.stream.prompt_logprobs)]}
 
     def _ranked(self, entry: TokenLogprob) -> dict[int, dict[str, Any]]:
@@ -97,6 +97,10 @@ class Answer(ABC):
             token_id: {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(self.tokenizer, token_id)}
             for token_id, logprob, rank in ((entry.token_id, entry.logprob, entry.rank), *top)
         }
+
+    def prompt_token_ids(self, choice: Choice) -> dict[str, list[int]]:
+        """The field `prompt_token_ids` of a choice in vLLM's form, if the client asked for it."""
+        return {"prompt_token_ids": list(choice.prompt.token_ids)} if self.body.return_token_ids else {}
 
     # -- one JSON object --------------------------------------------------------------------------------------------
 
@@ -119,34 +123,40 @@ class Answer(ABC):
 
     def _choice_fields(self, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
         pieces = [*self.prompt_pieces(choice), *pieces]
-        entries = [entry for piece in pieces for entry in piece.logprobs]
-        return {
+        parts = [self.logprobs(choice, piece) for piece in pieces if piece.logprobs]
+        logprobs = {name: [value for part in parts for value in part[name]] for name in (parts[0] if parts else ())}
+        fields = {
             "index": choice.index,
             **self.text_fields(choice, "".join(piece.text for piece in pieces)),
-            "logprobs": self.logprobs(choice, entries) if entries else None,
+            "logprobs": logprobs or None,
             "finish_reason": pieces[-1].finish_reason,
             "stop_reason": pieces[-1].stop_reason,
         }
+        if self.body.return_token_ids:
+            fields["token_ids"] = [token for piece in pieces for token in piece.token_ids]
+        return fields
 
     # -- a stream of events -----------------------------------------------------------------------------------------
 
     def chunk_event(self, choice: Choice, piece: Piece) -> str:
         """The event of one piece."""
-        text, entries, finish_reason, stop_reason = piece
-        logprobs = as_json(self.logprobs(choice, entries)) if entries else "null"
+        text, entries, finish_reason, stop_reason, token_ids = piece
+        logprobs = as_json(self.logprobs(choice, piece)) if entries else "null"
         end = '"finish_reason":null,"stop_reason":null'
         if finish_reason is not None:
             end = f'"finish_reason":"{finish_reason}","stop_reason":{as_json(stop_reason)}'
+        if self.body.return_token_ids:
+            end += f',"token_ids":{as_json(token_ids)}'
         return self.choice_event(choice, f'{self.chunk_text(text)},"logprobs":{logprobs},{end}')
 
-    def choice_event(self, choice: Choice, fields: str) -> str:
-        """An event with these fields, JSON without braces, for one choice."""
+    def choice_event(self, choice: Choice, fields: str, beside: str = "") -> str:
+        """An event with these fields, JSON without braces, for one choice; ``beside`` are more, outside the choice."""
         usage = ""
-        if self._usage_wanted.continuous_usage_stats:
+        if self._usage_wanted.include_usage and self._usage_wanted.continuous_usage_stats:
             prompt, output = len(choice.prompt.token_ids), choice.text.num_tokens
             total = prompt + output
             usage = f',"usage":{{"prompt_tokens":{prompt},"total_tokens":{total},"completion_tokens":{output}}}'
-        return f'{self._chunk_head}{{"index":{choice.index},{fields}}}]{usage}}}\n\n'
+        return f'{self._chunk_head}{{"index":{choice.index},{fields}}}]{usage}{beside}}}\n\n'
 
     def closing_events(self) -> str:
         """The last events of a stream."""

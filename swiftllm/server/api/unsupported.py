@@ -18,29 +18,28 @@ MAX_IGNORED_LOGGED = 100  # bounds the log: clients choose these names
 
 # Parameters that change the output and are not implemented, each with its values without effect (besides null).
 NOT_IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "chat_template": (),
     "documents": ([],),
+    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "grammar": ("",),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "json_schema": ({},),
     "length_penalty": (1,),
+    "logprob_token_ids": ([],),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
+    "repetition_detection": (),
     "return_tokens_as_token_ids": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
@@ -51,10 +50,15 @@ _ignored: set[str] = set()  # names already logged
 def check_unsupported_fields(fields: Mapping[str, Any]) -> None:
     """Log unknown fields, and refuse those not implemented.
 
+    Tools that must not be called (``tool_choice`` is "none") need no parser, and are no part of the prompt.
+
     Raises:
         ApiError: one of the fields is not implemented.
     """
+    has_tools = fields.get("tool_choice") != "none"
     for name, value in fields.items():
+        if name == "tools" and not has_tools:
+            continue
         harmless = NOT_IMPLEMENTED.get(name)
         if harmless is None:
             log_ignored_field(name)

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 WAITING = RequestStatus.WAITING.value
 # vLLM counts an abort as a success too; failures have their own counter.
+NOT_ADMITTED = ("queue_full", "slo_unattainable")  # codes of requests refused for the load, not for what they are
+# Labels, and what they show of the engine's description.
+CACHE_CONFIG = {"block_size": "block_size", "num_gpu_blocks": "num_gpu_blocks", "num_cpu_blocks": "num_cpu_blocks",
+                "cache_dtype": "dtype"}  # fmt: skip
 FINISHED_WELL = ("stop", "length", "abort")
 
 # Upper bounds of the buckets, equal to vLLM's, so that one dashboard serves both.
@@ -37,6 +41,8 @@ TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2
 REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
              960.0, 1920.0, 7680.0)  # fmt: skip
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
+CHOICES = (1, 2, 5, 10, 20)
 OVER_PREDICTION = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
 
 LATENCY_SENSITIVE = ServiceClass.LATENCY_SENSITIVE
@@ -92,6 +98,7 @@ class Metrics(Collector):
         self._service = service
         self._labels = {"model_name": model_name}
         self._refused: Counter[int] = Counter()
+        self._not_admitted: Counter[str] = Counter(dict.fromkeys(NOT_ADMITTED, 0))
         self._slo_outcomes: Counter[tuple[str, str]] = Counter()  # by target and outcome
         self._lock = threading.Lock()  # the engine's thread writes, the server's reads
         lengths = one_two_five(service.engine.residents.limits.max_model_len)
@@ -110,6 +117,22 @@ class Metrics(Collector):
         self._queued = Histogram(
             "vllm:request_queue_time_seconds", "From a request's arrival to its first KV blocks.", REQUEST_S
         )
+        self._prefill = Histogram(
+            "vllm:request_prefill_time_seconds", "From a request's first KV blocks to its first token.", REQUEST_S
+        )
+        self._decode = Histogram(
+            "vllm:request_decode_time_seconds", "From a request's first token to its last.", REQUEST_S
+        )
+        self._inference = Histogram(
+            "vllm:request_inference_time_seconds", "From a request's first KV blocks to its last token.", REQUEST_S
+        )
+        self._preempted = Histogram(
+            "vllm:request_num_preemptions", "Preemptions of each request that ended.", PREEMPTIONS
+        )
+        self._choices = Histogram("vllm:request_params_n", "The parameter n of HTTP requests answered.", CHOICES)
+        self._most_tokens = Histogram(
+            "vllm:request_params_max_tokens", "The parameter max_tokens of requests that ended.", lengths
+        )
         self._prompt = Histogram("vllm:request_prompt_tokens", "Prompt tokens of requests that ended.", lengths)
         self._output = Histogram("vllm:request_generation_tokens", "Output tokens of requests that ended.", lengths)
         self._iteration = Histogram(
@@ -125,10 +148,17 @@ class Metrics(Collector):
         self.router.add_api_route("/metrics", self._answer, methods=["GET"], include_in_schema=False)
         service.add_observer(self)
 
-    def count_refusal(self, status_code: int) -> None:
-        """Count a request that was answered with an error status. Any thread."""
+    def count_refusal(self, status_code: int, code: str | None = None) -> None:
+        """Count a request that was answered with an error status, and the error's code. Any thread."""
         with self._lock:
             self._refused[status_code] += 1
+            if code in NOT_ADMITTED:
+                self._not_admitted[code] += 1
+
+    def count_choices(self, n: int) -> None:
+        """Count an HTTP request that asked for ``n`` outputs of each prompt. Any thread."""
+        with self._lock:
+            self._choices.observe(n)
 
     def _answer(self) -> Response:  # not async: FastAPI runs it in a thread, as a scrape has a thousand lines
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
@@ -157,12 +187,18 @@ class Metrics(Collector):
         with self._lock:
             self._prompt.observe(request.prompt_len)
             self._output.observe(request.output_len)
+            self._most_tokens.observe(request.sampling.max_tokens)
+            self._preempted.observe(request.num_preemptions)
             # A stop string or an error of the service ends a request before the engine does.
             end_s = request.finish_s if request.finish_s is not None else times_s[-1] if times_s else None
             if end_s is not None:
                 self._latency.observe(end_s - request.arrival_s)
             if admissions_s := [time_s for time_s, tier in request.tier_history if tier != WAITING]:
                 self._queued.observe(admissions_s[0] - request.arrival_s)
+                if times_s:
+                    self._prefill.observe(times_s[0] - admissions_s[0])
+                    self._decode.observe(times_s[-1] - times_s[0])
+                    self._inference.observe(times_s[-1] - admissions_s[0])
             if len(times_s) > 1:
                 self._per_token.observe((times_s[-1] - times_s[0]) / (len(times_s) - 1))
             slo = self._service.engine.policy.slo
@@ -183,10 +219,11 @@ class Metrics(Collector):
         with self._lock:
             refused = {(str(status),): count for status, count in sorted(self._refused.items())}
             families = [histogram.family(self._labels) for histogram in self._histograms]
-            outcomes = dict(self._slo_outcomes)
+            outcomes, not_admitted = dict(self._slo_outcomes), dict(self._not_admitted)
         yield from families
-        now = self._service.snapshot()
-        for kind, rows in ((GaugeMetricFamily, gauges(now)), (CounterMetricFamily, counters(now, refused, outcomes))):
+        now, description = self._service.snapshot(), self._service.engine.describe()
+        counted, gauged = counters(now, refused, outcomes, not_admitted), gauges(now, description)
+        for kind, rows in ((GaugeMetricFamily, gauged), (CounterMetricFamily, counted)):
             for name, documentation, values in rows:
                 names, by_label = values if isinstance(values, tuple) else ((), {(): values})
                 family = kind(name, documentation, labels=[*self._labels, *names])
@@ -205,14 +242,19 @@ def counts_by_class(now: Snapshot) -> Mapping[str, Counts]:
     return now.classes or {LATENCY_SENSITIVE.value: now}
 
 
-def gauges(now: Snapshot) -> list[Series]:
+def gauges(now: Snapshot, description: Mapping[str, Any]) -> list[Series]:
+    cache = tuple(str(description.get(name)) for name in CACHE_CONFIG.values())
     by_class = counts_by_class(now).items()
     return [
         ("vllm:num_requests_running", "Requests that hold KV blocks, in either tier.",
          now.running_gpu + now.running_cpu),
         ("vllm:num_requests_waiting", "Requests that hold no KV blocks yet, or were preempted.", now.waiting),
+        ("vllm:num_requests_waiting_by_reason",
+         "Those that wait for KV blocks or a seat, and those deferred while a failed step is examined.",
+         by_label("reason", {"capacity": now.waiting - now.held, "deferred": now.held})),
         ("vllm:kv_cache_usage_perc", "Share of the GPU tier's KV blocks in use, 0 to 1.",
          now.gpu_blocks_used / max(1, now.gpu_blocks_total)),
+        ("vllm:cache_config_info", "Always 1; the labels tell of the KV cache.", (tuple(CACHE_CONFIG), {cache: 1})),
         ("apex:num_requests_running", "Requests by the tier their KV cache is in.",
          (("tier", "service_class"), {
              (tier, name): getattr(counts, f"running_{tier}") for tier in ("gpu", "cpu") for name, counts in by_class
@@ -233,7 +275,7 @@ def gauges(now: Snapshot) -> list[Series]:
     ]  # fmt: skip
 
 
-def counters(now: Snapshot, refused: Values, slo_outcomes: Values) -> list[Series]:
+def counters(now: Snapshot, refused: Values, slo_outcomes: Values, not_admitted: Mapping[str, int]) -> list[Series]:
     """The counters; Prometheus appends `_total` to their names."""
     well = {reason: now.finished.get(reason, 0) for reason in FINISHED_WELL}
     failed = {reason: count for reason, count in now.finished.items() if reason not in FINISHED_WELL}
@@ -246,6 +288,7 @@ def counters(now: Snapshot, refused: Values, slo_outcomes: Values) -> list[Serie
         ("vllm:generation_tokens", "Tokens sampled.", by_label("service_class", tokens)),
         ("vllm:num_preemptions", "Preemptions: requests that had to release all their KV blocks.", now.preemptions),
         ("vllm:request_success", "Requests that ended, by reason.", by_label("finished_reason", well)),
+        ("vllm:admission_rejections", "Requests refused for the load.", by_label("reason", not_admitted)),
         ("apex:request_failures", "Requests that the engine failed, by reason.", by_label("reason", failed)),
         ("apex:requests_refused", "Requests answered with an error, by HTTP status code.", (("status",), refused)),
         ("apex:iterations", "Iterations by strategy.", by_label("strategy", now.strategy_iterations)),

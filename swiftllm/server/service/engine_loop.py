@@ -116,7 +116,7 @@ class EngineLoop:
                 self.engine.abort(order)
                 continue
             if isinstance(order, ResetPrefixCache):
-                self.engine.kv.reset_cache()
+                self.engine.reset_prefix_cache()
                 continue
             if order.deadline_s is not None:
                 self._next_deadline_s = min(self._next_deadline_s, order.deadline_s)

@@ -151,6 +151,11 @@ class EngineService:
             if entry is not None and self._open_requests.end_request(entry, reason):
                 self._open_requests.abort_requests([request_id])
 
+    @property
+    def num_open(self) -> int:
+        """Number of requests that are waiting or running."""
+        return len(self._open_requests.entries)
+
     def add_observer(self, observer: Observer) -> None:
         """Have ``observer`` called after every step and every end of a request."""
         self._loop.observers.append(observer)

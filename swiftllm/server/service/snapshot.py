@@ -43,6 +43,8 @@ class Snapshot(Counts):
 
     classes: Mapping[str, Counts] = field(default_factory=dict)
     """The counts by service class; empty until the first best-effort request."""
+    held: int = 0
+    """Of those waiting: outside the engine, until a step that failed has been examined."""
     gpu_blocks_used: int = 0
     gpu_blocks_total: int = 0
     cpu_blocks_used: int = 0
@@ -89,6 +91,7 @@ def take_snapshot(engine: Engine, held: Collection[Request], step_failures: int)
     return Snapshot(
         time_s=engine.now(),
         waiting=len(residents.waiting) + len(held),
+        held=len(held),
         running_gpu=len(residents.running[Tier.GPU]),
         running_cpu=len(residents.running[Tier.CPU]),
         classes=count_classes(engine, held) if engine.has_best_effort else {},

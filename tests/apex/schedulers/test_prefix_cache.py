@@ -46,7 +46,7 @@ def check(residents: Residents) -> None:
     kv.check_blocks()
     for running in residents.running.values():
         for request in running:
-            names = request.block_names
+            names = request.block_names or ()
             assert request.num_named <= request.num_computed_tokens // kv.block_size
             for block, name in zip(kv.block_tables[request.request_id], names, strict=False):
                 allocator = kv.pool_of(request)
@@ -125,7 +125,7 @@ def test_resets_and_failures_in_between(system: str) -> None:
         def step_among_failures(engine=engine, step=step, rng=rng):
             outputs, kind = step(), rng.random()
             if kind < 0.02:
-                engine.kv.reset_cache()
+                engine.reset_prefix_cache()
             elif kind < 0.04:
                 for request in engine.recover():
                     engine.add(request, check_targets=False)

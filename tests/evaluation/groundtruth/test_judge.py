@@ -82,3 +82,8 @@ def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
     (folder / "meta.json").write_text((folder / "meta.json").read_text().replace("Llama-3.1-8B", "Unknown-9B"))
     with pytest.raises(ValueError, match="the layers of 'meta-llama/Unknown-9B' are not known"):
         judge(folder)
+
+
+def test_a_request_beyond_the_pool_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a request of 20 tokens is not served: refused: .*KV cache"):
+        judge(write_run(tmp_path / "run", num_gpu_blocks=2))

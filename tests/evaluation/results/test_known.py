@@ -6,11 +6,12 @@ from evaluation.results.known import known_notes
 
 
 def row(**fields: object) -> dict[str, object]:
-    return {"backend": "simulated", "gpu_option": "t4", "model": "llama-2-7b", "system": "apex", **fields}
+    return {"backend": "simulated", "gpu": "T4", "model": "llama-2-7b", "system": "apex", **fields}
 
 
 def test_each_card_is_described_once() -> None:
-    notes = known_notes([row(), row(system="neo"), row(gpu_option="2xa10", model="llama-3.1-8b")])
+    rows = [row(), row(system="neo"), row(gpu="2x A10", model="llama-3.1-8b"), row(gpu="this CPU", model="any")]
+    notes = known_notes(rows)
     assert notes == [
         "T4 is known from linear layers measured (Llama-2-7b-hf); attention from assumed figures.",
         "A10 is known from linear layers measured (Meta-Llama-3-8B); attention from assumed figures.",

@@ -256,3 +256,18 @@ def test_a_million_names_take_little_memory() -> None:
     of_allocator = before / count
     assert bytes_each - of_allocator <= 150, f"{bytes_each:.0f} bytes for each name, of which {of_allocator:.0f} anyway"
     assert plain.num_free == count
+
+
+def test_a_prompt_under_way_shares_no_more_than_it_has_computed() -> None:
+    """Others may hold all of its prefix on the GPU; a move shares its computed blocks and needs room for the rest."""
+    kv = KVCacheManager(8, 8, SIZE, cached_tiers=tuple(Tier))
+    text = list(range(16))
+    behind = request_of(kv, text, CPU)
+    kv.start(behind, 16)
+    behind.num_uncomputed = 10  # 6 tokens are computed: one full block
+    compute(kv, request_of(kv, text))
+    assert kv.num_shared(behind, GPU) == 1
+    kv.begin_plan()
+    kv.move_blocks(behind, GPU)
+    assert kv.num_free(GPU) == 8 - 4 - 3
+    kv.check_blocks()

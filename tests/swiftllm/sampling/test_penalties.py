@@ -22,6 +22,9 @@ PENALTIES = (
     {"frequency_penalty": 0.7},
     {"frequency_penalty": -2.0, "presence_penalty": 2.0, "repetition_penalty": 1.2, "logit_bias": {3: -100.0, 9: 2.5}},
     {"logit_bias": {7: 100, 0: -1.25}},
+    {"min_tokens": 30, "stop_token_ids": tuple(range(20, 80)), "presence_penalty": 0.5},
+    {"bad_words": (*((token,) for token in range(0, 90, 2)), *((token, 7) for token in range(20, 60)), (30, 31, 9))},
+    {"allowed_token_ids": (3, 9, 44, 71, 72), "bad_words": ((9,), (44,)), "repetition_penalty": 1.3},
 )
 CUTS = ({"min_p": 0.1}, {"min_p": 0.02, "top_p": 0.8}, {"min_p": 0.3, "top_k": 9}, {"min_p": 1.0}, {"top_p": 0.6}, {})
 
@@ -56,7 +59,8 @@ def test_penalties_follow_the_output_as_it_grows():
     """The counts are kept from step to step, and are those of a request that comes with all its tokens."""
     rng, sampler = random.Random(3), Sampler()
     generator = torch.Generator().manual_seed(4)
-    growing = [request(i, rng, temperature=0.8 * (i % 2), **how) for i, how in enumerate(PENALTIES)]
+    endless = [how for how in PENALTIES if "stop_token_ids" not in how]
+    growing = [request(i, rng, temperature=0.8 * (i % 2), **how) for i, how in enumerate(endless)]
     for _ in range(40):
         rows = torch.randn(len(growing), VOCAB, generator=generator) * 3
         known = [Request(r.request_id, r.prompt_token_ids, r.sampling) for r in growing]
@@ -114,6 +118,28 @@ def test_min_p_keeps_what_is_as_likely_as_it_says():
             drawn.update(tokens := Sampler().sample(probabilities.log(), [r]))
             r.append_token(tokens[0], 0.0)
         assert drawn == kept
+
+
+def test_bad_words_never_become_whole():
+    """Whatever comes before them; a word of one token never comes at all."""
+    generator, sampler = torch.Generator().manual_seed(5), Sampler()
+    words = ((3,), (4, 5), (4, 4, 6))
+    r = Request("r", (4,), SamplingParams(max_tokens=999, temperature=1.0, seed=0, bad_words=words))
+    for _ in range(400):
+        row = torch.randn(1, VOCAB, generator=generator)
+        row[0, 3:7] += 6.0
+        r.append_token(sampler.sample(row, [r])[0], 0.0)
+    text = " ".join(map(str, (0, *r.output_token_ids, 0)))
+    assert not any(f" {' '.join(map(str, word))} " in text for word in words)
+    assert " 5 " in text and " 6 " in text and " 4 4 " in text
+
+
+def test_what_is_allowed_comes_before_what_is_forbidden():
+    """A row is never without a token: bans that would leave none are left aside."""
+    how = SamplingParams(max_tokens=9, min_tokens=9, stop_token_ids=(5, 6), allowed_token_ids=(5, 6), bad_words=((7,),))
+    row = torch.zeros(1, VOCAB)
+    row[0, [6, 7]] = torch.tensor([1.0, 2.0])
+    assert Sampler().sample(row, [Request("r", (1,), how)]) == [6]
 
 
 def test_rows_of_others_are_left_alone():

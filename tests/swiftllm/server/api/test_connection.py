@@ -32,7 +32,8 @@ def read_all(client):
     return received
 
 
-GET, POST = b"GET /health HTTP/1.1\r\nHost: x\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 ENDLESS = {
     "line": b"GET /" + b"y" * 2**21,
     "header": GET + b"X: " + b"y" * 2**21,
@@ -53,7 +54,8 @@ def test_headers_have_an_end(endless):
 def test_a_body_in_small_pieces_is_no_header():
     chunks = [b'{"prompt": [5], "max_tokens": 1', *[b" "] * 16_000, b"}"]
     with running(fake_service()) as server:
-        assert server.http.post("/v1/completions", content=iter(chunks)).status_code == 200
+        answer = server.http.post("/v1/completions", content=iter(chunks), headers={"Content-Type": "application/json"})
+        assert answer.status_code == 200
 
 
 def test_many_requests_on_a_connection_may_have_headers():
@@ -72,7 +74,7 @@ def drain(server, caplog):
 
 def test_a_body_that_never_ends_does_not_hold_up_the_end(caplog):
     with running(fake_service()) as server, connected(server) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        client.sendall(POST + b"Content-Length: 100\r\n\r\n{")
         assert server.http.get("/health").status_code == 200  # by now it has been read so far
         drain(server, caplog)
         answer = read_all(client)

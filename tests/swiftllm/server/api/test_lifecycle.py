@@ -73,7 +73,8 @@ def gated(system="apex", *, num_gpu_blocks=16, num_cpu_blocks=64, clock=None, **
 
 def request_bytes(body):
     data = json.dumps(body).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    return head % len(data) + data
 
 
 # -- clients that hang up ---------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_prompt_logprobs_of_completions(server, llm):
         assert choice["logprobs"]["token_logprobs"][1:-1] == pytest.approx(own, abs=1e-4)
         assert list(choice["prompt_logprobs"][1]) == list(plain["prompt_logprobs"][1])
     unasked = server.post("/v1/completions", {**body, "prompt_logprobs": None}).json()["choices"]
-    assert not any("prompt_logprobs" in choice for choice in unasked)
+    assert all(choice["prompt_logprobs"] is None for choice in unasked)
 
 
 def test_prompt_logprobs_of_a_chat(server, llm):

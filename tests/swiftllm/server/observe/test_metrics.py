@@ -31,7 +31,10 @@ VLLM_NAMES = {
     "vllm:inter_token_latency_seconds", "vllm:request_time_per_output_token_seconds",
     "vllm:e2e_request_latency_seconds", "vllm:request_queue_time_seconds", "vllm:request_prompt_tokens",
     "vllm:request_generation_tokens", "vllm:iteration_tokens_total", "vllm:prefix_cache_queries",
-    "vllm:prefix_cache_hits",
+    "vllm:prefix_cache_hits", "vllm:cache_config_info",
+    "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds", "vllm:request_inference_time_seconds",
+    "vllm:request_params_n", "vllm:request_params_max_tokens", "vllm:request_num_preemptions",
+    "vllm:num_requests_waiting_by_reason", "vllm:admission_rejections",
 }  # fmt: skip
 
 Series = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
@@ -66,7 +69,7 @@ def test_gauges_and_counters_are_those_of_the_snapshot() -> None:
     service = FakeService()
     metrics = Metrics(service, MODEL)
     service.change(
-        running_gpu=3, running_cpu=4, waiting=5, gpu_blocks_used=6, cpu_blocks_used=7, prompt_tokens=11,
+        running_gpu=3, running_cpu=4, waiting=5, held=2, gpu_blocks_used=6, cpu_blocks_used=7, prompt_tokens=11,
         output_tokens=12, preemptions=13, swapped_blocks=14, worker_restarts=15, step_failures=16, duration_s=1.5,
         predicted_s=1.25, lane_busy_s=0.75, cpu_busy_s=0.5, finished={"stop": 1, "abort": 2, "deadline": 3},
         strategy_iterations={"gpu-only": 8, "asynchronous-overlap": 9},
@@ -75,6 +78,10 @@ def test_gauges_and_counters_are_those_of_the_snapshot() -> None:
     )  # fmt: skip
     series = scrape(metrics)
     assert value(series, "vllm:num_requests_running") == 7 and value(series, "vllm:num_requests_waiting") == 5
+    assert value(series, "vllm:num_requests_waiting_by_reason", reason="capacity") == 3
+    assert value(series, "vllm:num_requests_waiting_by_reason", reason="deferred") == 2
+    cache = {"block_size": "16", "num_gpu_blocks": "8", "num_cpu_blocks": "64", "cache_dtype": "float32"}
+    assert value(series, "vllm:cache_config_info", **cache) == 1
     assert value(series, "vllm:kv_cache_usage_perc") == 6 / 8
     assert value(series, "apex:num_requests_running", tier="cpu", service_class=LS) == 4
     assert value(series, "apex:num_requests_waiting", service_class=LS) == 5
@@ -113,6 +120,24 @@ def test_the_names_are_vllms_and_a_registry_of_its_own() -> None:
     assert value(scrape(first), "apex:requests_refused_total", status="429") == 2
     assert value(scrape(first), "apex:requests_refused_total", status="400") == 1
     assert not [name for name, _ in scrape(second) if name == "apex:requests_refused_total"]
+
+
+def test_what_is_refused_for_the_load_is_counted_by_reason() -> None:
+    metrics = Metrics(FakeService(), MODEL)
+    for status, code in ((429, "queue_full"), (429, "slo_unattainable"), (429, "queue_full"), (400, "invalid_value")):
+        metrics.count_refusal(status, code)
+    series = scrape(metrics)
+    assert value(series, "vllm:admission_rejections_total", reason="queue_full") == 2
+    assert value(series, "vllm:admission_rejections_total", reason="slo_unattainable") == 1
+    assert len([name for name, _ in series if name == "vllm:admission_rejections_total"]) == 2
+
+
+def test_what_requests_ask_for_is_observed() -> None:
+    metrics = Metrics(FakeService(), MODEL)
+    for n in (1, 4):
+        metrics.count_choices(n)
+    series = scrape(metrics)
+    assert value(series, "vllm:request_params_n_sum") == 5 and value(series, "vllm:request_params_n_count") == 2
 
 
 def simulated_engine() -> Engine:
@@ -159,6 +184,11 @@ def test_every_token_and_request_is_observed_once() -> None:
         ("vllm:time_to_first_token_seconds", [r.token_times_s[0] - r.arrival_s for r in with_tokens]),
         ("vllm:inter_token_latency_seconds", gaps),
         ("vllm:e2e_request_latency_seconds", [r.finish_s - r.arrival_s for r in requests]),
+        ("vllm:request_prefill_time_seconds", [r.token_times_s[0] - admitted_s(r) for r in with_tokens]),
+        ("vllm:request_decode_time_seconds", [r.token_times_s[-1] - r.token_times_s[0] for r in with_tokens]),
+        ("vllm:request_inference_time_seconds", [r.token_times_s[-1] - admitted_s(r) for r in with_tokens]),
+        ("vllm:request_num_preemptions", [r.num_preemptions for r in requests]),
+        ("vllm:request_params_max_tokens", [r.sampling.max_tokens for r in requests]),
         ("vllm:request_queue_time_seconds", [admitted_s(r) - r.arrival_s for r in requests]),
         ("vllm:request_prompt_tokens", [r.prompt_len for r in requests]),
         ("vllm:request_generation_tokens", [r.output_len for r in requests]),

@@ -1,0 +1,128 @@
+"""Grammars: what they let come next, how they go with other rules, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from swiftllm.core.request import Request
+from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.sampling.grammar import MAX_CACHED, GrammarCompiler
+from swiftllm.sampling.sampler import Sampler
+from tests.reference.tiny_tokenizer import make_tiny_tokenizer
+
+VOCAB, EOS = 128, 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    return Tokenizer.from_folder(make_tiny_tokenizer(tmp_path_factory.mktemp("text")))
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, VOCAB, [EOS])
+
+
+def may(grammar, output) -> set[int]:
+    bits = np.frombuffer(grammar.start().allowed(output), dtype=np.uint8)
+    return set(np.flatnonzero(np.unpackbits(bits, count=VOCAB, bitorder="little")).tolist())
+
+
+def text_of(tokenizer, grammar, seed: int, **how) -> tuple[str, bool]:
+    """What a model that knows nothing writes, and whether it has ended."""
+    generator = torch.Generator().manual_seed(seed)
+    sampling = SamplingParams(**{"max_tokens": 400, "temperature": 1.0, "seed": seed, "grammar": grammar} | how)
+    request = Request("r", (5,), sampling, frozenset([EOS]))
+    while not request.is_finished:
+        row = torch.randn(1, VOCAB, generator=generator)
+        request.append_token(Sampler().sample(row, [request])[0], 0.0)
+    return tokenizer.decode(request.output_token_ids), request.finish_reason.value == "stop"
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "pattern"),
+    [
+        ("regex", "[ab]{3}(cd)*", "[ab]{3}(cd)*"),
+        ("choice", ["yes", "no", "maybe"], "yes|no|maybe"),
+        ("grammar", 'start: "x" ("yz")* "!"', "x(yz)*!"),
+        ("grammar", 'root ::= "x" ("yz")* "!"', "x(yz)*!"),
+    ],
+    ids=["regex", "choice", "lark", "gbnf"],
+)
+def test_outputs_follow_the_grammar(tokenizer, compiler, kind, source, pattern):
+    texts = [text_of(tokenizer, compiler.compile(kind, source), seed) for seed in range(12)]
+    assert all(is_over and re.fullmatch(pattern, text) for text, is_over in texts)
+    assert len({text for text, _ in texts}) > 1
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 3},
+        {"top_p": 0.5, "min_p": 0.1},
+        {"logit_bias": {t: 100.0 for t in range(3, 60)}, "repetition_penalty": 1.5, "frequency_penalty": 1.0},
+        {"bad_words": ((68,), (5, 6))},
+        {"min_tokens": 30},
+    ],
+    ids=str,
+)
+def test_a_grammar_goes_with_all_other_rules(tokenizer, compiler, how):
+    item = {"enum": [1, "two", None, True]}
+    schema = {"type": "object", "properties": {"a": item, "b": {"type": "array", "items": item, "maxItems": 3}},
+              "required": ["a", "b"], "additionalProperties": False}  # fmt: skip
+    for seed in range(5):
+        text, is_over = text_of(tokenizer, compiler.compile("json_schema", schema), seed, **how)
+        if is_over:
+            assert set(json.loads(text)) == {"a", "b"}
+        else:  # whitespace may come without end
+            assert text.lstrip().startswith("{")
+
+
+def test_where_a_grammar_ends_the_output_ends(compiler, tokenizer):
+    grammar = compiler.compile("choice", ["yes"])
+    tokens = tokenizer.encode("yes")
+    assert EOS not in may(grammar, []) and may(grammar, tokens) == {EOS}
+    assert text_of(tokenizer, grammar, 0, min_tokens=50, bad_words=((tokens[0],),)) == ("yes", True)
+
+
+def test_progress_follows_from_the_tokens(compiler, tokenizer):
+    """Step by step or at once, and outputs of one grammar do not disturb each other."""
+    grammar = compiler.compile("regex", "(abc|abd|xy)+")
+    tokens = tokenizer.encode("abcabdxyabc")
+    one, other = grammar.start(), grammar.start()
+    for length in range(len(tokens)):
+        assert one.allowed(tokens[:length]) == grammar.start().allowed(tokens[:length])
+        other.allowed(tokenizer.encode("xy"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "told"),
+    [
+        ("json_schema", {"type": "objec"}, "objec"),
+        ("json_schema", {"$ref": "#/nowhere"}, "nowhere"),
+        ("regex", "(a|b", "unclosed group"),
+        ("grammar", "start: nothing", "nothing"),
+        ("json_schema", json.loads('{"a":' * 70 + "1" + "}" * 70), "64 deep"),
+        ("regex", "a" * 100_001, "more than 100000"),
+        ("json_schema", "no schema", "."),
+    ],
+)
+def test_what_is_no_grammar_is_refused(compiler, kind, source, told):
+    with pytest.raises(ValueError, match=told):
+        compiler.compile(kind, source)
+
+
+def test_the_last_grammars_are_kept(compiler):
+    first = compiler.compile("choice", ["a"])
+    assert compiler.compile("choice", ["a"]) is first
+    for number in range(MAX_CACHED):
+        compiler.compile("choice", [str(number)])
+    assert compiler.compile("choice", ["a"]) is not first
