@@ -1,6 +1,7 @@
 """Replays requests through an engine in this process.
 
-Open loop: a request enters when the engine's clock passes its arrival, however busy the engine is. Output lengths
+Open loop: a request enters when the engine's clock passes its arrival, however busy the engine is. One that follows
+another enters after the end of that one, as the next turn of a conversation does. Output lengths
 are forced (end-of-sequence ignored) and decoding is greedy, so every system does the same work.
 """
 
@@ -12,7 +13,9 @@ import math
 import signal
 import threading
 import time
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from apex.replay.records import REFUSED, Replay, ReplayRequest, RequestRecord, record_of
@@ -54,13 +57,20 @@ def replay_requests(
     Raises:
         ReplayStalled: no token, prefill or refusal for ``stall_timeout_s``.
     """
-    waiting = sorted(requests, key=lambda request: request.arrival_s)
-    waiting.reverse()  # the next one is popped from the end
+    waiting = [request for request in requests if request.after is None]
+    waiting.sort(key=lambda request: request.arrival_s, reverse=True)  # the next one is popped from the end
+    following = {request.after: request for request in requests if request.after is not None}
     live: dict[str, Request] = {}
     failures: dict[str, str] = {}
     before = counters_of(engine)
     start_s = engine.now()
     tokens = 0
+
+    def ended(request_id: str) -> None:
+        """What follows a request waits from now on."""
+        if (request := following.pop(request_id, None)) is not None:
+            arrival_s = engine.now() - start_s + request.arrival_s
+            insort(waiting, replace(request, arrival_s=arrival_s), key=lambda one: -one.arrival_s)
 
     with stall_guard(engine, stall_timeout_s) as still_alive:
         while (waiting or engine.has_unfinished()) and engine.now() - start_s < limit_s:
@@ -77,9 +87,13 @@ def replay_requests(
                     live[request.request_id] = engine.add(new)
                 except RequestRefused as refusal:
                     failures[request.request_id] = f"{REFUSED}{refusal}"
+                    ended(request.request_id)
             if engine.has_unfinished():
                 outputs = engine.step()
                 tokens += sum(len(output.new_token_ids) for output in outputs)
+                for output in outputs if following else ():
+                    if live[output.request_id].is_finished:
+                        ended(output.request_id)
                 still_alive(progress_counters(engine))
             elif waiting:
                 wait(max(0.0, start_s + min(waiting[-1].arrival_s, limit_s) - engine.now()))
@@ -90,7 +104,9 @@ def replay_requests(
                 on_progress(tokens)
         wall_s = engine.now() - start_s
         stats = counter_difference(counters_of(engine), before)
-        failures |= {request.request_id: f"not sent within {limit_s:g} s" for request in waiting}
+        failures |= {
+            request.request_id: f"not sent within {limit_s:g} s" for request in (*waiting, *following.values())
+        }
         abort_unfinished(engine, live.values())
 
     records = tuple(

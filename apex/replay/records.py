@@ -16,13 +16,17 @@ REFUSED = "refused: "
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """A request to replay. ``arrival_s`` is seconds from the start; exactly ``output_len`` tokens are generated."""
+    """A request to replay. ``arrival_s`` is seconds from the start; exactly ``output_len`` tokens are generated.
+
+    ``after``: id of the request that must have ended before; ``arrival_s`` is then seconds from its end.
+    """
 
     request_id: str
     arrival_s: float
     prompt_token_ids: tuple[int, ...]
     output_len: int
     service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE
+    after: str | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ Resources:
   :class:`~apex.simulator.runtime.Runtime` whose host works beside the GPU, an iteration takes the longer of the two.
 - CPU attention worker: first come, first served. A ticket starts when the worker is free and its q, k, v have arrived.
 - PCIe, one link each way. Swaps go layer by layer, out before in, and the lane's attention waits for its layer's part.
+  So it does for what a chunk attends of a cached prefix in the CPU tier, copied while the layer before computes. Chunks
+  of prompts without a cached prefix leave these copies out.
   With an :class:`Interconnect`, which gives their sizes, q, k, v go
   to the host and outputs back; without one the profile's CPU attention includes these transfers.
 - Weights: all on the GPU, unless a placement is given (``apex/simulator/weight_path.py``). Then a streamed boundary
@@ -52,12 +54,16 @@ class BusyTimes:
 
 @dataclass(eq=False, slots=True)
 class SimulatedBatch:
-    """A lane or a cohort: its rows, seconds of one layer's attention, and ids of the requests that get a token."""
+    """A lane or a cohort: its rows, seconds of one layer's attention, and ids of the requests that get a token.
+
+    ``context_s``: seconds that PCIe takes in each layer for what chunks attend in the CPU tier.
+    """
 
     num_rows: int
     attention_s: float
     sampled: tuple[str, ...]
     requests: tuple[Request, ...] = ()
+    context_s: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -94,8 +100,10 @@ class SimulatedBackend:
         interconnect: Interconnect | None = None,
         weights: SimulatedWeights | None = None,
         runtime: Runtime = OWN_ENGINE,
+        block_size: int = 16,
     ) -> None:
         """``launch_s``: seconds to launch a boundary or a layer's attention, for profiles that leave them out.
+        ``block_size``: tokens of a KV block.
 
         Raises:
             ValueError: weights are placed, and there is no interconnect over which to stream them.
@@ -108,6 +116,8 @@ class SimulatedBackend:
         self._launch_s = launch_s
         self._interconnect = interconnect
         self._runtime = runtime
+        self._block_size = block_size
+        self._context_from_s = 0.0  # when the copy of a layer's context may begin
         self._host_done_s = 0.0  # when the host's work of this iteration is done, where it runs beside the GPU
         self._last = model.num_layers - 1
         self._linear_s = cache(model.linear_s)  # sizes recur in every layer
@@ -153,7 +163,14 @@ class SimulatedBackend:
         self._work_on_host(self._requests_s(len(items)))
         load = LaneLoad.from_items(items)
         sampled = tuple(item.request.request_id for item in items if not item.is_prefill or item.samples)
-        return SimulatedBatch(self._runtime.padded(load.tokens), load.gpu_attention_s(self.model), sampled)
+        self._context_from_s = self.clock_s
+        tokens, attention_s = self._runtime.padded(load.tokens), load.gpu_attention_s(self.model)
+        return SimulatedBatch(tokens, attention_s, sampled, context_s=self._context_s(items))
+
+    def _context_s(self, items: Sequence[LaneItem]) -> float:
+        found = [item for item in items if item.is_prefill and item.tier is Tier.CPU and item.request.cached_tokens]
+        blocks = sum(-(-item.start // self._block_size) for item in found)
+        return self.model.swap_s(blocks) / self.num_layers
 
     def open_cohort(self, requests: Sequence[Request]) -> SimulatedBatch:
         self._work_on_host(self._requests_s(len(requests)))
@@ -223,6 +240,10 @@ class SimulatedBackend:
             self.clock_s = max(self.clock_s, self._swaps.ready_s(layer))
             if layer == self._last:
                 self._swaps = None
+        if lane.context_s:
+            start_s, end_s = self._to_gpu.book_transfer(self._context_from_s, lane.context_s)
+            self._worker.slow_down(start_s, end_s)
+            self.clock_s = self._context_from_s = max(self.clock_s, end_s)
         self._run(lane.attention_s)
 
     def whole_iteration(self, lane: SimulatedBatch) -> None:

@@ -77,7 +77,12 @@ def build_simulated(
         return SeveralHostsModel(times, num_layers, remote_hosts, kv)
 
     backend = SimulatedBackend(
-        model(table), launch_s=launch_s, interconnect=interconnect, weights=weights, runtime=runtime
+        model(table),
+        launch_s=launch_s,
+        interconnect=interconnect,
+        weights=weights,
+        runtime=runtime,
+        block_size=block_size,
     )
     limits = SchedulerLimits(max_num_batched_tokens, max_num_seqs, max_model_len)
     predictions = (model(scheduler_table or table), strategy) if found.needs_predictions else ()

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,6 +19,7 @@ import yaml
 
 from evaluation.results.paths import EXPERIMENTS_DIR, python_command, trace_dirs
 from evaluation.traces.files import TraceRow, read_rows
+from evaluation.traces.sessions import SessionTrace
 from evaluation.traces.sources import SOURCES, Source
 
 OriginKind = Literal["measured", "reconstructed", "synthetic", "fitted"]
@@ -70,7 +71,7 @@ class RecordedTrace:
         start = int(np.random.default_rng(seed).integers(0, len(self.rows) - num_requests + 1))
         rows = self.rows[start : start + num_requests]
         first = rows[0].arrival_s
-        return [TraceRow(row.input_tokens, row.output_tokens, row.arrival_s - first) for row in rows]
+        return [replace(row, arrival_s=row.arrival_s - first) for row in rows]
 
 
 class Distribution(Protocol):
@@ -175,7 +176,7 @@ class UniformTrace:
         raise ValueError(f"synthetic workload {self.name} has no arrivals; give a request rate (Poisson)")
 
 
-Trace = RecordedTrace | DrawnTrace | UniformTrace
+Trace = RecordedTrace | DrawnTrace | UniformTrace | SessionTrace
 
 
 @functools.cache
@@ -203,10 +204,14 @@ def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
                 return RecordedTrace(name, entry["title"], origin, read_rows(path))
     sides = ("input_tokens", "output_tokens")
     if shape := entry.get("lognormal"):
-        origin = Origin("synthetic", shape["note"])
-        return DrawnTrace(name, entry["title"], origin, *(LogNormal(**shape[side]) for side in sides))
+        origin, drawn = Origin("synthetic", shape["note"]), [LogNormal(**shape[side]) for side in sides]
+        if sessions := entry.get("sessions"):
+            return SessionTrace(name, entry["title"], origin, *drawn, **sessions)
+        return DrawnTrace(name, entry["title"], origin, *drawn)
     fitted = entry["fitted"]
     quantiles = [Quantiles(tuple((level, tokens) for level, tokens in fitted[side])) for side in sides]
+    if sessions := entry.get("sessions"):
+        return SessionTrace(name, entry["title"], Origin("synthetic", fitted["note"]), *quantiles, **sessions)
     original = next((source.name for source in fetchable(name) if source.has_arrivals), None)
     return DrawnTrace(name, entry["title"], Origin("fitted", fitted["note"]), *quantiles, original)
 

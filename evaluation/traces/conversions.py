@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evaluation.traces.files import TraceRow
+from evaluation.traces.files import PREFIX_TOKENS, TraceRow
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,6 +18,7 @@ CountTokens = Callable[[list[str]], list[int]]
 """Maps texts to their lengths in tokens."""
 
 BATCH_SIZE = 256
+MOONCAKE_LONGEST = 8192
 
 
 def azure_rows(path: Path, stride: int = 1) -> list[TraceRow]:
@@ -41,6 +42,17 @@ def azure_rows(path: Path, stride: int = 1) -> list[TraceRow]:
 def neo_rows(path: Path, stride: int = 1) -> list[TraceRow]:
     """The lengths of a workload in NEO's artifact: a JSON list of objects with prompt and max_tokens."""
     return [TraceRow(int(item["prompt"]), int(item["max_tokens"])) for item in json.loads(path.read_text())[::stride]]
+
+
+def mooncake_rows(path: Path, stride: int = 1) -> list[TraceRow]:
+    """Requests of at most ``MOONCAKE_LONGEST`` tokens in a trace of Mooncake: a JSON object a line, times in ms."""
+    rows = []
+    for item in map(json.loads, path.read_text().splitlines()[::stride]):
+        segments = tuple((1 + block, PREFIX_TOKENS) for block in item["hash_ids"])
+        lengths = int(item["input_length"]), int(item["output_length"])
+        if sum(lengths) <= MOONCAKE_LONGEST:
+            rows.append(TraceRow(*lengths, item["timestamp"] / 1000, segments=segments))
+    return rows
 
 
 def text_rows(pairs: Iterable[tuple[str, str]], count_tokens: CountTokens, max_rows: int) -> list[TraceRow]:

@@ -12,7 +12,15 @@ from tempfile import TemporaryDirectory
 import yaml
 
 from apex.source_tree import CONFIGS
-from evaluation.traces.conversions import azure_rows, dolphin_pairs, livebench_pairs, neo_rows, text_rows, token_counter
+from evaluation.traces.conversions import (
+    azure_rows,
+    dolphin_pairs,
+    livebench_pairs,
+    mooncake_rows,
+    neo_rows,
+    text_rows,
+    token_counter,
+)
 from evaluation.traces.downloads import download, open_url, read_parquet
 from evaluation.traces.files import TraceRow, write_rows
 
@@ -75,7 +83,11 @@ def fetch_osc(source: Source, options: TextOptions, folder: Path) -> Iterator[tu
     yield from zip(frame["prompt"], frame["chosen"], strict=True)
 
 
-READERS: dict[str, Callable[[Path, int], list[TraceRow]]] = {"azure": azure_rows, "neo": neo_rows}
+READERS: dict[str, Callable[[Path, int], list[TraceRow]]] = {
+    "azure": azure_rows,
+    "neo": neo_rows,
+    "mooncake": mooncake_rows,
+}
 TEXTS: dict[str, Callable[[Source, TextOptions, Path], Iterator[tuple[str, str]]]] = {
     "dolphin": fetch_dolphin,
     "livebench": fetch_livebench,

@@ -87,8 +87,11 @@ class Lengths:
 
 
 def row_values(row: TraceRow) -> dict[str, Any]:
-    """A row as JSON values. The class is left out where it is the default."""
+    """A row as JSON values. What it shares, what it follows, and its class are left out where they are the default."""
     values = asdict(row)
+    for name in ("segments", "after"):
+        if getattr(row, name) in ((), None):
+            del values[name]
     service_class = values.pop("service_class")
     return values if service_class is ServiceClass.LATENCY_SENSITIVE else values | {"class": service_class.value}
 
@@ -144,7 +147,14 @@ def make_workload(lengths: Lengths, prompt_tokens: PromptTokens) -> Workload:
 
 def with_prompts(lengths: Lengths, prompts: Iterable[tuple[int, ...]]) -> Workload:
     requests = tuple(
-        ReplayRequest(f"{lengths.spec.name}-{index}", row.arrival_s, prompt, row.output_tokens, row.service_class)
+        ReplayRequest(
+            f"{lengths.spec.name}-{index}",
+            row.arrival_s,
+            prompt,
+            row.output_tokens,
+            row.service_class,
+            None if row.after is None else f"{lengths.spec.name}-{row.after}",
+        )
         for index, (row, prompt) in enumerate(zip(lengths.rows, prompts, strict=True))
     )
     return Workload(lengths, requests)

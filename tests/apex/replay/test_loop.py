@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -48,6 +49,18 @@ def test_open_loop_arrivals():
     assert 100.5 <= seen["2"] <= 100.9  # it arrived while the engine was busy
     assert 105.0 <= seen["0"] <= 105.06  # it arrived while the engine was idle
     assert [record.arrival_s for record in result.records] == pytest.approx([5.0, 0.0, 0.5])
+
+
+def test_a_request_that_follows_another_waits_for_its_end_whatever_that_is():
+    first, second, refused, third = requests((4, 2, 1.0), (4, 2, 2.0), (30, 2, 0.0), (4, 1, 3.0))
+    turns = [first, replace(second, after="0"), refused, replace(third, after="2")]
+    engine = FakeEngine(step_s=0.5, max_tokens=20)
+    result = replay_requests(engine, turns, wait=engine.wait)
+    assert [record.completed for record in result.records] == [True, True, False, True]
+    one, two, _, four = result.records
+    assert two.arrival_s == pytest.approx(one.token_times_s[-1] + 2.0)
+    assert two.token_times_s[0] == pytest.approx(two.arrival_s + 0.5, abs=0.51)
+    assert four.arrival_s == pytest.approx(3.0)
 
 
 def test_refusal_is_a_failed_record_with_the_message():

@@ -231,3 +231,23 @@ def test_the_last_boundary_is_for_sampled_rows_and_the_host_holds_up_the_lane() 
     assert taken_s(lambda: backend.boundary(LAYERS - 1, [whole])) == pytest.approx(0.75 * linear_s(1) + ENDS_S)
     cohort = backend.open_cohort([request])
     assert taken_s(lambda: backend.submit_cpu_attention(0, cohort)) == pytest.approx(5e-3)
+
+
+def test_a_chunk_waits_for_a_cached_prefix_of_the_cpu_tier_layer_by_layer() -> None:
+    """Each layer's part is copied while the layer before computes; what takes longer than that is waited for."""
+
+    def seconds(found: dict[Tier, int] | None) -> float:
+        backend, request = make_backend(), cpu_request("c", 100_000)
+        request.cached_tokens = found
+        lane = backend.open_lane([LaneItem(request, 99_990, 10, Tier.CPU, True)])
+        for layer in range(-1, LAYERS):
+            backend.boundary(layer, [lane])
+            if layer + 1 < LAYERS:
+                backend.gpu_attention(layer + 1, lane)
+        return backend.now()
+
+    copy_s = 1e-4 + -(-99_990 // 16) * 2e-5
+    layer_s = (seconds(None) - ENDS_S) / LAYERS
+    assert copy_s / LAYERS > layer_s, "the copy is what takes longer"
+    waited = seconds({Tier.CPU: 99_984}) - seconds(None)
+    assert copy_s - LAYERS * layer_s - ENDS_S <= waited < copy_s

@@ -122,7 +122,7 @@ def test_unknown_names_are_refused(tmp_path):
         Quantiles(((0, 5), (1, 3)))
 
 
-NOT_FETCHED = ("sharegpt", "dailymails", "longbench-v2")
+NOT_FETCHED = ("multi-turn", "sharegpt", "dailymails", "longbench-v2")
 """Workloads of OmniServe's evaluation, of which scripts/download_traces.py knows no source."""
 
 
@@ -165,6 +165,10 @@ def test_no_command_is_named_where_the_original_has_no_arrivals_either(no_files)
 
 def test_rows_are_read_as_they_were_written(tmp_path):
     rows = (TraceRow(5, 6, 0.0), TraceRow(7, 8, 1.25), TraceRow(1, 1))
+    with_prefixes = (TraceRow(600, 6, 0.0, segments=((1, 512), (2, 512))), TraceRow(512, 8, 1.0, segments=((1, 512),)))
+    write_rows(tmp_path / "prefixes.csv", with_prefixes, {})
+    assert read_rows(tmp_path / "prefixes.csv") == with_prefixes
+    assert len(with_prefixes[0].prompt) == 600
     write_rows(tmp_path / "folder" / "some.csv", rows, {"name": "some"})
     assert read_rows(tmp_path / "folder" / "some.csv") == rows
     assert json.loads((tmp_path / "folder" / "some.json").read_text()) == {"name": "some"}
