@@ -11,16 +11,18 @@ from evaluation.results.kinds import is_simulated
 
 
 def known_notes(records: Iterable[FlatRecord]) -> list[str]:
-    """A note for each card and model of simulated rows, and one where `vllm` is among their
-    systems."""
+    """A note for each card and model of simulated rows, and one where `vllm` is among their systems.
+
+    Cards and models that are not in ``configs``, such as the machine's own or a folder that is gone, have no note.
+    """
     from apex.simulator.calibrated_profile import how_known  # late: reading models imports torch
-    from apex.simulator.hardware import known_hardware, load_gpu, load_model_config
+    from apex.simulator.hardware import known_hardware, known_models, load_gpu, load_model_config
 
     simulated = [record for record in records if is_simulated(record)]
-    cards, notes = {gpu.name: gpu for gpu in map(load_gpu, known_hardware("gpu"))}, []
+    cards, models, notes = {gpu.name: gpu for gpu in map(load_gpu, known_hardware("gpu"))}, known_models(), []
     for gpus, model in dict.fromkeys((record["gpu"], record["model"]) for record in simulated):
         card = cards.get(re.sub(r"^\d+x ", "", gpus))
-        if card is not None:  # else the machine's own profile
+        if card is not None and model in models:
             notes.append(f"{card.name} is known from {how_known(card, load_model_config(model))}.")
     for record in simulated:
         if record["system"] == VLLM:

@@ -58,7 +58,8 @@ def test_a_figure_from_its_command_to_its_files(model, tmp_path, capsys):
     assert [len(record["token_times_s"]) for record in records] == [record["wanted_output_len"] for record in records]
     assert (folder / "figure.png").stat().st_size > 20_000
     found = json.loads((folder / "provenance.json").read_text())["configuration"]["http"]
-    assert found["points"][0]["server"]["version"] == "9.9" and "engine" not in found["points"][0]
+    task = found["points"][0]["task"]
+    assert task["server"]["version"] == "9.9" and "engine" not in task
     printed = capsys.readouterr().out
     assert "MEASURED over HTTP" in printed and "SIMULATED" not in printed
 

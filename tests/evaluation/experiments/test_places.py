@@ -7,9 +7,11 @@ import pytest
 from apex.simulator.calibrated_profile import cpu_attention_gb_s
 from apex.simulator.hardware import LayerShape, load_host
 from apex.simulator.paper_settings import load_setting
+from apex.simulator.runtime import VLLM
 from evaluation.experiments.axes import SETTING, TASK
 from evaluation.experiments.grid import Grid
 from evaluation.experiments.places import FIELDS, concerns, lengths_of, setting_of, simulate, simulated_point
+from swiftllm.core.request import Tier
 
 PLACE = {"setting": "apex-a10", "system": "apex", "input_len": 1000, "output_len": 50, "num_requests": 4}
 
@@ -80,14 +82,16 @@ TASK_CHANGES = {
     "admission_control": (False, lambda new, old: new.strategy.disable_admission_control),
     "one_class": (True, lambda new, old: new.one_class),
     "duration_s": (9.0, lambda new, old: new.duration_s == 9.0),
+    "vllm_defaults": (True, lambda new, old: new.vllm_defaults and new.cached_tiers == (Tier.GPU,) != old.cached_tiers),
 }
 
 
 @pytest.mark.parametrize("field", TASK)
 def test_an_axis_of_the_task_changes_it(field):
     value, changed = TASK_CHANGES[field]
-    assert changed(simulate({**PLACE, field: value}), simulate(PLACE))
-    assert simulate({**PLACE, field: None}) == simulate(PLACE)
+    place = {**PLACE, "system": VLLM} if field == "vllm_defaults" else PLACE
+    assert changed(simulate({**place, field: value}), simulate(place))
+    assert simulate({**place, field: None}) == simulate(place)
 
 
 def test_what_a_ticket_costs_is_what_schedulers_believe():

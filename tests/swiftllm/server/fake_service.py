@@ -25,6 +25,7 @@ class FakeService:
         self.observers: list[Any] = []
         self.engine = SimpleNamespace(
             residents=SimpleNamespace(limits=LIMITS),
+            kv=SimpleNamespace(names=None),
             policy=SimpleNamespace(slo=None),
             describe=lambda: dict(DESCRIPTION),
         )
