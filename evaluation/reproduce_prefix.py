@@ -62,7 +62,7 @@ MEASURED_COLUMNS = (
     ("computed tokens", "computed_tokens", "d"), ("/ fewest", "computed_over_fewest", ".3f"),
 )  # fmt: skip
 LINES_NOTE = (
-    "off: no cache. gpu: in GPU memory only. store: swiftllm, which copies what is cached in host memory back before it "
+    "off: no cache. gpu: in GPU memory only. store: swiftllm, which copies what host memory has back before it "
     "uses it. Others: a cache over both tiers, attended where it lies."
 )
 DRAWN = {("vllm", "gpu"), ("swiftllm", "store"), ("apex", "tiers"), ("adaptive", "tiers")}
