@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 if __name__ == "__main__" and not __package__:  # run as a file
@@ -61,6 +61,10 @@ MEASURED_COLUMNS = (
     ("turn 2 / 1", "turn_2_over_1", ".2f"), ("found tokens", "found_tokens", ".0f"),
     ("computed tokens", "computed_tokens", "d"), ("/ fewest", "computed_over_fewest", ".3f"),
 )  # fmt: skip
+LINES_NOTE = (
+    "off: no cache. gpu: in GPU memory only. store: swiftllm, which copies what host memory has back before it "
+    "uses it. Others: a cache over both tiers, attended where it lies."
+)
 DRAWN = {("vllm", "gpu"), ("swiftllm", "store"), ("apex", "tiers"), ("adaptive", "tiers")}
 
 
@@ -87,7 +91,7 @@ def panels(rows: Sequence[FlatRecord], field: str, words: str, **options: bool) 
     for (gpu, workload), here in grouped(rows, "gpu", "workload_title").items():
         lines = [
             Series(
-                f"{system}, {cache}",
+                system if cache == "tiers" else f"{system} {cache}" if cache != "store" else cache,
                 system_colour(system),
                 [(row["pool"], row[field]) for row in of_one],
                 dashed=cache == "off",
@@ -108,6 +112,7 @@ def show(run: Run, console: Console) -> None:
         *panels(rows, "ttft_s_mean", "mean s to first token", log_y=True),
     ]
     text = figure_text("Prefix caches by where they keep blocks", rows, run.machine)
+    text = replace(text, notes=f"{LINES_NOTE}\n{text.notes}")
     show_figure(line_figure(drawn, text, columns=len(drawn) // 2), run.folder, console)
 
 
