@@ -13,7 +13,7 @@ import math
 import signal
 import threading
 import time
-from bisect import insort
+from bisect import insort_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,7 @@ def replay_requests(
     Raises:
         ReplayStalled: no token, prefill or refusal for ``stall_timeout_s``.
     """
-    waiting = [request for request in requests if request.after is None]
+    waiting = [request for request in reversed(requests) if request.after is None]
     waiting.sort(key=lambda request: request.arrival_s, reverse=True)  # the next one is popped from the end
     following = {request.after: request for request in requests if request.after is not None}
     live: dict[str, Request] = {}
@@ -70,7 +70,7 @@ def replay_requests(
         """What follows a request waits from now on."""
         if (request := following.pop(request_id, None)) is not None:
             arrival_s = engine.now() - start_s + request.arrival_s
-            insort(waiting, replace(request, arrival_s=arrival_s), key=lambda one: -one.arrival_s)
+            insort_left(waiting, replace(request, arrival_s=arrival_s), key=lambda one: -one.arrival_s)
 
     with stall_guard(engine, stall_timeout_s) as still_alive:
         while (waiting or engine.has_unfinished()) and engine.now() - start_s < limit_s:

@@ -108,12 +108,17 @@ def test_system_names_are_those_of_the_registry():
     assert get_args(SystemName) == tuple(systems())
 
 
+OF_THE_SERVER = ("logit_bias", "logprobs", "prompt_logprobs", "bad_words", "allowed_token_ids", "grammar")
+"""Sampling parameters that the commands do not take."""
+
+
 def test_every_option_of_engine_and_strategy_is_a_flat_flag_with_its_help(capsys, wide_help):
     text = help_of(capsys, "generate")
     for configuration in (EngineConfig, StrategyConfig, SamplingParams):
         for item in dataclasses.fields(configuration):
-            if item.name not in ("model", "logit_bias", "logprobs", "prompt_logprobs"):
-                assert f"--{item.name.replace('_', '-')} " in text, item.name
+            if item.name not in ("model", *OF_THE_SERVER):
+                flag = item.name.replace("_", "-")
+                assert f"--{flag} " in text or f"--no-{flag} " in text, item.name
     assert "Tokens per KV-cache block, in both tiers." in text
     assert "--engine." not in text and "MODEL" in text
 

@@ -100,7 +100,7 @@ def test_every_option_of_every_command_may_come_from_a_file(verb, write, capsys,
     flags = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
     positional = {"model", "prompts"}
     names = dict(option_types(COMMANDS[verb]))
-    assert set(names) - positional - {"config"} <= flags
+    assert set(names) - positional - {"config"} <= flags | {flag.removeprefix("no_") for flag in flags}
     name, typo = ("seed", "sead") if "seed" in names else ("threads", "treads")
     with pytest.raises(InputError, match=f"did you mean {name}"):
         read_config_file(Path(write(f"{typo}: 1\n")), COMMANDS[verb])

@@ -62,7 +62,8 @@ def check_plan(engine: Engine, plan: IterationPlan, preempted: list[Request]) ->
         return
     if policy.rules.tiers == (Tier.GPU,) and residents.running[Tier.CPU].of_class(LS):
         return  # what was preempted comes before what waits
-    num_tokens = min(first.num_tokens, tokens_left) if policy.rules.by_chunk else first.num_tokens
+    by_chunk = policy.rules.by_chunk and not policy.rules.whole_prompts
+    num_tokens = min(first.num_tokens, tokens_left) if by_chunk else first.num_tokens
     num_blocks = residents.kv.blocks_for(num_tokens)
     seats = residents.limits.max_num_seqs - sum(map(len, residents.running.values()))
     seats += sum(len(residents.yielding(tier, first)) for tier in Tier)

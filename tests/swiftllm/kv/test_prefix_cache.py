@@ -93,8 +93,10 @@ def test_shared_blocks_have_several_holders_and_take_no_room() -> None:
     kv = KVCacheManager(8, 0, SIZE, cached_tiers=[GPU])
     first = compute(kv, request_of(kv, list(range(18))))
     second = request_of(kv, list(range(20)))
+    second.tier = None  # it waits
     assert (kv.num_findable(second), kv.num_shared(second, GPU)) == (4, 4)
     assert kv.num_free(GPU) == 3
+    second.tier = GPU
     compute(kv, second)
     assert kv.num_free(GPU) == 2
     assert kv.block_tables[first.request_id][:4] == kv.block_tables[second.request_id][:4]
@@ -265,7 +267,7 @@ def test_a_prompt_under_way_shares_no_more_than_it_has_computed() -> None:
     behind = request_of(kv, text, CPU)
     kv.start(behind, 16)
     behind.num_uncomputed = 10  # 6 tokens are computed: one full block
-    compute(kv, request_of(kv, text))
+    compute(kv, request_of(kv, text, name="other"))
     assert kv.num_shared(behind, GPU) == 1
     kv.begin_plan()
     kv.move_blocks(behind, GPU)
