@@ -79,8 +79,7 @@ def converse(engine: Engine, classes: bool) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("tiers", ["gpu", "both"])
-@pytest.mark.parametrize("pools", POOLS)
+@pytest.mark.parametrize(("pools", "tiers"), [("ample", "both"), ("tiny", "gpu"), ("tiny", "both")])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tokens_are_those_without_a_cache(model_dir: Path, variant: str, pools: str, tiers: str) -> None:
     system, strategy, synchronous = VARIANTS[variant]

@@ -58,8 +58,11 @@ def hits(engine) -> int:
     return sum(engine.stats().prefix_hits.values())
 
 
-@pytest.mark.parametrize("tiers", [(Tier.GPU,), BOTH], ids=["gpu", "both"])
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(
+    ("table", "tiers"),
+    [("slow-cpu", BOTH), ("even", (Tier.GPU,)), ("fast-cpu", BOTH)],
+    ids=["slow", "gpu-only", "fast"],
+)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_random_conversations(system: str, table: str, tiers: tuple[Tier, ...]) -> None:
     found = 0
