@@ -17,8 +17,8 @@ from rich.console import Console
 
 from evaluation.experiments.experiment import Experiment, command
 from evaluation.experiments.options import Folder, TraceOptions, experiment_settings
-from evaluation.experiments.prefix import run_prefix_point, simulated_points, with_ratios
-from evaluation.experiments.prefix_measured import describe, measured_points, run_sharing_point
+from evaluation.experiments.prefix.measured import describe, measured_points, run_sharing_point
+from evaluation.experiments.prefix.simulated import run_prefix_point, simulated_points, with_ratios
 from evaluation.experiments.runner import Point, Run
 from evaluation.plots.lines import LinePanel, Series, line_figure
 from evaluation.plots.notes import figure_text

@@ -16,7 +16,7 @@ from apex.perf.model import FREE, Curve, PerfModel, ProfileTable, total_s
 
 
 @dataclass(frozen=True)
-class Grid:
+class TimeGrid:
     """Seconds over several sizes, interpolated linearly in each; beyond the ends along the line through the last two.
 
     Each of ``points`` has its sizes and, last, its seconds. They need not form a full grid: each size has points of its
@@ -33,13 +33,13 @@ class Grid:
         if len(below) < 2:
             raise ValueError(f"interpolation needs two values of each size, got {sorted(below)}")
         sizes = sorted(below)
-        parts = [below[n][0][0] if len(below[n][0]) == 1 else Grid(tuple(below[n])) for n in sizes]
+        parts = [below[n][0][0] if len(below[n][0]) == 1 else TimeGrid(tuple(below[n])) for n in sizes]
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "_below", parts)
 
     @staticmethod
-    def of(seconds: Mapping[tuple[float, ...], float]) -> Grid:
-        return Grid(tuple((*sizes, value) for sizes, value in seconds.items()))
+    def of(seconds: Mapping[tuple[float, ...], float]) -> TimeGrid:
+        return TimeGrid(tuple((*sizes, value) for sizes, value in seconds.items()))
 
     def sizes_after(self, first: float) -> list[float]:
         """The second sizes that were measured with a first one."""
@@ -88,7 +88,7 @@ class OperatorTable(ProfileTable):
     """
 
     token_ends: Curve = FREE
-    mixed_attention: Grid | None = field(default=None, repr=False)
+    mixed_attention: TimeGrid | None = field(default=None, repr=False)
     unequal: UnequalContexts | None = None
 
 

@@ -20,7 +20,7 @@ from math import isfinite
 from pathlib import Path
 
 from apex.perf.model import Curve, Surface
-from apex.perf.operator_tables import Grid, UnequalContexts
+from apex.perf.operator_tables import TimeGrid, UnequalContexts
 
 GEMMS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 LAYER_NORM = "layernorm"
@@ -46,11 +46,11 @@ class Operators:
     elementwise: Curve
     decode: Surface
     prefill: Surface
-    mixed: Grid | None
+    mixed: TimeGrid | None
     token_ends: Curve
     row_ends: Curve
     unequal: UnequalContexts | None
-    experts: Grid | None
+    experts: TimeGrid | None
 
 
 def read_operators(folder: Path) -> Operators:
@@ -149,7 +149,7 @@ def _sum(path: Path, by_layer: Mapping[str, Mapping[float, float]], names: Seque
     return Curve(tuple(sizes), tuple(sum(by_layer[name][size] for name in names) for size in sizes))
 
 
-def _attention(folder: Path) -> tuple[Surface, Surface, Grid | None]:
+def _attention(folder: Path) -> tuple[Surface, Surface, TimeGrid | None]:
     decode: dict[tuple[float, float], float] = {}
     prefill: dict[tuple[float, float], float] = {}
     mixed: dict[tuple[float, ...], float] = {}
@@ -163,7 +163,7 @@ def _attention(folder: Path) -> tuple[Surface, Surface, Grid | None]:
             decode[decodes, context] = us * US
     path = folder / "attention.csv"
     alone = _surface(path, "decodes", decode), _surface(path, "prompt chunks", prefill)
-    return *alone, Grid.of(mixed) if mixed else None
+    return *alone, TimeGrid.of(mixed) if mixed else None
 
 
 def _surface(path: Path, what: str, seconds: Mapping[tuple[float, float], float]) -> Surface:
@@ -179,14 +179,14 @@ def _surface(path: Path, what: str, seconds: Mapping[tuple[float, float], float]
     )
 
 
-def _experts(folder: Path) -> Grid | None:
+def _experts(folder: Path) -> TimeGrid | None:
     if table_file(folder, "moe.csv") is None:
         return None
     rows = _numbers(folder, "moe.csv", ("tokens", "activated_experts", "time_us"))
     by_tokens: dict[float, int] = {}
     for tokens, _, _ in rows:
         by_tokens[tokens] = by_tokens.get(tokens, 0) + 1
-    return Grid(tuple((tokens, active, us * US) for tokens, active, us in rows if by_tokens[tokens] > 1))
+    return TimeGrid(tuple((tokens, active, us * US) for tokens, active, us in rows if by_tokens[tokens] > 1))
 
 
 def _unequal(folder: Path) -> UnequalContexts | None:

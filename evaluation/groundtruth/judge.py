@@ -11,7 +11,7 @@ import yaml
 from evaluation.groundtruth.models import RunModel, find_model
 from evaluation.groundtruth.prediction import Outcome, measured_outcome, predict_run
 from evaluation.groundtruth.report import errors
-from evaluation.groundtruth.run_files import RUNS, Run, find_run, read_run
+from evaluation.groundtruth.run_files import RUNS, RealRun, find_run, read_run
 from evaluation.groundtruth.terms import Setup, all_terms, card_of, terms
 
 ERRORS_FILE = RUNS / "errors.yaml"
@@ -23,7 +23,7 @@ TOLERANCE = 0.01
 class Judged:
     """A real run, and its prediction with all terms."""
 
-    run: Run
+    run: RealRun
     model: RunModel
     measured: Outcome
     predicted: Outcome
@@ -44,7 +44,7 @@ def judge(name_or_folder: str | Path, model_folder: Path | None = None) -> Judge
     return Judged(run, model, measured_outcome(run), predict(run, model, all_terms(run, model)))
 
 
-def predict(run: Run, model: RunModel, setup: Setup) -> Outcome:
+def predict(run: RealRun, model: RunModel, setup: Setup) -> Outcome:
     caching = setup.prefix_caching
     return predict_run(run, setup.table, model.num_layers, pool_blocks(run), setup.runtime, prefix_caching=caching)
 
@@ -56,7 +56,7 @@ def ladder(judged: Judged) -> Iterator[tuple[str, dict[str, float]]]:
         yield setup.term, errors(judged.measured, predict(judged.run, judged.model, setup))
 
 
-def pool_blocks(run: Run) -> int:
+def pool_blocks(run: RealRun) -> int:
     """Blocks of the run's pool; where it was not recorded, as many as all requests need at once."""
     if run.num_gpu_blocks is not None:
         return run.num_gpu_blocks

@@ -12,7 +12,7 @@ from apex.replay.loop import replay_requests
 from apex.replay.records import ReplayRequest, RequestRecord
 from apex.simulator.build import build_simulated
 from apex.simulator.runtime import Runtime
-from evaluation.groundtruth.run_files import Run, RunRequest
+from evaluation.groundtruth.run_files import RealRun, RunRequest
 from swiftllm.core.request import Tier
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -47,7 +47,7 @@ class Outcome:
         return {name: float(value) for name, value in result.items()}
 
 
-def measured_outcome(run: Run) -> Outcome:
+def measured_outcome(run: RealRun) -> Outcome:
     columns = zip(*((r.queued_s, r.first_token_s, r.last_token_s, r.output_len) for r in run.requests), strict=True)
     queued, first, last, lens = map(np.array, columns)
     return Outcome(
@@ -61,7 +61,7 @@ def measured_outcome(run: Run) -> Outcome:
 
 
 def predict_run(
-    run: Run,
+    run: RealRun,
     table: ProfileTable,
     num_layers: int,
     num_gpu_blocks: int,
@@ -90,7 +90,7 @@ def predict_run(
 
 
 def _replay(
-    run: Run,
+    run: RealRun,
     served: Sequence[RunRequest],
     table: ProfileTable,
     num_layers: int,

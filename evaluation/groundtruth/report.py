@@ -10,7 +10,7 @@ from rich.console import Console
 
 from apex.cli.output import table
 from evaluation.groundtruth.prediction import Outcome
-from evaluation.groundtruth.run_files import Run
+from evaluation.groundtruth.run_files import RealRun
 from evaluation.plots.style import FigureText, sheet, tidy_axes
 
 UNITS = {"tokens_per_s": (1.0, "output tokens/s", ".0f"), "ttft": (1.0, "s", ".2f"), "tpot": (1e3, "ms", ".1f")}
@@ -28,7 +28,7 @@ def errors(measured: Outcome, predicted: Outcome) -> dict[str, float]:
     return result
 
 
-def print_comparison(run: Run, measured: Outcome, predicted: Outcome, console: Console) -> None:
+def print_comparison(run: RealRun, measured: Outcome, predicted: Outcome, console: Console) -> None:
     real, simulated, off = measured.metrics(), predicted.metrics(), errors(measured, predicted)
     rows = []
     for name in real:
@@ -57,7 +57,7 @@ def print_terms(rows: Sequence[tuple[str, Mapping[str, float]]], console: Consol
     console.print(table(titles, shown, left=("term",)))
 
 
-def draw_run(run: Run, measured: Outcome, predicted: Outcome) -> Figure:
+def draw_run(run: RealRun, measured: Outcome, predicted: Outcome) -> Figure:
     """Running and waiting requests over time, and the distributions of TTFT and TPOT."""
     times_s = [sample.time_s for sample in run.load]
     text = FigureText(

@@ -48,7 +48,7 @@ class LoadSample:
 
 
 @dataclass(frozen=True)
-class Run:
+class RealRun:
     """A real run. ``num_gpu_blocks`` is None where the run did not record its pool."""
 
     name: str
@@ -84,7 +84,7 @@ def find_run(name_or_folder: str | Path) -> Path:
     raise ValueError(f"no run {str(name_or_folder)!r}: give its folder, or one of {', '.join(known_runs())}")
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RealRun:
     """Read a run.
 
     Raises:
@@ -93,7 +93,7 @@ def read_run(folder: Path) -> Run:
     meta = _read_meta(folder)
     options, pool = meta["engine_kwargs"], meta.get("kv_cache") or {}
     path = folder / "meta.json"
-    return Run(
+    return RealRun(
         name=folder.name,
         folder=folder,
         model=meta["model"],

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from apex.perf.model import FREE, Curve, ProfileTable, Surface
-from apex.perf.operator_tables import Grid, OperatorTable
+from apex.perf.operator_tables import OperatorTable, TimeGrid
 from apex.simulator.calibrated_profile import ITEMSIZES, all_reduce_s, hardware_profile
 from apex.simulator.hardware import (
     ASSUMPTIONS_FILE,
@@ -21,7 +21,7 @@ from apex.simulator.hardware import (
 from apex.simulator.operator_files import read_operators
 from apex.simulator.runtime import OWN_ENGINE, Runtime, vllm_runtime
 from evaluation.groundtruth.models import RunModel
-from evaluation.groundtruth.run_files import Run
+from evaluation.groundtruth.run_files import RealRun
 
 LINK = "pcie-4"
 """What joins data-parallel ranks that exchange tokens between experts; assumed."""
@@ -39,7 +39,7 @@ class Setup:
     prefix_caching: bool = False
 
 
-def card_of(run: Run) -> Gpu | None:
+def card_of(run: RealRun) -> Gpu | None:
     """The card in ``configs/hardware`` that the run's operators were measured on."""
     for name in known_hardware("gpu"):
         gpu = load_gpu(name)
@@ -48,7 +48,7 @@ def card_of(run: Run) -> Gpu | None:
     return None
 
 
-def table_of_operators(run: Run, model: RunModel) -> OperatorTable:
+def table_of_operators(run: RealRun, model: RunModel) -> OperatorTable:
     """A table of the run's operators alone: no CPU tier, and the host's assumed time an iteration.
 
     Of a mixture of experts, all ranks have batches of one size, and each token picks its experts at random.
@@ -81,7 +81,7 @@ def table_of_operators(run: Run, model: RunModel) -> OperatorTable:
     )
 
 
-def experts_s(experts: Grid, tokens: float, ranks: int) -> float:
+def experts_s(experts: TimeGrid, tokens: float, ranks: int) -> float:
     """A layer's experts on one of the ranks that divide them, with ``tokens`` on each rank.
 
     A rank computes its part of the experts for the tokens of all.
@@ -92,12 +92,12 @@ def experts_s(experts: Grid, tokens: float, ranks: int) -> float:
     return experts(tokens, all_experts / ranks * (1.0 - idle))
 
 
-def all_terms(run: Run, model: RunModel) -> Setup:
+def all_terms(run: RealRun, model: RunModel) -> Setup:
     """The prediction from the run's own operator tables."""
     return Setup("all terms", table_of_operators(run, model), vllm_runtime(run.max_num_seqs), prefix_caching=True)
 
 
-def terms(run: Run, gpu: Gpu) -> Iterator[Setup]:
+def terms(run: RealRun, gpu: Gpu) -> Iterator[Setup]:
     """The terms in order, each with those before it. ``gpu`` is the run's card."""
     assumed, config = read_figures(ASSUMPTIONS_FILE), load_model_config(run.model.rsplit("/", 1)[-1].lower())
     fractions = {name: assumed[name] for name in ("weight_read_fraction", "gemm_fraction")}

@@ -97,7 +97,7 @@ WRONG_FIELDS: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True)
-class Kind:
+class RequestKind:
     """A kind of request: how often it comes, its fields, and how it may end."""
 
     weight: float
@@ -107,27 +107,27 @@ class Kind:
 
 LEFT = (HUNG_UP, SERVED)
 KINDS = {
-    "plain": Kind(28, RequestSource.plain),
-    "stream": Kind(28, lambda s: s.served(stream=True, stream_options={"include_usage": True})),
-    "several outputs": Kind(4, lambda s: s.served(3, n=3)),
-    "stream, hung up": Kind(12, lambda s: s.asked(stream=True) | {"hang_up_after": s.rng.randint(1, 4)}, LEFT),
-    "plain, hung up": Kind(8, lambda s: s.asked() | {"hang_up_s": s.rng.uniform(0.0, 0.1)}, LEFT),
-    "deadline": Kind(
+    "plain": RequestKind(28, RequestSource.plain),
+    "stream": RequestKind(28, lambda s: s.served(stream=True, stream_options={"include_usage": True})),
+    "several outputs": RequestKind(4, lambda s: s.served(3, n=3)),
+    "stream, hung up": RequestKind(12, lambda s: s.asked(stream=True) | {"hang_up_after": s.rng.randint(1, 4)}, LEFT),
+    "plain, hung up": RequestKind(8, lambda s: s.asked() | {"hang_up_s": s.rng.uniform(0.0, 0.1)}, LEFT),
+    "deadline": RequestKind(
         4,
         lambda s: s.asked(timeout=HURRY_S, stream=s.rng.random() < 0.5),
         (SERVED, "504 deadline", "stream: deadline"),
     ),
-    "too long": Kind(
+    "too long": RequestKind(
         4,
         lambda s: s.asked(prompt=s.prompt(s.max_model_len + s.rng.randint(0, 50))),
         ("400 context_length_exceeded",),
     ),
-    "wrong model": Kind(3, lambda s: s.asked(model="another"), ("404 model_not_found",)),
-    "unknown token": Kind(
+    "wrong model": RequestKind(3, lambda s: s.asked(model="another"), ("404 model_not_found",)),
+    "unknown token": RequestKind(
         2, lambda s: s.asked(prompt=[s.vocab_size + s.rng.randrange(1000)]), ("400 request_refused",)
     ),
-    "malformed": Kind(6, RequestSource.malformed, ("400 invalid_value",)),
-    "wrong path": Kind(1, lambda s: {"body": b"{}", "path": "/v1/nothing"}, ("404 None",)),
+    "malformed": RequestKind(6, RequestSource.malformed, ("400 invalid_value",)),
+    "wrong path": RequestKind(1, lambda s: {"body": b"{}", "path": "/v1/nothing"}, ("404 None",)),
 }
 
 

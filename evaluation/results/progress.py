@@ -20,7 +20,7 @@ from rich.progress import (
 PLAIN_LINE_EVERY_S = 15.0
 
 
-class Bar:
+class TerminalBar:
     """A bar with a text beside it, which is there on a terminal only. A context manager."""
 
     def __init__(self, console: Console, label: str, total: float, clock: ProgressColumn) -> None:
@@ -39,7 +39,7 @@ class Bar:
         self.bar.stop()
 
 
-class TokenProgress(Bar):
+class TokenProgress(TerminalBar):
     """Progress of one replay in output tokens."""
 
     def __init__(self, label: str, total_tokens: int, console: Console | None = None) -> None:
@@ -102,7 +102,7 @@ class RunProgress:
         print_line(self.console, f"{self.index}/{self.total_points} {text}")
 
 
-class PoolProgress(Bar):
+class PoolProgress(TerminalBar):
     """A line per finished point, and one bar over the total cost."""
 
     def __init__(self, run: RunProgress, total_cost: float) -> None:

@@ -23,7 +23,7 @@ MAX_DEPTH = 64  # the parser recurses
 MAX_CACHED = 256
 
 
-class Grammar:
+class CompiledGrammar:
     """A compiled grammar. Threads may share it."""
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -57,9 +57,9 @@ class GrammarCompiler:
         self._tokenizer, self._vocab_size, self._eos = tokenizer, vocab_size, list(eos_token_ids)
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[Kind, str], Grammar] = OrderedDict()
+        self._compiled: OrderedDict[tuple[Kind, str], CompiledGrammar] = OrderedDict()
 
-    def compile(self, kind: Kind, source: Any) -> Grammar:
+    def compile(self, kind: Kind, source: Any) -> CompiledGrammar:
         """The grammar of a JSON schema (a text or an object), a regular expression, a list of texts, or a text in
         Lark's or GBNF's form. Takes milliseconds; the first one a second.
 
@@ -78,7 +78,7 @@ class GrammarCompiler:
                 self._compiled.popitem(last=False)
         return found
 
-    def _compile(self, kind: Kind, text: str) -> Grammar:
+    def _compile(self, kind: Kind, text: str) -> CompiledGrammar:
         from llguidance import LLMatcher, LLTokenizer, grammar_from
 
         if self._vocabulary is None:
@@ -87,7 +87,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._vocabulary, grammar_from(kind, text), log_level=0)
         if matcher.is_error():
             raise ValueError(matcher.get_error().partition("\n<state>")[0])
-        return Grammar(matcher)
+        return CompiledGrammar(matcher)
 
 
 def depth_of(text: str) -> int:

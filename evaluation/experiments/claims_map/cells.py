@@ -12,7 +12,7 @@ from evaluation.results.folder import FlatRecord
 
 
 @dataclass(frozen=True)
-class Cell:
+class JudgedCell:
     """A machine, and our ratio for the claim there; None if a point of the claim is not finished."""
 
     machine: Machine
@@ -26,7 +26,7 @@ class MappedClaim:
 
     claim: Claim
     own: Machine
-    cells: tuple[Cell, ...]
+    cells: tuple[JudgedCell, ...]
 
     @property
     def ours(self) -> float | None:
@@ -34,16 +34,16 @@ class MappedClaim:
         return next((cell.ours for cell in self.cells if cell.machine == self.own), None)
 
     @property
-    def holding(self) -> list[Cell]:
+    def holding(self) -> list[JudgedCell]:
         return [cell for cell in self.cells if cell.holds]
 
     @property
-    def nearest(self) -> Cell | None:
+    def nearest(self) -> JudgedCell | None:
         """The cell that holds and differs least from ``own``, both factors counted alike; None if none holds."""
         return min(self.holding, key=lambda cell: self._distance(cell.machine), default=None)
 
     @property
-    def closest(self) -> Cell | None:
+    def closest(self) -> JudgedCell | None:
         """The cell whose ratio comes closest to the claimed one; None if no cell is finished."""
         finished = [cell for cell in self.cells if cell.ours]
         return min(finished, key=lambda cell: abs(math.log(cell.ours / self.claim.ratio)), default=None)
@@ -75,7 +75,7 @@ def _judged(claim: Claim, rows: Sequence[FlatRecord]) -> MappedClaim | None:
     cells = []
     for machine, item in compared.items():
         ours = item.summary if points and len(item.by_place) == points else None  # else some points are not finished
-        cells.append(Cell(machine, ours, agrees(claim.ratio, ours)))
+        cells.append(JudgedCell(machine, ours, agrees(claim.ratio, ours)))
     return MappedClaim(claim, own, tuple(cells))
 
 

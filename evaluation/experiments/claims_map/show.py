@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from evaluation.experiments.axes import REFERENCE
-from evaluation.experiments.claims_map.cells import Cell, MappedClaim, judge_cells, why_not_mapped
+from evaluation.experiments.claims_map.cells import JudgedCell, MappedClaim, judge_cells, why_not_mapped
 from evaluation.experiments.claims_map.points import mappable
 from evaluation.experiments.runner import Run
 from evaluation.plots import heat_map
@@ -71,7 +71,7 @@ def nearest_words(item: MappedClaim) -> str:
     return f"nowhere; closest {place_words(item.closest)}" if item.closest else "-"
 
 
-def place_words(cell: Cell) -> str:
+def place_words(cell: JudgedCell) -> str:
     return f"{cell.ours:.2f} at {cell.machine.cpu_gb_s:.0f} GB/s, {cell.machine.gpu_blocks} blocks"
 
 

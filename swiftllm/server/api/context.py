@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from swiftllm.model.hub import model_name
 from swiftllm.model.tokenizer import Tokenizer
-from swiftllm.sampling.grammar import Grammar, GrammarCompiler
+from swiftllm.sampling.grammar import CompiledGrammar, GrammarCompiler
 from swiftllm.scheduling.admission import context_limit
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.protocol import ChatMessage, GenerationRequest, TemplateOptions
@@ -67,7 +67,7 @@ class ServingContext:
             raise ApiError(400, message, "prompt", "no_tokenizer")
         return self.tokenizer
 
-    async def grammar_of(self, body: GenerationRequest) -> Grammar | None:
+    async def grammar_of(self, body: GenerationRequest) -> CompiledGrammar | None:
         """The compiled grammar that the output of a request must follow, if there is one.
 
         Raises:

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from swiftllm.core.request import RequestRefused, SamplingParams
-from swiftllm.sampling.grammar import Grammar
+from swiftllm.sampling.grammar import CompiledGrammar
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.output_text import OutputText, Piece
@@ -61,7 +61,7 @@ class Generation:
         body: GenerationRequest,
         prompts: Sequence[Prompt],
         max_tokens: int | None,
-        grammar: Grammar | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> None:
         """``max_tokens``: output tokens of each prompt, cut to what fits beside it; None is all that fits."""
         self.request_id = f"{name}-{body.request_id or format(ID_BITS.getrandbits(128), '032x')}"

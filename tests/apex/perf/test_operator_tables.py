@@ -10,7 +10,7 @@ import pytest
 
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import FREE, Curve, PerfModel, ProfileTable, Surface
-from apex.perf.operator_tables import Grid, OperatorModel, OperatorTable, UnequalContexts, model_of
+from apex.perf.operator_tables import OperatorModel, OperatorTable, TimeGrid, UnequalContexts, model_of
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, SamplingParams, Tier
 
@@ -27,7 +27,7 @@ def surface(seconds: Callable[[float, float], float]) -> Surface:
     return Surface((1, 100), tuple(Curve((0, 1000), (seconds(n, 0), seconds(n, 1000))) for n in (1, 100)))
 
 
-MIXED = Grid.of(
+MIXED = TimeGrid.of(
     {
         (new, cached, n, context): prefill_s(new, cached) + 2 * decode_s(n, context)
         for new, cached, n, context in product((1, 100), (0, 1000), (1, 100), (0, 1000))
@@ -47,13 +47,13 @@ TABLE = OperatorTable(
 
 
 def test_a_grid_interpolates_in_each_size_and_beyond() -> None:
-    plane = Grid.of({(x, y): 2 * x + 3 * y for x, y in ((1, 0), (1, 10), (4, 2), (4, 3), (4, 9), (8, 0), (8, 5))})
+    plane = TimeGrid.of({(x, y): 2 * x + 3 * y for x, y in ((1, 0), (1, 10), (4, 2), (4, 3), (4, 9), (8, 0), (8, 5))})
     for x, y in ((1, 0), (2.5, 4), (4, 2.5), (8, 5), (10, 20)):
         assert plane(x, y) == pytest.approx(2 * x + 3 * y)
-    bent = Grid.of({(0,): 0.0, (1,): 1.0, (2,): 4.0})
+    bent = TimeGrid.of({(0,): 0.0, (1,): 1.0, (2,): 4.0})
     assert [bent(x) for x in (0.5, 1.5, 3)] == [0.5, 2.5, 7.0]
     with pytest.raises(ValueError, match="two values of each size"):
-        Grid.of({(1, 2): 1.0, (1, 3): 2.0})
+        TimeGrid.of({(1, 2): 1.0, (1, 3): 2.0})
 
 
 def test_chunks_and_decodes_together_take_the_measured_time_of_both() -> None:
