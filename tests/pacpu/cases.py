@@ -1,5 +1,6 @@
 """Calls of paged attention for the tests: random arguments, and which kernels and instruction sets there are."""
 
+import threading
 from dataclasses import dataclass, replace
 
 import pytest
@@ -135,3 +136,22 @@ def shared_case(dtype: torch.dtype, block_size: int = 16, **shape) -> Case:
     order = [3, 7, 0, 5, 8, 2, 6, 1, 4]
     rows = {name: getattr(case, name)[order] for name in ("q", "k", "v", "block_tables", "seq_lens", "out")}
     return replace(case, **rows)
+
+
+def check_at_the_same_time(first: Case, second: Case, rounds: int) -> None:
+    """Check two cases again and again, each from a Python thread of its own with a team of another size."""
+    failures = []
+
+    def work(case: Case, num_threads: int) -> None:
+        try:
+            for _ in range(rounds):
+                case.check(num_threads=num_threads)
+        except AssertionError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=turn) for turn in ((first, 3), (second, 2))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures

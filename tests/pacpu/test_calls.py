@@ -14,27 +14,13 @@ import torch
 
 import pacpu
 from pacpu import _pacpu
-from tests.pacpu.cases import BEST_ISA, ISAS, Case, bits, make_case, use
+from tests.pacpu.cases import BEST_ISA, ISAS, bits, check_at_the_same_time, make_case, use
 
 
 def test_calls_from_two_python_threads():
     """Different problems at once, each with a team of its own size, many times."""
-    failures = []
-
-    def work(case: Case, num_threads: int) -> None:
-        try:
-            for _ in range(30):
-                case.check(num_threads=num_threads)
-        except AssertionError as error:
-            failures.append(error)
-
-    cases = [make_case(torch.float16), make_case(torch.float32, num_heads=8, num_kv_heads=2, seq_lens=(250, 3))]
-    threads = [threading.Thread(target=work, args=(case, n)) for case, n in zip(cases, (3, 2), strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    small_heads = make_case(torch.float32, num_heads=8, num_kv_heads=2, seq_lens=(250, 3))
+    check_at_the_same_time(make_case(torch.float16), small_heads, rounds=30)
 
 
 def test_python_runs_on_during_a_call():

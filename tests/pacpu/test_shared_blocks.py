@@ -1,12 +1,20 @@
 """Rows that share the blocks with which their contexts begin: those blocks are read once, where that pays."""
 
-import threading
-
 import pytest
 import torch
 
 import pacpu
-from tests.pacpu.cases import DTYPES, Case, every_dtype, every_variant, make_case, share, shared_case, use
+from tests.pacpu.cases import (
+    DTYPES,
+    Case,
+    check_at_the_same_time,
+    every_dtype,
+    every_variant,
+    make_case,
+    share,
+    shared_case,
+    use,
+)
 
 ROUNDS = 8
 ALWAYS, SELDOM, NEVER = 1 / 8, 7 / 8, 1.0
@@ -124,23 +132,9 @@ def test_results_are_the_same_each_time(heads):
 
 
 def test_calls_at_the_same_time():
-    failures = []
-
-    def work(case: Case, num_threads: int) -> None:
-        try:
-            for _ in range(ROUNDS):
-                case.check(num_threads=num_threads)
-        except AssertionError as error:
-            failures.append(error)
-
     set_costs(ALWAYS)
     cases = [shared_case(dtype, **shape) for dtype, shape in zip(DTYPES[:2], HEADS.values(), strict=True)]
-    threads = [threading.Thread(target=work, args=(case, n)) for case, n in zip(cases, (3, 2), strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    check_at_the_same_time(*cases, rounds=ROUNDS)
 
 
 def test_a_cost_holds_for_its_type_heads_and_instruction_set():
