@@ -151,7 +151,6 @@ class KVCacheManager:
         if table is None:
             table = self.block_tables[request.request_id] = []
             pool.num_tables += 1
-        self.publish(request)
         table.extend(pool.allocate(missing))
         request.num_kv_slots += missing * self.block_size
         return True
@@ -167,7 +166,6 @@ class KVCacheManager:
         if len(requests) > allocator.num_free:
             return False
         for request, block in zip(requests, allocator.allocate(len(requests)), strict=True):
-            self.publish(request)
             self.block_tables[request.request_id].append(block)
             request.num_kv_slots += self.block_size
         return True
@@ -242,7 +240,11 @@ class KVCacheManager:
             self.names.extend(request, request.prompt_len // self.block_size)
 
     def publish(self, request: Request) -> None:
-        """Make the full blocks of a request findable, as far as their K and V are computed."""
+        """Make the full blocks of a request findable, as far as their K and V are computed.
+
+        Prompts' are after each chunk. What decodes fill is when the request moves or gives its blocks back: naming 60
+        blocks an iteration of 1,000 decodes one by one takes half a millisecond.
+        """
         if request.block_names is None or self.names is None:
             return
         num_full = request.num_computed_tokens // self.block_size
