@@ -3,6 +3,7 @@
 One thread for the lane and torch, since two are many times slower than one on a busy small machine.
 """
 
+import gc
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,11 @@ def one_core() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("swiftllm.runtime.cores.usable_cores", lambda: 1)
         yield
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: a collection, as before each capture of graphs, need not look at it."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
