@@ -36,6 +36,8 @@ SANITIZE_FLAGS = shlex.split(
     "-O0 -g1 -fsanitize=address,undefined -fno-sanitize=null,object-size,vptr,pointer-overflow -fno-sanitize-recover"
 )
 
+BINDS = re.compile(r'pybind11|"arguments\.h"|"dlpack\.h"')  # sources that do
+
 # Instruction sets that have variants of their own; all other files are compiled for every CPU of the architecture.
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
@@ -105,6 +107,18 @@ def make_all(commands: dict[Path, list[str]]) -> None:
         list(pool.map(make, commands.keys(), commands.values()))
 
 
+def join_bindings(output: Path) -> list[Path]:
+    """Write a file that includes every source with pybind11's headers, which take most of the time to compile.
+
+    Returns the sources. The file is written anew only if they have changed."""
+    sources = [source for source in sorted(SOURCE_DIR.rglob("*.cpp")) if BINDS.search(source.read_text())]
+    text = "".join(f'#include "{source.resolve()}"\n' for source in sources)
+    if not output.exists() or output.read_text() != text:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text)
+    return sources
+
+
 class BuildPacpu(build_ext):
     """Compiles each file of pacpu for its own instruction set."""
 
@@ -120,7 +134,9 @@ class BuildPacpu(build_ext):
             self.warn(f"building without the llamafile kernel: {llamafile_problem}")
 
         commands = {}
-        for source in sorted(SOURCE_DIR.rglob("*.cpp")):
+        bindings = build_dir / "bindings.cpp"
+        joined = join_bindings(bindings)
+        for source in [bindings, *sorted({*SOURCE_DIR.rglob("*.cpp")} - {*joined})]:
             flags = [*CXX_FLAGS, *sanitize_flags, *INCLUDES]
             if any(map(source.match, ("native/a[vm]x*.cpp", "llamafile/avx*.cpp", "rows/avx*.cpp"))):
                 if source.stem not in NATIVE_FLAGS or (source.match("llamafile/*") and llamafile_problem):
@@ -130,7 +146,8 @@ class BuildPacpu(build_ext):
                 flags.append(f'-DPACPU_ISPC_UNAVAILABLE="{ispc_problem}"')
             if source.match("llamafile/llamafile.cpp") and llamafile_problem:
                 flags.append(f'-DPACPU_LLAMAFILE_UNAVAILABLE="{llamafile_problem}"')
-            output = build_dir / source.relative_to(SOURCE_DIR).with_suffix(".o")
+            place = source.relative_to(build_dir if source == bindings else SOURCE_DIR)
+            output = build_dir / place.with_suffix(".o")
             commands[output] = [*CXX, *flags, "-MMD", "-c", str(source), "-o", str(output)]
         if llamafile_source:
             for isa, isa_flags in ISA_FLAGS.items():
