@@ -14,7 +14,8 @@ struct Problem {
     const void *q, *k, *v;
     void* out;
     int64_t q_stride, k_stride, v_stride, out_stride;
-    void* kv_cache;  // [num_blocks, num_kv_heads, 2, block_size, head_dim]
+    void* kv_cache;  // [num_blocks, num_kv_heads, 2, block_size, head_dim] of `dtype`
+    bool is_int8;    // or [num_blocks, num_kv_heads] times the tiles of a block, see int8.h
     const int32_t* block_tables;
     int64_t table_stride;
     const int32_t* seq_lens;  // including the new token
