@@ -42,38 +42,28 @@ struct Vnni {
 
     template <int heads, int way>
     static PACPU_INLINE void score(const Query* queries, int dim, const Tiles& chunk, float (*scores)[chunk_tokens]) {
-        __m512i high[heads][chunk_tiles], low[heads][chunk_tiles];
-#pragma GCC unroll 4
-        for (int h = 0; h < heads; ++h)
-#pragma GCC unroll 2
-            for (int i = 0; i < chunk_tiles; ++i) {
-                high[h][i] = _mm512_set1_epi32(queries[h].offsets[0]);
-                low[h][i] = _mm512_set1_epi32(queries[h].offsets[1]);
-            }
-        for (ptrdiff_t at = 0; at < dim; at += 4) {
-            __m512i keys[chunk_tiles];
-#pragma GCC unroll 2
-            for (int i = 0; i < chunk_tiles; ++i) {
-                keys[i] = _mm512_loadu_si512(chunk.tiles[i] + at * tile_tokens);
-                prefetch_line<way>(chunk.ahead[i] + at * tile_tokens);
-            }
+#pragma GCC unroll 1
+        for (int tile = 0; tile < chunk_tiles; ++tile) {
+            const char *const keys = chunk.tiles[tile], *const ahead = chunk.ahead[tile];
+            __m512i high[heads], low[heads];
 #pragma GCC unroll 4
             for (int h = 0; h < heads; ++h) {
-                const __m512i q_high = splat_four(queries[h].fours + 2 * at);
-                const __m512i q_low = splat_four(queries[h].fours + 2 * at + 4);
-#pragma GCC unroll 2
-                for (int i = 0; i < chunk_tiles; ++i) {
-                    dot(high[h][i], keys[i], q_high);
-                    dot(low[h][i], keys[i], q_low);
+                high[h] = _mm512_set1_epi32(queries[h].offsets[0]);
+                low[h] = _mm512_set1_epi32(queries[h].offsets[1]);
+            }
+            for (ptrdiff_t at = 0; at < dim; at += 4) {
+                const __m512i key = _mm512_loadu_si512(keys + at * tile_tokens);
+                prefetch_line<way>(ahead + at * tile_tokens);
+#pragma GCC unroll 4
+                for (int h = 0; h < heads; ++h) {
+                    dot(high[h], key, splat_four(queries[h].fours + 2 * at));
+                    dot(low[h], key, splat_four(queries[h].fours + 2 * at + 4));
                 }
             }
-        }
 #pragma GCC unroll 4
-        for (int h = 0; h < heads; ++h)
-#pragma GCC unroll 2
-            for (int i = 0; i < chunk_tiles; ++i) {
-                store(scores[h] + i * tile_tokens, as_floats(high[h][i], 7, low[h][i]) * queries[h].scale);
-            }
+            for (int h = 0; h < heads; ++h)
+                store(scores[h] + tile * tile_tokens, as_floats(high[h], 7, low[h]) * queries[h].scale);
+        }
     }
 
     // Elements from `at` on, 16 to a column; those beyond the head's last one go where nothing is read.
@@ -132,8 +122,14 @@ struct Vnni {
     }
 };
 
+// With a single query head to a KV head memory is the limit, and of the two kernels AVX2's, whose prefetches are further
+// apart, comes nearer to it: on a Zen 4 92% for 75% of what can be read, on a Zen 5 by 7% more.
+void attend_by_group(const Segment& segment, const Segment* next, SoftmaxState state) {
+    (segment.group == 1 ? int8_avx2.attend : attend_int8<Vnni>)(segment, next, state);
+}
+
 }  // namespace
 
-const Int8Kernels int8_avx512vnni = {attend_int8<Vnni>, {codec<float>, codec<Half>, codec<BFloat16>}};
+const Int8Kernels int8_avx512vnni = {attend_by_group, {codec<float>, codec<Half>, codec<BFloat16>}};
 
 }  // namespace pacpu
