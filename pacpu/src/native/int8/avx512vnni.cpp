@@ -42,28 +42,37 @@ struct Vnni {
 
     template <int heads, int way>
     static PACPU_INLINE void score(const Query* queries, int dim, const Tiles& chunk, float (*scores)[chunk_tokens]) {
-#pragma GCC unroll 1
-        for (int tile = 0; tile < chunk_tiles; ++tile) {
-            const char *const keys = chunk.tiles[tile], *const ahead = chunk.ahead[tile];
-            __m512i high[heads], low[heads];
+        __m512i high[heads][chunk_tiles], low[heads][chunk_tiles];
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; ++h)
+#pragma GCC unroll 2
+            for (int i = 0; i < chunk_tiles; ++i) {
+                high[h][i] = _mm512_set1_epi32(queries[h].offsets[0]);
+                low[h][i] = _mm512_set1_epi32(queries[h].offsets[1]);
+            }
+        for (ptrdiff_t at = 0; at < dim; at += 4) {
+            __m512i keys[chunk_tiles];
+#pragma GCC unroll 2
+            for (int i = 0; i < chunk_tiles; ++i) {
+                keys[i] = _mm512_loadu_si512(chunk.tiles[i] + at * tile_tokens);
+                prefetch_line<way>(chunk.ahead[i] + at * tile_tokens);
+            }
 #pragma GCC unroll 4
             for (int h = 0; h < heads; ++h) {
-                high[h] = _mm512_set1_epi32(queries[h].offsets[0]);
-                low[h] = _mm512_set1_epi32(queries[h].offsets[1]);
-            }
-            for (ptrdiff_t at = 0; at < dim; at += 4) {
-                const __m512i key = _mm512_loadu_si512(keys + at * tile_tokens);
-                prefetch_line<way>(ahead + at * tile_tokens);
-#pragma GCC unroll 4
-                for (int h = 0; h < heads; ++h) {
-                    dot(high[h], key, splat_four(queries[h].fours + 2 * at));
-                    dot(low[h], key, splat_four(queries[h].fours + 2 * at + 4));
+                const __m512i q_high = splat_four(queries[h].fours + 2 * at);
+                const __m512i q_low = splat_four(queries[h].fours + 2 * at + 4);
+#pragma GCC unroll 2
+                for (int i = 0; i < chunk_tiles; ++i) {
+                    dot(high[h][i], keys[i], q_high);
+                    dot(low[h][i], keys[i], q_low);
                 }
             }
-#pragma GCC unroll 4
-            for (int h = 0; h < heads; ++h)
-                store(scores[h] + tile * tile_tokens, as_floats(high[h], 7, low[h]) * queries[h].scale);
         }
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; ++h)
+#pragma GCC unroll 2
+            for (int i = 0; i < chunk_tiles; ++i)
+                store(scores[h] + i * tile_tokens, as_floats(high[h][i], 7, low[h][i]) * queries[h].scale);
     }
 
     // Elements from `at` on, 16 to a column; those beyond the head's last one go where nothing is read.
