@@ -43,9 +43,7 @@ AVX512_FLAGS = [*AVX2_FLAGS, *(f"-mavx512{part}" for part in ("f", "bw", "cd", "
 ISA_FLAGS = {"avx2": AVX2_FLAGS, "avx512": AVX512_FLAGS} if IS_X86 else {}
 BF16_FLAGS = [*AVX512_FLAGS, "-mavx512bf16"]  # AMX needs no flag: its instructions stand as assembly
 VNNI_FLAGS = [*AVX512_FLAGS, "-mavx512vnni"]
-NATIVE_FLAGS = ISA_FLAGS | (
-    {"avx512bf16": BF16_FLAGS, "amx": BF16_FLAGS, "avx512vnni": VNNI_FLAGS} if IS_X86 else {}
-)
+NATIVE_FLAGS = ISA_FLAGS | ({"avx512bf16": BF16_FLAGS, "amx": BF16_FLAGS, "avx512vnni": VNNI_FLAGS} if IS_X86 else {})
 ISPC_TARGETS = {"avx2": "avx2-i32x8", "avx512": "avx512skx-x16"}
 ELEMENTS = ["float32", "float16", "bfloat16"]
 
