@@ -53,9 +53,10 @@ def paged_attention(
     """Store each request's new token in the KV cache and attend over its whole context, in one layer.
 
     `out[i, h] = sum_t softmax_t(scale * <q[i, h], K_t>) V_t` over the `seq_lens[i]` tokens of request i, accumulated
-    in float32. All of q, k, v, kv_cache and out have one dtype: float32, float16 or bfloat16; kv_cache may be of codes
-    instead (see `pacpu.int8`), which the native kernel multiplies as integers. Every array is in host memory. kv_cache and seq_lens are contiguous; rows of the others are contiguous but may lie apart, so q, k and v
-    can be slices of a fused QKV matrix.
+    in float32. All of q, k, v, kv_cache and out have one dtype: float32, float16 or bfloat16. kv_cache may be int8
+    instead (`pacpu.int8`), for which the native kernel multiplies integers. Every array is in host memory. kv_cache and
+    seq_lens are contiguous; rows of the others are contiguous but may lie apart, so q, k and v can be slices of a fused
+    QKV matrix.
 
     Args:
         q: `[batch, num_heads, head_dim]`, queries of the new tokens; head_dim is a multiple of 8.

@@ -7,13 +7,14 @@
 - 16 float32 scales of K, 16 of V.
 
 A block of `16 n` tokens has n tiles of its first KV head, then those of the next one. A cache of one layer is uint8
-`[num_blocks, num_kv_heads, head_bytes]`; :func:`pacpu.paged_attention`, :func:`pacpu.rows.store_kv`,
-:func:`pacpu.rows.gather_kv`, :func:`pacpu.rows.gather_blocks` and :func:`pacpu.rows.scatter_blocks` know it by its dtype.
+`[num_blocks, num_kv_heads, head_bytes]`. :func:`pacpu.paged_attention` and `store_kv`, `gather_kv`, `gather_blocks` and
+`scatter_blocks` of `pacpu.rows` know it by its dtype.
 
 A row (one token's K or V of one head) becomes codes in float32, with the same bits on every instruction set:
-`scale = max(max|x| * float32(1 / 127), 2**-23)`, rounded to 16 significant bits; `code = x * (1 / scale)` to the nearest
-integer, ties to even. A row with an infinity or NaN has NaN for its scale. `code * scale`, rounded to float32, float16 or
-bfloat16, becomes the same codes and scale again: a block may travel between tiers as often as it likes.
+`scale = max(max|x| * float32(1 / 127), 2**-23)`, rounded to 16 significant bits (`bits + 0x80 & ~0xff`);
+`code = x * (1 / scale)` to the nearest integer, ties to even. A row with an infinity or NaN has NaN for its scale.
+`code * scale`, rounded to float32, float16 or bfloat16, becomes the same codes and scale again: a block may travel
+between tiers as often as it likes.
 """
 
 TILE_TOKENS = 16

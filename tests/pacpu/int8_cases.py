@@ -47,7 +47,7 @@ def unpack(cache: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Int8Case:
-    """A case over codes. Slots that the call should not read have NaN for their scale, unused blocks bytes of any kind."""
+    """A case over codes. Slots that the call should not read have NaN for their scale, unused blocks any bytes."""
 
     case: Case
     cache: torch.Tensor

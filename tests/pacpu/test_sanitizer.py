@@ -43,14 +43,15 @@ for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
             print("ran", isa, dtype, kernel)
     from pacpu import rows
     for dtype in DTYPES:
-        make_int8_case(dtype, num_heads=12, num_kv_heads=3, head_dim=72, block_size=32, seq_lens=(300, 1)).check(num_threads=3)
-        make_int8_case(dtype, num_heads=2, num_kv_heads=2, head_dim=8, seq_lens=(40, 16)).check(num_threads=3)
+        for shape in (dict(num_heads=12, head_dim=72, block_size=32), dict(num_heads=3, head_dim=8, seq_lens=(40, 16))):
+            make_int8_case(dtype, **shape).check(num_threads=3)
         pool, blocks = torch.zeros(2, 3, 3, 2 * int8.tile_bytes(72), dtype=torch.uint8), torch.tensor([2, 0])
         elements = torch.ones(2, 2, 3, 2, 32, 72, dtype=dtype)
         rows.scatter_blocks(elements, pool, blocks, num_threads=2)
         rows.gather_blocks(pool, blocks, elements, num_threads=2)
         rows.gather_kv(pool[1], blocks, torch.empty(2, 3, 39, 72, dtype=dtype), num_threads=2)
-        rows.store_kv(elements[0, 0, :, 0, :3], elements[0, 0, :, 1, :3], pool[0], torch.ones(3).long(), torch.arange(3) + 29)
+        token = elements[0, 0, :, 0, :3]
+        rows.store_kv(token, token, pool[0], torch.ones(3).long(), torch.arange(3) + 29)
         x, y, heads = torch.ones(5, 70, dtype=dtype), torch.ones(5, 35, dtype=dtype), torch.ones(5, 3, 10, dtype=dtype)
         rows.rms_norm(y, y[0], 1e-5, y.clone(), addend=y.clone(), num_threads=2)
         rows.rotary(heads, torch.ones(5, 2, 10))
