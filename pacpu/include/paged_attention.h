@@ -7,6 +7,8 @@
 
 namespace pacpu {
 
+struct Int8Kernels;  // int8.h
+
 // A validated call. Rows are the first dimension of q, k, v, out and block_tables; strides are in elements.
 struct Problem {
     DType dtype;
@@ -15,7 +17,7 @@ struct Problem {
     void* out;
     int64_t q_stride, k_stride, v_stride, out_stride;
     void* kv_cache;  // [num_blocks, num_kv_heads, 2, block_size, head_dim] of `dtype`
-    bool is_int8;    // or [num_blocks, num_kv_heads] times the tiles of a block, see int8.h
+    const Int8Kernels* int8;  // or nullptr: of an int8 cache, see int8.h
     const int32_t* block_tables;
     int64_t table_stride;
     const int32_t* seq_lens;  // including the new token

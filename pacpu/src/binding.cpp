@@ -10,6 +10,7 @@
 
 #include "arguments.h"
 #include "contexts.h"
+#include "int8.h"
 #include "paged_attention.h"
 #include "read_bandwidth.h"
 #include "registry.h"
@@ -109,7 +110,7 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
                              row_stride(v),
                              row_stride(out),
                              kv_cache.data,
-                             is_int8,
+                             is_int8 ? &int8_kernels() : nullptr,
                              static_cast<const int32_t*>(block_tables.data),
                              row_stride(block_tables),
                              static_cast<const int32_t*>(seq_lens.data),
