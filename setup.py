@@ -44,7 +44,8 @@ AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_FLAGS = [*AVX2_FLAGS, *(f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl"))]
 ISA_FLAGS = {"avx2": AVX2_FLAGS, "avx512": AVX512_FLAGS} if IS_X86 else {}
 BF16_FLAGS = [*AVX512_FLAGS, "-mavx512bf16"]  # AMX needs no flag: its instructions stand as assembly
-NATIVE_FLAGS = ISA_FLAGS | ({"avx512bf16": BF16_FLAGS, "amx": BF16_FLAGS} if IS_X86 else {})
+VNNI_FLAGS = [*AVX512_FLAGS, "-mavx512vnni"]
+NATIVE_FLAGS = ISA_FLAGS | ({"avx512bf16": BF16_FLAGS, "amx": BF16_FLAGS, "avx512vnni": VNNI_FLAGS} if IS_X86 else {})
 ISPC_TARGETS = {"avx2": "avx2-i32x8", "avx512": "avx512skx-x16"}
 ELEMENTS = ["float32", "float16", "bfloat16"]
 
@@ -138,7 +139,7 @@ class BuildPacpu(build_ext):
         joined = join_bindings(bindings)
         for source in [bindings, *sorted({*SOURCE_DIR.rglob("*.cpp")} - {*joined})]:
             flags = [*CXX_FLAGS, *sanitize_flags, *INCLUDES]
-            if any(map(source.match, ("native/a[vm]x*.cpp", "llamafile/avx*.cpp", "rows/avx*.cpp"))):
+            if any(map(source.match, ("native/a[vm]x*.cpp", "int8/avx*.cpp", "llamafile/avx*.cpp", "rows/avx*.cpp"))):
                 if source.stem not in NATIVE_FLAGS or (source.match("llamafile/*") and llamafile_problem):
                     continue
                 flags += NATIVE_FLAGS[source.stem]
