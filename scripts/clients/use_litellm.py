@@ -22,6 +22,7 @@ from scripts.clients.shared import (
 )
 
 PACKAGE = "litellm"
+litellm.suppress_debug_info = True  # it prints to standard output
 FUNCTION = {"name": "weather", "description": "The weather of a place", "parameters": Place.model_json_schema()}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 
