@@ -78,7 +78,7 @@ class OutputConfig(Lenient):
 class MessagesRequest(TranslatedRequest):
     """Anthropic's. ``max_tokens`` may be missing."""
 
-    refused: ClassVar = {"container": (), "context_management": ({},), "mcp_servers": ([],)}
+    refused: ClassVar = {"container": (), "mcp_servers": ([],)}
     names: ClassVar = {
         "response_format": "output_config.format",
         "reasoning_effort": "output_config.effort",
