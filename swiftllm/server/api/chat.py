@@ -19,12 +19,30 @@ async def answer_chat(context: ServingContext, body: ChatRequest, request: Reque
     Raises:
         ApiError, QueueFull, ServiceStopping, RequestFailed: see :class:`Generation`.
     """
+    return await ChatAnswer(await start_chat(context, body)).respond(request)
+
+
+async def start_chat(context: ServingContext, body: ChatRequest, id_prefix: str = "chatcmpl") -> Generation:
+    """Submit a request for the next message of a conversation.
+
+    Raises:
+        ApiError, QueueFull, ServiceStopping: see :class:`Generation`.
+    """
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    text = await context.render_chat(body.messages, body)
-    tokens = await context.encode_prompt(text, body, "messages", add_special_tokens=False)
+    tokens = await chat_tokens(context, body)
     prompt = Prompt(body.kept_tokens(tokens, max_tokens, context.longest_of(body.service_class)))
     grammar = await context.grammar_of(body)
-    return await ChatAnswer(Generation(context, "chatcmpl", body, [prompt], max_tokens, grammar)).respond(request)
+    return Generation(context, id_prefix, body, [prompt], max_tokens, grammar)
+
+
+async def chat_tokens(context: ServingContext, body: ChatRequest) -> list[int]:
+    """The tokens of a conversation.
+
+    Raises:
+        ApiError: it cannot be rendered, or is too long.
+    """
+    text = await context.render_chat(body.messages, body)
+    return await context.encode_prompt(text, body, "messages", add_special_tokens=False)
 
 
 class ChatAnswer(Answer):

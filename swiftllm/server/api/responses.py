@@ -10,7 +10,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -163,6 +163,10 @@ class Answer(ABC):
         usage = f'{self._chunk_head}],"usage":{as_json(self._total_usage())}}}\n\n'
         return f"{usage if self._usage_wanted.include_usage else ''}data: [DONE]\n\n"
 
+    def error_event(self, error: Exception) -> str:
+        """The last event of a stream that failed."""
+        return f"data: {as_json(as_api_error(error).body())}\n\n"
+
     def _total_usage(self) -> dict[str, Any]:
         prompt = sum(len(prompt.token_ids) for prompt in self.generation.prompts)
         output = sum(choice.text.num_tokens for choice in self.generation.choices)
@@ -183,10 +187,24 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 
+class StreamedAnswer(Protocol):
+    """What a stream needs of an answer: its outputs, and the events of each moment as text."""
+
+    generation: Generation
+
+    def opening_events(self, choice: Choice) -> str: ...
+
+    def chunk_event(self, choice: Choice, piece: Piece) -> str: ...
+
+    def closing_events(self) -> str: ...
+
+    def error_event(self, error: Exception) -> str: ...
+
+
 class EventStream(Response):
     """An answer as server-sent events. It begins with the first piece, so an earlier error gets its HTTP status."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: StreamedAnswer) -> None:
         super().__init__()
         self._answer = answer
 
@@ -211,5 +229,5 @@ class EventStream(Response):
                 raise
             if not isinstance(error, RequestFailed):
                 logger.exception("a stream failed in the server")
-            writer.write(f"data: {as_json(as_api_error(error).body())}\n\n")
+            writer.write(answer.error_event(error))
         await writer.close()

@@ -210,17 +210,20 @@ def fake_service(**limits):
 
 def test_the_api_key_guards_what_costs_something():
     with running(fake_service(), ServerSettings(api_key="sesame", served_model_name="m")) as server:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic sesame"}):
+        wrong = ({"Authorization": "Bearer wrong"}, {"Authorization": "Basic sesame"}, {"x-api-key": "wrong"})
+        for headers in ({}, *wrong):
             answer = server.post(COMPLETIONS, {"prompt": [5]}, headers=headers)
             assert error_of(answer, 401)["code"] == "invalid_api_key"
         for path in ("/v1/models", "/v1/models/m"):
             error_of(server.http.get(path), 401)
-        for path in (CHAT, "/tokenize", "/detokenize"):
+        for path in (CHAT, "/tokenize", "/detokenize", "/v1/responses", "/v1/messages"):
             error_of(server.post(path, {}), 401)
         for path in ("/health", "/ping", "/version", "/metrics", "/"):
             assert server.http.get(path).status_code == 200
         with pytest.raises(openai.AuthenticationError):
             server.client().models.list()
+        anthropic = server.post(COMPLETIONS, {"prompt": [5], "max_tokens": 1}, headers={"x-api-key": "sesame"})
+        assert anthropic.status_code == 200
         assert server.client(api_key="sesame").completions.create(model="m", prompt=[5], max_tokens=1).choices
 
 
