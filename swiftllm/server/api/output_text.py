@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from swiftllm.core.request import TokenLogprob
 from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.server.formats.parts import Part
 from swiftllm.server.service.token_streams import Delta
 
 
@@ -53,6 +54,11 @@ class Piece(NamedTuple):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: Sequence[int] = ()
+    parts: Sequence[Part] | None = None
+
+
+def parts_of(piece: Piece) -> Sequence[Part]:
+    return (Part("content", piece.text),) if piece.parts is None else piece.parts
 
 
 class TokenTexts:

@@ -8,7 +8,7 @@ from typing import Any
 
 from swiftllm.server.api.translations.typed_answer import Event, Item, TypedAnswer
 
-BLOCK_TYPES = {"text": "text", "reasoning": "thinking", "call": "tool_use"}
+BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "tool_call": "tool_use"}
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -23,7 +23,7 @@ class MessageAnswer(TypedAnswer):
 
     def add(self, item: Item, text: str) -> Iterator[Event]:
         match item.kind:
-            case "text":
+            case "content":
                 delta = {"type": "text_delta", "text": text}
             case "reasoning":
                 delta = {"type": "thinking_delta", "thinking": text}
@@ -64,7 +64,7 @@ def block_of(item: Item) -> dict[str, Any]:
     """A block of the content; arguments that are no object, as when they are cut, are none."""
     block: dict[str, Any] = {"type": BLOCK_TYPES[item.kind]}
     match item.kind:
-        case "text":
+        case "content":
             return {**block, "text": item.text}
         case "reasoning":
             return {**block, "thinking": item.text, "signature": ""}

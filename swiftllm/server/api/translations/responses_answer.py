@@ -10,8 +10,8 @@ from swiftllm.server.api.generation import Generation
 from swiftllm.server.api.translations.responses_body import ResponsesRequest
 from swiftllm.server.api.translations.typed_answer import Event, Item, TypedAnswer
 
-ID_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
-PART_TYPES = {"text": "output_text", "reasoning": "reasoning_text"}
+ID_PREFIXES = {"content": "msg", "reasoning": "rs", "tool_call": "fc"}
+PART_TYPES = {"content": "output_text", "reasoning": "reasoning_text"}
 
 
 class ResponseAnswer(TypedAnswer):
@@ -32,21 +32,21 @@ class ResponseAnswer(TypedAnswer):
         yield {"type": "response.in_progress", "response": self.whole()}
 
     def open(self, item: Item) -> Iterator[Event]:
-        fields = {**self._item_fields(item, "in_progress"), **({} if item.kind == "call" else {"content": []})}
+        fields = {**self._item_fields(item, "in_progress"), **({} if item.kind == "tool_call" else {"content": []})}
         yield {"type": "response.output_item.added", "output_index": item.index, "item": fields}
-        if item.kind != "call":
+        if item.kind != "tool_call":
             yield {"type": "response.content_part.added", **self._place(item), "part": part_of(item)}
 
     def add(self, item: Item, text: str) -> Iterator[Event]:
-        logprobs = {"logprobs": []} if item.kind == "text" else {}
+        logprobs = {"logprobs": []} if item.kind == "content" else {}
         yield {"type": f"{event_name(item)}.delta", **self._place(item), "delta": text, **logprobs}
 
     def close(self, item: Item) -> Iterator[Event]:
         done = {"type": f"{event_name(item)}.done", **self._place(item)}
-        if item.kind == "call":
+        if item.kind == "tool_call":
             yield {**done, "name": item.name, "arguments": item.text}
         else:
-            yield {**done, "text": item.text, **({"logprobs": []} if item.kind == "text" else {})}
+            yield {**done, "text": item.text, **({"logprobs": []} if item.kind == "content" else {})}
             yield {"type": "response.content_part.done", **self._place(item), "part": part_of(item)}
         fields = self._item_fields(item, self._item_status(item))
         yield {"type": "response.output_item.done", "output_index": item.index, "item": fields}
@@ -57,7 +57,7 @@ class ResponseAnswer(TypedAnswer):
 
     def _place(self, item: Item) -> dict[str, Any]:
         place = {"item_id": self._item_id(item), "output_index": item.index}
-        return place if item.kind == "call" else {**place, "content_index": 0}
+        return place if item.kind == "tool_call" else {**place, "content_index": 0}
 
     def _item_id(self, item: Item) -> str:
         return f"{ID_PREFIXES[item.kind]}_{self.generation.request_id}_{item.index}"
@@ -72,7 +72,7 @@ class ResponseAnswer(TypedAnswer):
     def _item_fields(self, item: Item, status: str) -> dict[str, Any]:
         fields: dict[str, Any] = {"id": self._item_id(item), "status": status}
         match item.kind:
-            case "text":
+            case "content":
                 return {"type": "message", **fields, "role": "assistant", "content": [part_of(item)]}
             case "reasoning":
                 return {"type": "reasoning", **fields, "summary": [], "content": [part_of(item)]}
@@ -114,19 +114,19 @@ class ResponseAnswer(TypedAnswer):
             "input_tokens": self.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": self.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": self.num_output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
         }
 
 
 def event_name(item: Item) -> str:
-    return "response.function_call_arguments" if item.kind == "call" else f"response.{PART_TYPES[item.kind]}"
+    return "response.function_call_arguments" if item.kind == "tool_call" else f"response.{PART_TYPES[item.kind]}"
 
 
 def part_of(item: Item) -> dict[str, Any]:
     """The one part of a message's or of reasoning's content."""
     part: dict[str, Any] = {"type": PART_TYPES[item.kind], "text": item.text}
-    return {**part, "annotations": [], "logprobs": []} if item.kind == "text" else part
+    return {**part, "annotations": [], "logprobs": []} if item.kind == "content" else part
 
 
 def as_given(asked: ResponsesRequest, name: str) -> Any:

@@ -12,21 +12,22 @@ from fastapi.responses import JSONResponse, Response
 
 from swiftllm.server.api.errors import as_api_error
 from swiftllm.server.api.generation import Choice, Generation
-from swiftllm.server.api.output_text import Piece
+from swiftllm.server.api.output_text import Piece, parts_of
 from swiftllm.server.api.responses import EventStream, as_json
+from swiftllm.server.formats.parts import Part
 
 Event = dict[str, Any]
 
 
 @dataclass
 class Item:
-    """A part of an output: text, reasoning, or a call of a tool, whose text are its arguments."""
+    """Neighbouring parts of one kind. The text of a call are its arguments."""
 
-    kind: Literal["text", "reasoning", "call"]
+    kind: Literal["content", "reasoning", "tool_call"]
     index: int
-    texts: list[str] = field(default_factory=list)
     call_id: str = ""
     name: str = ""
+    texts: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -42,6 +43,7 @@ class TypedAnswer(ABC):
         self.items: list[Item] = []
         self.end: Piece | None = None
         """The last piece, once there is one: it says why the output ended."""
+        self.num_reasoning_tokens = 0
 
     async def respond(self, request: Request) -> Response:
         """The HTTP response: a stream if the client asked for one, else one JSON object.
@@ -107,23 +109,32 @@ class TypedAnswer(ABC):
         return "".join(f"event: {event['type']}\ndata: {as_json(self.numbered(event))}\n\n" for event in events)
 
     def _events_of(self, piece: Piece) -> Iterator[Event]:
-        if piece.text:
-            yield from self._continue("text", piece.text)
+        parts = parts_of(piece)
+        if any(part.kind == "reasoning" for part in parts):
+            self.num_reasoning_tokens += len(piece.token_ids)
+        for part in parts:
+            yield from self._continue(part)
         if piece.finish_reason is not None:
             self.end = piece
             if not self.items:  # clients expect at least a text
-                yield from self._continue("text", "")
+                yield from self._open(Part("content", ""))
             yield from self.close(self.items[-1])
 
-    def _continue(self, kind: Literal["text", "reasoning", "call"], text: str) -> Iterator[Event]:
-        if not self.items or self.items[-1].kind != kind:
-            if self.items:
-                yield from self.close(self.items[-1])
-            self.items.append(Item(kind, len(self.items)))
-            yield from self.open(self.items[-1])
-        if text:
-            self.items[-1].texts.append(text)
-            yield from self.add(self.items[-1], text)
+    def _continue(self, part: Part) -> Iterator[Event]:
+        last = self.items[-1] if self.items else None
+        if last is None or last.kind != part.kind or part.call_id:
+            if not (part.text or part.call_id):
+                return
+            if last is not None:
+                yield from self.close(last)
+            yield from self._open(part)
+        if part.text:
+            self.items[-1].texts.append(part.text)
+            yield from self.add(self.items[-1], part.text)
+
+    def _open(self, part: Part) -> Iterator[Event]:
+        self.items.append(Item(part.kind, len(self.items), part.call_id, part.name))
+        yield from self.open(self.items[-1])
 
     # -- counts -----------------------------------------------------------------------------------------------------
 
