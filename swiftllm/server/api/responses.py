@@ -61,11 +61,11 @@ class Answer(ABC):
     # -- what endpoints differ in -----------------------------------------------------------------------------------
 
     @abstractmethod
-    def chunk_text(self, text: str) -> str:
+    def chunk_text(self, piece: Piece) -> str:
         """The text of a chunk as JSON fields, without braces."""
 
     @abstractmethod
-    def text_fields(self, choice: Choice, text: str) -> dict[str, Any]:
+    def text_fields(self, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
         """The fields of a choice that hold its text."""
 
     @abstractmethod
@@ -127,7 +127,7 @@ class Answer(ABC):
         logprobs = {name: [value for part in parts for value in part[name]] for name in (parts[0] if parts else ())}
         fields = {
             "index": choice.index,
-            **self.text_fields(choice, "".join(piece.text for piece in pieces)),
+            **self.text_fields(choice, pieces),
             "logprobs": logprobs or None,
             "finish_reason": pieces[-1].finish_reason,
             "stop_reason": pieces[-1].stop_reason,
@@ -140,14 +140,14 @@ class Answer(ABC):
 
     def chunk_event(self, choice: Choice, piece: Piece) -> str:
         """The event of one piece."""
-        text, entries, finish_reason, stop_reason, token_ids = piece
+        _, entries, finish_reason, stop_reason, token_ids, _ = piece
         logprobs = as_json(self.logprobs(choice, piece)) if entries else "null"
         end = '"finish_reason":null,"stop_reason":null'
         if finish_reason is not None:
             end = f'"finish_reason":"{finish_reason}","stop_reason":{as_json(stop_reason)}'
         if self.body.return_token_ids:
             end += f',"token_ids":{as_json(token_ids)}'
-        return self.choice_event(choice, f'{self.chunk_text(text)},"logprobs":{logprobs},{end}')
+        return self.choice_event(choice, f'{self.chunk_text(piece)},"logprobs":{logprobs},{end}')
 
     def choice_event(self, choice: Choice, fields: str, beside: str = "") -> str:
         """An event with these fields, JSON without braces, for one choice; ``beside`` are more, outside the choice."""
