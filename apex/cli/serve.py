@@ -124,6 +124,8 @@ def start_message(
     weights = "" if description["weights"] == description["dtype"] else f", weights: {description['weights']}"
     values = ", ".join(f"{name}={value}" for name, value in defaults.items())
     by_default = f"sampling by default, as generation_config.json says: {values} (--generation-config none: OpenAI's)\n"
+    formats = settings.formats(engine.tokenizer)
+    calls, reasoning = formats.calls.name if formats.calls else "none", "think" if formats.has_reasoning else "none"
     no_text = "the model folder has no tokenizer: prompts are lists of token ids, and answers have no text\n"
     return (
         f"{description['system']} serves {description['model']} ({description['dtype']}{weights}) "
@@ -132,5 +134,6 @@ def start_message(
         f"{limits.max_queued_requests} running or waiting, {limits.max_queued_best_effort} best-effort ones\n"
         f"{by_default if defaults else ''}"
         f"{no_text if engine.tokenizer is None else ''}"
+        f"tool calls: {calls} (--tool-call-parser)    reasoning: {reasoning} (--reasoning-parser)\n"
         f"API: {url}/v1    status page: {url}/    metrics: {url}/metrics    Ctrl-C stops"
     )
