@@ -95,7 +95,7 @@ if [ -z "$url" ]; then
     name="$(basename "$model")"
     port="$(.venv/bin/python -c 'import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])')"
     url="http://127.0.0.1:$port"
-    .venv/bin/apex serve "$model" --port "$port" >"$folder/server.log" 2>&1 &
+    .venv/bin/apex serve "$model" --port "$port" --tool-call-parser json >"$folder/server.log" 2>&1 &
     server=$!
     trap 'kill "$server" 2>/dev/null; wait "$server" 2>/dev/null || true' EXIT
     for _ in $(seq 600); do

@@ -79,7 +79,6 @@ OPS = {
     "ops, dtype",
     [
         ("reference", "float32"),
-        ("Triton, tensor cores", "float32"),
         ("Triton, tensor cores", "float16"),
         ("Triton, no tensor cores", "float16"),
     ],

@@ -27,13 +27,18 @@ MODULES = {
 }
 
 
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=4096)
     make_tiny_tokenizer(folder)
     options = dict(device="cpu", dtype="float32", num_gpu_blocks=600, num_cpu_blocks=64, cpu_threads=1)
     service = EngineService(LLM(str(folder), **options).engine, ServiceLimits(max_queued_requests=64))
-    with running(service, ServerSettings()) as server:
+    template = folder / "any_role.jinja"  # the model's own has none for tools
+    template.write_text(TEMPLATE)
+    with running(service, ServerSettings(chat_template=str(template), tool_call_parser="json")) as server:
         yield Server(server.url, "tiny")
 
 
