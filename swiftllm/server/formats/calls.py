@@ -55,12 +55,37 @@ def call_of(item: Any) -> Call | None:
     """The call that an object describes, if it does."""
     if not isinstance(item, dict) or not isinstance(item.get("name"), str) or not item["name"]:
         return None
+    if not is_text(item["name"]):
+        return None
     arguments = item.get("arguments", item.get("parameters"))
     if isinstance(arguments, str):
-        return (item["name"], arguments) if object_of(arguments) is not None else None
+        return (item["name"], arguments) if is_text(arguments) and object_of(arguments) is not None else None
     if arguments is not None and not isinstance(arguments, dict):
         return None
-    return item["name"], json.dumps(arguments or {}, ensure_ascii=False)
+    text = json.dumps(arguments or {}, ensure_ascii=False)
+    return item["name"], text if is_text(text) else json.dumps(arguments)
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be sent: JSON may hold half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def ends_in_string(text: str) -> bool:
+    """Whether a beginning of JSON ends within a string."""
+    is_inside = is_escaped = False
+    for char in text:
+        if is_escaped:
+            is_escaped = False
+        elif char == "\\":
+            is_escaped = is_inside
+        elif char == '"':
+            is_inside = not is_inside
+    return is_inside
 
 
 def object_of(text: str) -> dict[str, Any] | None:
@@ -163,7 +188,12 @@ class CallReader:
 
     def _read_to_end(self, parts: list[Part]) -> bool:
         end = self._form.end
-        if end is None or (place := self._held.find(end)) < 0:
+        if end is None:
+            return False
+        place = self._held.find(end)
+        while place >= 0 and ends_in_string(self._held[:place]):
+            place = self._held.find(end, place + 1)
+        if place < 0:
             return False
         rest = self._held[place + len(end) :]
         self._end_calls(self._held[:place], end, parts)

@@ -56,6 +56,16 @@ def test_calls_of_each_form(name: str, text: str, content: str) -> None:
         assert [part.index for part in calls] == [0, 1] and len({part.call_id for part in calls}) == 2
 
 
+def test_arguments_may_hold_anything_that_json_can() -> None:
+    draw, arguments = random.Random(4), {"a": '</tool_call> "é" \\', "b": "\ud800", "c": [{}, None, 1.5]}
+    text = f"<tool_call>{json.dumps({'name': 'f', 'arguments': arguments})}</tool_call>"
+    for _ in range(20):
+        (part,) = read(CallReader(FORMATS["hermes"]), cut(draw, text))
+        assert part.text.encode() and json.loads(part.text) == arguments
+    unsendable = '<tool_call>{"name": "\\ud800"}</tool_call>'
+    assert read(CallReader(FORMATS["hermes"]), [unsendable]) == [Part("content", unsendable)]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_no_call_is_content(name: str) -> None:
     draw = random.Random(1)
