@@ -148,12 +148,14 @@ def sanitized() -> Sanitized:
     return Sanitized(extension, env)
 
 
+@pytest.mark.thorough
 def test_no_kernel_reads_or_writes_where_it_should_not(sanitized):
     lines = sanitized.run(RUN_EVERY_KERNEL)
     assert lines[-1] == f"True {sanitized.extension}"
     assert "ran portable torch.float16 native" in lines
 
 
+@pytest.mark.thorough
 def test_reading_of_arguments_is_sound(sanitized):
     lines = sanitized.run(RUN_TESTS_OF_ARGUMENTS)
     assert lines[0] == str(sanitized.extension)
