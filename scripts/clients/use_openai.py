@@ -58,7 +58,7 @@ def chat_parse(server: Server) -> None:
 def chat_tools(server: Server) -> None:
     """chat, a loop with a tool."""
     create, weather, messages = client_of(server).chat.completions.create, WeatherTool(), list(MESSAGES)
-    how: dict[str, Any] = dict(model=server.model, tools=TOOLS, max_tokens=MAX_TOKENS)
+    how: dict[str, Any] = dict(model=server.model, tools=TOOLS, max_tokens=MAX_TOKENS, parallel_tool_calls=False)
     asked = create(**how, messages=messages, tool_choice="required").choices[0]
     require(asked.finish_reason == "tool_calls" and asked.message.tool_calls, asked)
     messages.append(asked.message.to_dict())
@@ -72,7 +72,9 @@ def chat_tools(server: Server) -> None:
 
 def chat_tools_streamed(server: Server) -> None:
     """chat, a tool, streamed."""
-    how: dict[str, Any] = dict(model=server.model, messages=MESSAGES, tools=TOOLS, max_tokens=MAX_TOKENS)
+    how: dict[str, Any] = dict(
+        model=server.model, messages=MESSAGES, tools=TOOLS, max_tokens=MAX_TOKENS, parallel_tool_calls=False
+    )
     with client_of(server).chat.completions.stream(**how, tool_choice="required") as stream:
         message = stream.get_final_completion().choices[0].message
     require(message.tool_calls and isinstance(message.tool_calls[0].function.parsed_arguments, Place), message)
@@ -95,7 +97,9 @@ def responses_parse(server: Server) -> None:
 def responses_tools(server: Server) -> None:
     """responses, a loop with a tool, streamed."""
     weather, items = WeatherTool(), [{"role": "user", "content": QUESTION}]
-    how: dict[str, Any] = dict(model=server.model, tools=[FUNCTION], max_output_tokens=MAX_TOKENS)
+    how: dict[str, Any] = dict(
+        model=server.model, tools=[FUNCTION], max_output_tokens=MAX_TOKENS, parallel_tool_calls=False
+    )
     with client_of(server).responses.stream(**how, input=items, tool_choice="required") as stream:
         output = stream.get_final_response().output
     calls = [item for item in output if item.type == "function_call"]

@@ -33,21 +33,25 @@ class CallFormat:
 
 
 def read_json(text: str) -> list[Call] | None:
-    """Calls written as JSON objects, one after another, in a list, or with semicolons between them."""
+    """Calls written as JSON objects, one after another, in a list, or with semicolons between them.
+
+    Of a list that was cut within a call, the calls before that one.
+    """
     decoder, place, found = json.JSONDecoder(), 0, list[Call]()
+    is_list = text.lstrip().startswith("[")
+    between = " \t\r\n;" + (",[]" if is_list else "")
     while place < len(text):
-        if text[place] in " \t\r\n;":
+        if text[place] in between:
             place += 1
             continue
         try:
             value, place = decoder.raw_decode(text, place)
         except (ValueError, RecursionError):
+            return found if found and is_list and text[place] == "{" else None
+        call = call_of(value)
+        if call is None:
             return None
-        for item in value if isinstance(value, list) else [value]:
-            call = call_of(item)
-            if call is None:
-                return None
-            found.append(call)
+        found.append(call)
     return found or None
 
 

@@ -113,7 +113,7 @@ BAD_CHATS = [
     ({"messages": [{"content": "Hello"}]}, "messages", "required"),
     ({"messages": [{"role": "robot", "content": "Hello"}]}, "messages", "no such role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages", "'image_url'"),
-    ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "not implemented"),
+    ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "Field required"),
     ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
     ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     ({"messages": HELLO, "logprobs": 5}, "logprobs", "valid boolean"),

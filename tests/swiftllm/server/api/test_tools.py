@@ -103,9 +103,7 @@ def test_a_required_call_is_one_of_the_tools(thinker) -> None:
         for is_parallel in (False, None):
             body = body_of(tool_choice="required", parallel_tool_calls=is_parallel, seed=seed, max_tokens=60)
             choice = thinker.post(CHAT, body).json()["choices"][0]
-            if choice["finish_reason"] == "length":  # of a list that the model went on with
-                assert is_parallel is None
-                continue
+            assert choice["finish_reason"] == "tool_calls" or is_parallel is None  # a list may be cut
             calls = choice["message"]["tool_calls"]
             assert len(calls) == 1 or is_parallel is None
             assert {call["function"]["name"] for call in calls} <= {"weather", "news"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 
 import pytest
@@ -47,4 +47,14 @@ def test_a_client_gets_what_it_expects(server: Server, client: str, monkeypatch:
     pytest.importorskip(MODULES[client])
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     for check in import_module(f"scripts.clients.use_{client}").CHECKS:
-        check(server)
+        passes(check, server)
+
+
+def passes(check: Callable[[Server], None], server: Server, attempts: int = 4) -> None:
+    """A model of random weights may happen to say nothing: in one answer of some fifty."""
+    for attempt in range(attempts):
+        try:
+            return check(server)
+        except Exception:
+            if attempt == attempts - 1:
+                raise

@@ -44,6 +44,7 @@ def calls_in(parts: list[Part]) -> list[tuple[str, dict]]:
         ("mistral", 'Look[TOOL_CALLS]f[ARGS]{"a": "<x>"}[TOOL_CALLS]g[ARGS]{}', "Look"),
         ("json", f"[{ONE}, {TWO}]", ""),
         ("json", f"{ONE}\n{TWO}", ""),
+        ("json", f'[{ONE}, {TWO}, {{"name": "f", "arg', ""),  # cut within a call
     ],
 )
 def test_calls_of_each_form(name: str, text: str, content: str) -> None:
@@ -105,7 +106,7 @@ def test_random_text_is_read_the_same_in_any_pieces_and_nothing_is_lost() -> Non
         assert [part._replace(call_id="") for part in whole] == [part._replace(call_id="") for part in pieces], text
         found += len(calls_in(whole))
         texts = "".join(part.text for part in whole if part.kind != "tool_call")
-        if form is None or form.name != "mistral":
+        if form is None or (form.name != "mistral" and "[" not in text):  # a list may be cut
             assert without_calls(texts) == without_calls(text), text
     assert found > 100
 
