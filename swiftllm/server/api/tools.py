@@ -65,19 +65,38 @@ def forced_schema(tools: list[Tool], choice: ToolChoice | None, is_parallel: boo
         return compact(next(parameters_of(tool) for tool in tools if tool.function.name == choice.function.name))
     if choice != "required":
         return None
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.function.name}, "arguments": parameters_of(tool)},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
+    calls, definitions = [], {}
+    for number, tool in enumerate(tools):
+        arguments = with_own_definitions(parameters_of(tool), f"{number}.")
+        definitions |= arguments.pop("$defs", {})
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.function.name}, "arguments": arguments},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
     one = {"anyOf": calls} if len(calls) > 1 else calls[0]
-    if not is_parallel:
-        return compact(one)
-    return compact({"type": "array", "items": one, "minItems": 1, "maxItems": MAX_TOOLS})
+    whole = {"type": "array", "items": one, "minItems": 1, "maxItems": MAX_TOOLS} if is_parallel else one
+    return compact({**whole, "$defs": definitions})
+
+
+def with_own_definitions(schema: Any, prefix: str) -> Any:
+    """The same schema, whose definitions have names with ``prefix``: they move to the root of a larger schema."""
+    if isinstance(schema, list):
+        return [with_own_definitions(item, prefix) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for name, value in schema.items():
+        if name == "$ref" and isinstance(value, str):
+            found[name] = value.replace("#/$defs/", f"#/$defs/{prefix}", 1)
+        elif name == "$defs" and isinstance(value, dict):
+            found[name] = {f"{prefix}{key}": with_own_definitions(item, prefix) for key, item in value.items()}
+        else:
+            found[name] = with_own_definitions(value, prefix)
+    return found
 
 
 def parameters_of(tool: Tool) -> dict[str, Any]:

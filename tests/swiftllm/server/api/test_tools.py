@@ -110,6 +110,22 @@ def test_a_required_call_is_one_of_the_tools(thinker) -> None:
             assert all(json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome") for call in calls)
 
 
+def test_tools_may_have_definitions_of_one_name(thinker) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {
+            "$defs": {"Place": {"enum": [place]}}, "type": "object", "required": ["a"], "additionalProperties": False,
+            "properties": {"a": {"$ref": "#/$defs/Place"}},
+        }}}
+        for name, place in (("f", "Paris"), ("g", "Rome"))
+    ]  # fmt: skip
+    for seed in range(4):
+        for choice in ("required", {"type": "function", "function": {"name": "g"}}):
+            body = body_of(tools=tools, tool_choice=choice, parallel_tool_calls=False, seed=seed)
+            (call,) = thinker.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"]
+            function = call["function"]
+            assert json.loads(function["arguments"])["a"] == {"f": "Paris", "g": "Rome"}[function["name"]]
+
+
 def test_tools_and_calls_are_in_the_prompt(thinker) -> None:
     function = {"name": "weather", "arguments": '{"city": "Paris"}'}
     called = {"role": "assistant", "content": None, "reasoning_content": "Hm",
