@@ -78,13 +78,23 @@ def show_scores(run: Run, console: Console) -> None:
     console.print(f"MEASURED: {first['model']} in {first['dtype']} on {first['text']}, all decodes on the CPU tier")
     console.print(rows_table(rows, SCORES))
 
-    def panel(title: str, x_label: str, y_label: str, prefix: str, **options: bool) -> LinePanel:
-        lines = [Series(row["system"], COLOURS[row["system"]], by_number(row, prefix)) for row in rows]
-        return LinePanel(title, x_label, y_label, lines, log_y=True, **options)
+    def panel(title: str, x_label: str, y_label: str, prefix: str, times: int, **options: bool) -> LinePanel:
+        lines = [
+            Series(row["system"], COLOURS[row["system"]], [(x, times * y) for x, y in by_number(row, prefix)])
+            for row in rows
+        ]
+        return LinePanel(title, x_label, y_label, lines, **options)
 
     panels = [
-        panel("What is predicted", "context (tokens, at most)", "KL divergence from exact", "kl_up_to_", log_x=True),
-        panel("What attention computes", "layer", "relative error of the worst head", "worst_head_error_layer_"),
+        panel(
+            "What is predicted",
+            "context (tokens, at most)",
+            "KL from exact (0.001 nats)",
+            "kl_up_to_",
+            1000,
+            log_x=True,
+        ),
+        panel("What attention computes", "layer", "worst head's error (%)", "worst_head_error_layer_", 100),
     ]
     subtitle = f"{first['model']} in {first['dtype']}, {first['tokens']:,} tokens of {first['text']}, measured"
     text = FigureText("A CPU tier in eight bits beside an exact one", subtitle, NOTES)
