@@ -19,7 +19,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.files import cache_dir
 from swiftllm.runtime.torch_backend import open_torch_backend
-from swiftllm.server.service.service import ServiceLimits
+from swiftllm.server.service.limits import ServiceLimits
 from swiftllm.server.settings import ServerSettings
 from tests.apex.test_end_to_end import judge, serve
 from tests.reference.backend_driver import BackendDriver

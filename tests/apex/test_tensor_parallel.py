@@ -27,7 +27,8 @@ from swiftllm.parallel.launch import SpawnedRanks
 from swiftllm.runtime.batch import CohortBatch
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
 from swiftllm.runtime.workers import CpuWorker
-from swiftllm.server.service.service import EngineService, NewRequest
+from swiftllm.server.service.limits import NewRequest
+from swiftllm.server.service.service import EngineService
 from swiftllm.topology import describe_cores
 from tests.apex.rank_group import TOKENS, Group, run, run_on
 from tests.apex.test_end_to_end import (

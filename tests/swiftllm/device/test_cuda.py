@@ -18,7 +18,8 @@ from swiftllm.core.request import SamplingParams
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.device.limits import DeviceHung
 from swiftllm.engine.engine import Engine
-from swiftllm.server.service.service import EngineService, NewRequest
+from swiftllm.server.service.limits import NewRequest
+from swiftllm.server.service.service import EngineService
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import OWN_CARD, fake_gpu

@@ -20,7 +20,8 @@ from swiftllm.remote.frames import SILENCE_S
 from swiftllm.remote.tier import RemoteCpuTier
 from swiftllm.runtime.workers import AttentionTask, BlocksRead, BlocksWrite, ContextRead, RowsWrite
 from swiftllm.server.service.fault_isolation import FaultIsolation
-from swiftllm.server.service.service import EngineService, NewRequest, ServiceLimits
+from swiftllm.server.service.limits import NewRequest, ServiceLimits
+from swiftllm.server.service.service import EngineService
 from tests.swiftllm.remote.hosts import SECRET, host_in_thread, start_host_process
 from tests.swiftllm.remote.test_tokens import BLOCK_BYTES, MAX_TOKENS, add_all, open_engine, run_to_end, tiny  # noqa: F401
 from tests.swiftllm.server.serving import read_all

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from swiftllm.core.request import SamplingParams, TokenLogprob
 from swiftllm.engine.engine import Engine
-from swiftllm.server.service.service import EngineService, NewRequest, ServiceLimits
+from swiftllm.server.service.limits import NewRequest, ServiceLimits
+from swiftllm.server.service.service import EngineService
 from swiftllm.server.service.token_streams import Delta, RequestFailed, TokenStream
 from tests.reference.fake_backend import VOCABULARY, expected_output
 

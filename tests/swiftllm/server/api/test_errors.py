@@ -12,8 +12,9 @@ from swiftllm.server.api.app import model_card
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.errors import ApiError, as_api_error
 from swiftllm.server.api.parsing import parse_body
-from swiftllm.server.service.open_requests import QueueFull, ServiceStopping
-from swiftllm.server.service.service import EngineService, ServiceLimits
+from swiftllm.server.service.limits import ServiceLimits
+from swiftllm.server.service.places import QueueFull, ServiceStopping
+from swiftllm.server.service.service import EngineService
 from swiftllm.server.service.token_streams import RequestFailed
 from swiftllm.server.settings import ServerSettings
 from tests.reference.fake_engine import fake_engine

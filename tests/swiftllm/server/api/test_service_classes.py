@@ -16,8 +16,8 @@ from swiftllm.scheduling.arrival_queue import ArrivalQueue
 from swiftllm.server.api.errors import as_api_error
 from swiftllm.server.api.protocol import CompletionRequest
 from swiftllm.server.observe.metrics import Metrics
-from swiftllm.server.service.open_requests import QueueFull
-from swiftllm.server.service.service import NewRequest, ServiceLimits
+from swiftllm.server.service.limits import NewRequest, ServiceLimits
+from swiftllm.server.service.places import QueueFull
 from swiftllm.server.service.snapshot import take_snapshot
 from tests.reference.fake_engine import fake_engine, flat_table
 from tests.swiftllm.server.api.test_lifecycle import COMPLETIONS, LONG, gated, request_bytes, wait_for

@@ -12,8 +12,9 @@ from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import RequestRefused, SamplingParams
 from swiftllm.engine.engine import Engine
 from swiftllm.scheduling.residents import Residents
-from swiftllm.server.service.open_requests import QueueFull, ServiceStopping
-from swiftllm.server.service.service import EngineService, NewRequest, ServiceLimits
+from swiftllm.server.service.limits import NewRequest, ServiceLimits
+from swiftllm.server.service.places import QueueFull, ServiceStopping
+from swiftllm.server.service.service import EngineService
 from tests.reference.fake_engine import fake_engine
 from tests.reference.faulty_backend import FaultyBackend
 from tests.swiftllm.server.serving import (
