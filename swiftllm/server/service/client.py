@@ -29,6 +29,7 @@ from swiftllm.server.service.messages import (
     ResetPrefixCache,
     Step,
     Submit,
+    Submitted,
     decode_to_front_end,
     frame,
     receive_one,
@@ -148,7 +149,9 @@ class EngineClient(asyncio.Protocol):
         except Exception:
             self._num_refused += len(requests)
             raise
-        return [self._submit(request) for request in requests]
+        pairs = [self._open_stream(request) for request in requests]
+        self._send(Submit([submitted for _, submitted in pairs]))
+        return [stream for stream, _ in pairs]
 
     def _checked(self, new: NewRequest) -> NewRequest:
         prompt = as_token_ids(new.prompt_token_ids)
@@ -156,14 +159,13 @@ class EngineClient(asyncio.Protocol):
         self.ready.admission.check(request)
         return replace(new, prompt_token_ids=prompt)
 
-    def _submit(self, new: NewRequest) -> TokenStream:
+    def _open_stream(self, new: NewRequest) -> tuple[TokenStream, Submitted]:
         timeout_s, now_s = self.limits.request_timeout_s if new.timeout_s is None else new.timeout_s, self._clock()
         number = self._num_submitted
         self._num_submitted += 1
         stream = TokenStream(new, number, now_s, None if timeout_s is None else now_s + timeout_s)
         self._open[number], self._numbers[new.request_id] = stream, number
-        self._send(Submit.of(number, new, timeout_s))
-        return stream
+        return stream, Submitted.of(number, new, timeout_s)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Abort these requests, waiting or running; finished ones are ignored."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import socket
 import struct
 import threading
 import time
@@ -79,6 +80,11 @@ class FrontEndLink:
     def has_hung_up(self, timeout_s: float) -> bool:
         """Whether the front end has gone, or goes within ``timeout_s``."""
         return bool(self._hang_up.poll(1000 * timeout_s))
+
+    def hang_up(self) -> None:
+        """End the connection: the front end sees that the engine is gone."""
+        with suppress(OSError):
+            self._ends.messages.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._ends.close()

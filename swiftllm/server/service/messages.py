@@ -34,7 +34,7 @@ class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
 # -- to the engine ----------------------------------------------------------------------------------------------------
 
 
-class Submit(Message):
+class Submitted(Message):
     """A request, checked. ``number`` names it in all later messages."""
 
     number: int
@@ -50,7 +50,7 @@ class Submit(Message):
     cache_salt: str | None
 
     @classmethod
-    def of(cls, number: int, new: NewRequest, timeout_s: float | None) -> Submit:
+    def of(cls, number: int, new: NewRequest, timeout_s: float | None) -> Submitted:
         how = new.sampling
         changed = {name: value for name, default in DEFAULTS.items() if (value := getattr(how, name)) != default}
         return cls(
@@ -63,6 +63,12 @@ class Submit(Message):
             new.service_class,
             new.cache_salt,
         )
+
+
+class Submit(Message):
+    """Queue these requests before the next step: the outputs of one HTTP request, which begin together."""
+
+    requests: list[Submitted]
 
 
 class End(Message):
@@ -224,7 +230,7 @@ def _read(messages: socket.socket, num_bytes: int, flags: int = 0) -> bytes:
         return b""
 
 
-def sampling_of(submit: Submit, grammar: Any) -> SamplingParams:
+def sampling_of(submit: Submitted, grammar: Any) -> SamplingParams:
     """The sampling parameters of a request. ``grammar``: its compiled one, if it has any."""
     return SamplingParams(**submit.sampling, grammar=grammar)
 

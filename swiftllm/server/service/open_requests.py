@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from swiftllm.core.request import Request
@@ -49,14 +49,15 @@ class OpenRequests:
 
     # -- from any thread --------------------------------------------------------------------------------------------
 
-    def add(self, entry: OpenRequest) -> bool:
-        """Order the engine to queue a request; False if the engine has failed for good."""
+    def add(self, entries: Sequence[OpenRequest]) -> bool:
+        """Order the engine to queue these requests; False if it has failed for good."""
         with self.lock:
             if self.health.status == "failed":
                 return False
-            request_id = entry.request.request_id
-            self.entries[request_id], self._ids[entry.number] = entry, request_id
-            self._orders.append(entry)
+            for entry in entries:
+                request_id = entry.request.request_id
+                self.entries[request_id], self._ids[entry.number] = entry, request_id
+            self._orders += entries
             self.lock.notify_all()
             return True
 

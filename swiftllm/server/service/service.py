@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from swiftllm.server.service.messages import (
     ResetPrefixCache,
     Step,
     Submit,
+    Submitted,
     ToEngine,
     sampling_of,
 )
@@ -122,12 +123,12 @@ class EngineService:
 
     def _handle(self, message: ToEngine) -> None:
         match message:
-            case Submit(grammar=None):
-                self._accept(message, None)
-            case Submit():
+            case Submit(requests) if any(submitted.grammar for submitted in requests):
                 with self._open_requests.lock:
-                    self._awaited.add(message.number)
-                self._compiling.submit(self._accept_compiled, message)
+                    self._awaited.update(submitted.number for submitted in requests)
+                self._compiling.submit(self._accept_compiled, requests)
+            case Submit(requests):
+                self._accept(requests, None)
             case End():
                 self._end(message)
             case ResetPrefixCache():
@@ -135,18 +136,20 @@ class EngineService:
             case Ask():
                 self._loop.link.send(self._report(message.wants_timeline))
 
-    def _accept_compiled(self, submit: Submit) -> None:
+    def _accept_compiled(self, requests: Sequence[Submitted]) -> None:
+        """Accept requests with a grammar, which is the same for all, as far as they have not been aborted meanwhile."""
         try:
-            grammar = self._compile(*submit.grammar)
-        except Exception as error:  # the front end has compiled it before
-            logger.exception("a grammar of request %s cannot be compiled here", submit.request_id)
-            self._awaited.discard(submit.number)
-            self._refuse(submit, str(error))
-            return
+            grammar, error = self._compile(*requests[0].grammar), None
+        except Exception as raised:  # the front end has compiled it before
+            logger.exception("a grammar of request %s cannot be compiled here", requests[0].request_id)
+            error = raised
         with self._open_requests.lock:
-            if submit.number in self._awaited:
-                self._awaited.remove(submit.number)
-                self._accept(submit, grammar)
+            requests = [submitted for submitted in requests if submitted.number in self._awaited]
+            self._awaited.difference_update(submitted.number for submitted in requests)
+            if error is None:
+                self._accept(requests, grammar)
+            else:
+                self._refuse([submitted.number for submitted in requests], str(error))
 
     def _compile(self, kind: str, text: str) -> CompiledGrammar:
         engine = self.engine
@@ -154,27 +157,33 @@ class EngineService:
             self._compiler = GrammarCompiler(engine.tokenizer, engine.vocab_size, engine.eos_token_ids)
         return self._compiler.compile(kind, text)
 
-    def _accept(self, submit: Submit, grammar: CompiledGrammar | None) -> None:
-        engine, request_id = self.engine, submit.request_id
-        if request_id in engine.residents.requests:  # aborted, but CPU attention still uses its blocks
-            request_id = f"{request_id} ({submit.number})"
+    def _accept(self, requests: Sequence[Submitted], grammar: CompiledGrammar | None) -> None:
+        numbers = [submitted.number for submitted in requests]
         try:
-            request = engine.make_request(
-                request_id,
-                array("i", submit.prompt),
-                sampling_of(submit, grammar),
-                service_class=submit.service_class,
-                cache_salt=submit.cache_salt,
-            )
+            entries = [self._entry(submitted, grammar) for submitted in requests]
         except RequestRefused as error:  # the front end has checked it before
-            self._refuse(submit, str(error))
+            self._refuse(numbers, str(error))
             return
-        deadline_s = None if submit.timeout_s is None else self._clock() + submit.timeout_s
-        if not self._open_requests.add(OpenRequest(request, submit.number, deadline_s)):
-            self._refuse(submit, self.health.reason)
+        if not self._open_requests.add(entries):
+            self._refuse(numbers, self.health.reason)
 
-    def _refuse(self, submit: Submit, reason: str) -> None:
-        self._loop.link.post_step(Step([], [], [More(submit.number, error=("engine_error", reason, None))]))
+    def _entry(self, submitted: Submitted, grammar: CompiledGrammar | None) -> OpenRequest:
+        engine, request_id = self.engine, submitted.request_id
+        if request_id in engine.residents.requests:  # aborted, but CPU attention still uses its blocks
+            request_id = f"{request_id} ({submitted.number})"
+        request = engine.make_request(
+            request_id,
+            array("i", submitted.prompt),
+            sampling_of(submitted, grammar),
+            service_class=submitted.service_class,
+            cache_salt=submitted.cache_salt,
+        )
+        deadline_s = None if submitted.timeout_s is None else self._clock() + submitted.timeout_s
+        return OpenRequest(request, submitted.number, deadline_s)
+
+    def _refuse(self, numbers: Iterable[int], reason: str) -> None:
+        error = "engine_error", reason, None
+        self._loop.link.post_step(Step([], [], [More(number, error=error) for number in numbers]))
 
     def _end(self, message: End) -> None:
         there = self._open_requests
