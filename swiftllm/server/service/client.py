@@ -99,7 +99,7 @@ class EngineClient(asyncio.Protocol):
         self._num_steps = 0
         self._all_ended = asyncio.Event()
         self._told, self._own = Health(), Health()  # what the engine has said, and what is known here
-        self._is_stopping = False
+        self._is_stopping = self._is_closed = False
         self._num_silent = 0  # looks since something has come from the engine
         self._report = Report(Snapshot(), [], [], None)
         self._asked: deque[asyncio.Future[None]] = deque()
@@ -119,6 +119,7 @@ class EngineClient(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection; the engine's process then ends."""
+        self._is_closed = True
         if self._watching is not None:
             self._watching.cancel()
         if self._transport is not None:
@@ -273,6 +274,8 @@ class EngineClient(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self._watching is not None:
             self._watching.cancel()
+        if self._is_closed:
+            return
         reason = f"the engine's process is gone: {self._why_gone()}"
         self._own = Health("failed", reason)
         if self._open:
