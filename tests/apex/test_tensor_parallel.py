@@ -275,7 +275,9 @@ def test_a_server_goes_on_when_a_rank_is_killed(llama: Group, monkeypatch) -> No
     sampling = SamplingParams(TOKENS)
     requests = [NewRequest(str(i), prompt, sampling) for i, prompt in enumerate(llama.prompts)]
     killer = threading.Timer(0.3, llama.peers()[0].process.kill)
-    monkeypatch.setattr(EngineService, "start", lambda self, start=EngineService.start: (killer.start(), start(self)))
+    monkeypatch.setattr(
+        EngineService, "start", lambda self, link, start=EngineService.start: (killer.start(), start(self, link))
+    )
     delay_tickets(llama.backend, 0.05, 1)
     outcomes, service = serve(engine, requests)
     delay_tickets(llama.backend, 0.0, 1)
