@@ -12,12 +12,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 from swiftllm.server.service.client import EngineClient
 from swiftllm.server.service.front_end_link import FrontEndLink
 from swiftllm.server.service.messages import Ends, NotBuilt, make_ends
 from swiftllm.server.service.service import EngineService
+from swiftllm.threads import DeviceThread
 
 LOOK_EVERY_S = 0.2
 END_GRACE_S = 5.0
@@ -71,7 +73,7 @@ def run_engine(build: Callable[[], EngineService], *sockets: object) -> None:
         signal.signal(ignored, signal.SIG_IGN)
     link = FrontEndLink(Ends(*sockets))
     is_built = threading.Event()
-    threading.Thread(target=end_if_alone, args=(link, is_built), daemon=True).start()
+    DeviceThread(end_if_alone, link, is_built, name="while building").start()
     try:
         service = build()
     except (ValueError, OSError) as error:
@@ -83,13 +85,16 @@ def run_engine(build: Callable[[], EngineService], *sockets: object) -> None:
     is_built.set()
     service.start(link)
     service.wait_until_left()
-    hurry = threading.Timer(service.limits.drain_timeout_s + END_GRACE_S, os._exit, (EXIT_ALONE,))
-    hurry.daemon = True
-    hurry.start()
+    DeviceThread(exit_after, service.limits.drain_timeout_s + END_GRACE_S, name="end").start()
     service.close()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)  # Python's own clean-up takes a second, and waits for what hangs
+
+
+def exit_after(seconds: float) -> None:
+    time.sleep(seconds)
+    os._exit(EXIT_ALONE)
 
 
 def end_if_alone(link: FrontEndLink, is_built: threading.Event) -> None:
