@@ -30,6 +30,6 @@ artifact: setup  ## run all figures that apply to this machine and write the rep
 	$(RUN) evaluation/artifact.py --hours $(or $(HOURS),8) $(if $(REHEARSE),--rehearse) $(ARGS)
 
 # One torch thread: more threads on a busy machine are ten times slower, not faster.
-test: setup  ## run the tests, then the linter
+test: setup  ## run the tests, then the linter; ARGS=--all-cases runs every case, not a sample of each test
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal $(ARGS)
 	$(if $(VENV),@$(RUN) -m ruff check --quiet .)

@@ -36,13 +36,16 @@ SANITIZE_FLAGS = shlex.split(
     "-O0 -g1 -fsanitize=address,undefined -fno-sanitize=null,object-size,vptr,pointer-overflow -fno-sanitize-recover"
 )
 
+BINDS = re.compile(r'pybind11|"arguments\.h"|"dlpack\.h"')  # sources that do
+
 # Instruction sets that have variants of their own; all other files are compiled for every CPU of the architecture.
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_FLAGS = [*AVX2_FLAGS, *(f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl"))]
 ISA_FLAGS = {"avx2": AVX2_FLAGS, "avx512": AVX512_FLAGS} if IS_X86 else {}
 BF16_FLAGS = [*AVX512_FLAGS, "-mavx512bf16"]  # AMX needs no flag: its instructions stand as assembly
-NATIVE_FLAGS = ISA_FLAGS | ({"avx512bf16": BF16_FLAGS, "amx": BF16_FLAGS} if IS_X86 else {})
+VNNI_FLAGS = [*AVX512_FLAGS, "-mavx512vnni"]
+NATIVE_FLAGS = ISA_FLAGS | ({"avx512bf16": BF16_FLAGS, "amx": BF16_FLAGS, "avx512vnni": VNNI_FLAGS} if IS_X86 else {})
 ISPC_TARGETS = {"avx2": "avx2-i32x8", "avx512": "avx512skx-x16"}
 ELEMENTS = ["float32", "float16", "bfloat16"]
 
@@ -105,6 +108,18 @@ def make_all(commands: dict[Path, list[str]]) -> None:
         list(pool.map(make, commands.keys(), commands.values()))
 
 
+def join_bindings(output: Path) -> list[Path]:
+    """Write a file that includes every source with pybind11's headers, which take most of the time to compile.
+
+    Returns the sources. The file is written anew only if they have changed."""
+    sources = [source for source in sorted(SOURCE_DIR.rglob("*.cpp")) if BINDS.search(source.read_text())]
+    text = "".join(f'#include "{source.resolve()}"\n' for source in sources)
+    if not output.exists() or output.read_text() != text:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text)
+    return sources
+
+
 class BuildPacpu(build_ext):
     """Compiles each file of pacpu for its own instruction set."""
 
@@ -120,9 +135,11 @@ class BuildPacpu(build_ext):
             self.warn(f"building without the llamafile kernel: {llamafile_problem}")
 
         commands = {}
-        for source in sorted(SOURCE_DIR.rglob("*.cpp")):
+        bindings = build_dir / "bindings.cpp"
+        joined = join_bindings(bindings)
+        for source in [bindings, *sorted({*SOURCE_DIR.rglob("*.cpp")} - {*joined})]:
             flags = [*CXX_FLAGS, *sanitize_flags, *INCLUDES]
-            if any(map(source.match, ("native/a[vm]x*.cpp", "llamafile/avx*.cpp", "rows/avx*.cpp"))):
+            if any(map(source.match, ("native/a[vm]x*.cpp", "int8/avx*.cpp", "llamafile/avx*.cpp", "rows/avx*.cpp"))):
                 if source.stem not in NATIVE_FLAGS or (source.match("llamafile/*") and llamafile_problem):
                     continue
                 flags += NATIVE_FLAGS[source.stem]
@@ -130,7 +147,8 @@ class BuildPacpu(build_ext):
                 flags.append(f'-DPACPU_ISPC_UNAVAILABLE="{ispc_problem}"')
             if source.match("llamafile/llamafile.cpp") and llamafile_problem:
                 flags.append(f'-DPACPU_LLAMAFILE_UNAVAILABLE="{llamafile_problem}"')
-            output = build_dir / source.relative_to(SOURCE_DIR).with_suffix(".o")
+            place = source.relative_to(build_dir if source == bindings else SOURCE_DIR)
+            output = build_dir / place.with_suffix(".o")
             commands[output] = [*CXX, *flags, "-MMD", "-c", str(source), "-o", str(output)]
         if llamafile_source:
             for isa, isa_flags in ISA_FLAGS.items():

@@ -32,7 +32,15 @@ from apex.cli.parser import parse_options
 from benchmarks import pacpu_shared
 from benchmarks.pacpu_cases import BF16_ISAS, HEADS, Case, Contender, Memory, Shape, kernel_contenders, make_cases
 from benchmarks.pacpu_peers import peer_contenders
-from benchmarks.pacpu_report import Progress, draw_kernels, markdown_rows, print_medians, print_prefetches, verdicts
+from benchmarks.pacpu_report import (
+    Progress,
+    draw_kernels,
+    markdown_rows,
+    print_medians,
+    print_prefetches,
+    print_ratios,
+    verdicts,
+)
 from evaluation.plots.style import save_figure
 from evaluation.results.folder import FlatRecord, ResultFolder
 from evaluation.results.paths import RESULTS_DIR
@@ -50,7 +58,7 @@ MIN_ROTATION_BYTES = 512 << 20
 MAX_ROUNDS = 15
 # Limits of the relative distance between two kernels' outputs. Outputs are rounded to the type; the native kernel's
 # bfloat16 products also round the weights.
-TOLERANCE = {"float16": 0.001, "bfloat16": 0.01}
+TOLERANCE = {"float16": 0.001, "bfloat16": 0.01, "int8": 0.001}
 
 
 @dataclass(frozen=True)
@@ -63,8 +71,8 @@ class Options:
     """Time limit in seconds; at least one round runs. By default 220, with --quick 50."""
     threads: tuple[int, ...] = field(default_factory=lambda: tuple(sorted({1, usable_cores()})))
     """Numbers of threads to measure."""
-    dtypes: tuple[str, ...] = ("float16", "bfloat16")
-    """Data types of the KV cache."""
+    kv_dtypes: tuple[str, ...] = ("float16", "bfloat16", "int8")
+    """Data types of the KV cache; with int8 queries are float16."""
     shared: bool = False
     """Measure contexts that begin with the same blocks instead: read once, and by each row (native kernel)."""
     results_dir: Path = RESULTS_DIR
@@ -77,7 +85,8 @@ class Point:
     def __init__(self, case: Case, memory: Memory, everyone: Sequence[Contender]) -> None:
         self.case = case
         rotation = max(MIN_ROTATION_BYTES, 8 * last_level_cache_bytes(), case.bytes_held)
-        self.num_layers = min(rotation, memory.num_bytes) // case.bytes_held
+        held = memory.elements(case.dtype).nbytes
+        self.num_layers = min(rotation, held) // case.bytes_held
         self.calls = -(-MIN_TIMED_BYTES // case.num_bytes)
         self.memory = memory
         self.everyone = everyone
@@ -103,6 +112,8 @@ class Point:
         ready = {}
         for contender in self.everyone:
             with contender.selected():
+                if self.case.dtype == "int8" and contender.kernel != "native":
+                    continue
                 ready[contender] = contender.prepare(self.case, self.memory, self.num_layers)
         return {contender: function for contender, function in ready.items() if function is not None}
 
@@ -194,10 +205,29 @@ def median_ratio(values: Sequence[float], references: Sequence[float]) -> float:
     return statistics.median(value / reference for value, reference in zip(values, references, strict=True))
 
 
+def ratios_to_float16(points: Sequence[Point], rows: Sequence[FlatRecord]) -> None:
+    """Give each row of int8 `ratio_to_float16`: tokens/s by those of float16 with the same instruction set in the same
+    round, each with its fastest prefetches. None elsewhere."""
+    rates = {}
+    for point in points:
+        for contender, by_way in point.gbps_by_way.items():
+            best = max(by_way.values(), key=statistics.median)
+            case = point.case
+            shape = case.shape.batch, case.shape.context, case.shape.ragged
+            key = case.dtype, contender.isa, HEADS[case.heads], *shape, case.threads
+            rates[key] = [gbps / case.bytes_per_token for gbps in best]
+    for row in rows:
+        key = row["isa"], (row["heads"], row["kv_heads"]), row["batch"], row["context"], row["ragged"], row["threads"]
+        floats = rates.get(("float16", *key))
+        is_int8 = row["dtype"] == "int8" and floats
+        row["ratio_to_float16"] = median_ratio(rates["int8", *key], floats) if is_int8 else None
+
+
 def measure_shared(options: Options) -> None:
     use_fastest_attention()
     shapes = pacpu_shared.QUICK_SHAPES if options.quick else pacpu_shared.SHAPES
-    cases, memory = fitting(make_cases(shapes, options.threads, options.dtypes))
+    dtypes = [dtype for dtype in options.kv_dtypes if dtype != "int8"]
+    cases, memory = fitting(make_cases(shapes, options.threads, dtypes))
     seconds = options.seconds or (50.0 if options.quick else 150.0)
     configuration = {"benchmark": "pacpu, shared blocks", "cases": [str(case) for case in cases], "seconds": seconds}
     folder = ResultFolder("pacpu_shared", configuration | {"date": time.ctime()}, options.results_dir)
@@ -243,7 +273,7 @@ def main(options: Options) -> None:
     for contender in everyone:
         with contender.selected():
             use_fastest_attention()
-    cases, memory = fitting(make_cases(QUICK_SHAPES if options.quick else SHAPES, options.threads, options.dtypes))
+    cases, memory = fitting(make_cases(QUICK_SHAPES if options.quick else SHAPES, options.threads, options.kv_dtypes))
     seconds = options.seconds or (50.0 if options.quick else 220.0)
     configuration = {
         "benchmark": "pacpu",
@@ -261,11 +291,13 @@ def main(options: Options) -> None:
     points = [Point(case, memory, everyone) for case in cases]
     measure(points, seconds)
     rows = [row for point in points for row in point.rows()]
+    ratios_to_float16(points, rows)
     folder.save_summary(rows, markdown_rows(rows))
     made = f"{cpu_model()}, {usable_cores()} cores, {datetime.date.today()}"
     save_figure(draw_kernels(rows, made), folder.path)
     print_medians(rows)
     print_prefetches(rows)
+    print_ratios(rows)
     for line in verdicts(rows):
         print(line)
     print(f"all rows, figure and provenance: {folder.path}")

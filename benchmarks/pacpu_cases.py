@@ -6,18 +6,19 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
 import pacpu
-from pacpu import _pacpu
+from pacpu import _pacpu, int8
 from swiftllm.kv.pools import host_tensor
 
 HEAD_DIM = 128
 BLOCK_SIZE = 16
 HEADS = {"GQA": (32, 8), "MHA": (32, 32)}  # query heads, KV heads
 ISAS = ("amx", "avx512bf16", "avx512", "avx2")
+INT8 = "int8"
 BF16_ISAS = ISAS[:2]  # these differ from AVX-512 only in the native kernel for bfloat16
 BF16_AND_FP16_BITS = 0x3800, 0x4000  # numbers from 0.5 to 2 as float16, from 2^-15 to 2 as bfloat16
 
@@ -55,19 +56,24 @@ class Shape:
 @dataclass(frozen=True)
 class Case:
     heads: str  # a key of HEADS
-    dtype: str
+    dtype: str  # of the KV cache; with "int8" queries are float16
     shape: Shape
     threads: int
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of K and V that one call must read: 16-bit elements of all cached tokens, once per KV head."""
+        """Bytes of K and V that one call must read: all cached tokens, once per KV head."""
         shared = (self.shape.batch - 1) * self.shape.shared_blocks * BLOCK_SIZE
         return (sum(self.shape.seq_lens()) - shared) * self.bytes_per_token
 
     @property
     def bytes_per_token(self) -> int:
-        return HEADS[self.heads][1] * 2 * HEAD_DIM * 2
+        codes = int8.head_bytes(BLOCK_SIZE, HEAD_DIM) // BLOCK_SIZE
+        return HEADS[self.heads][1] * (codes if self.dtype == INT8 else 2 * HEAD_DIM * 2)
+
+    @property
+    def query_dtype(self) -> torch.dtype:
+        return torch.float16 if self.dtype == INT8 else getattr(torch, self.dtype)
 
     @property
     def bytes_held(self) -> int:
@@ -94,7 +100,20 @@ class Memory:
         return self.bits.numel() * 2
 
     def elements(self, dtype: str) -> torch.Tensor:
-        return self.bits.view(getattr(torch, dtype))
+        return self.codes if dtype == INT8 else self.bits.view(getattr(torch, dtype))
+
+    @cached_property
+    def codes(self) -> torch.Tensor:
+        """Memory of its own for int8 caches: as many blocks as the other has. Scales are equal."""
+        tile = int8.tile_bytes(HEAD_DIM)
+        codes = host_tensor((self.num_bytes // (4 * HEAD_DIM * int8.TILE_TOKENS) * tile,), torch.uint8)
+        tiles = codes.view(-1, tile)
+        pattern = torch.randint(1, 256, (9973, tile), dtype=torch.uint8)
+        pattern[:, -2 * 4 * int8.TILE_TOKENS :] = torch.full((2 * int8.TILE_TOKENS,), 2.0**-6).view(torch.uint8)
+        for at in range(0, len(tiles), len(pattern)):
+            part = tiles[at : at + len(pattern)]
+            part.copy_(pattern[: len(part)])
+        return codes
 
     def new_tokens(self, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V `[batch, num_kv_heads, head_dim]` for every call to store.
@@ -105,17 +124,20 @@ class Memory:
         shape = (case.shape.batch, HEADS[case.heads][1], HEAD_DIM)
         count = math.prod(shape)
         k, v = self.pattern[:count], self.pattern[-count:]
-        return tuple(bits.view(getattr(torch, case.dtype)).view(shape) for bits in (k, v))
+        return tuple(bits.view(case.query_dtype).view(shape) for bits in (k, v))
 
     def paged(self, case: Case, num_layers: int, block_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A cache `[num_blocks, num_kv_heads, 2, block_size, head_dim]` and each layer's block table.
+        """A cache `[num_blocks, num_kv_heads, 2, block_size, head_dim]`, or an int8 one, and each layer's block table.
 
         The blocks are scattered over the memory, as in a cache that has been in use.
         """
         num_kv_heads = HEADS[case.heads][1]
-        block_elements = num_kv_heads * 2 * block_size * HEAD_DIM
-        num_blocks = self.bits.numel() // block_elements
-        cache = self.elements(case.dtype)[: num_blocks * block_elements]
+        elements = self.elements(case.dtype)
+        is_int8 = case.dtype == INT8
+        shape = (int8.head_bytes(block_size, HEAD_DIM),) if is_int8 else (2, block_size, HEAD_DIM)
+        block_elements = num_kv_heads * math.prod(shape)
+        num_blocks = elements.numel() // block_elements
+        cache = elements[: num_blocks * block_elements]
         counts = -(-torch.tensor(case.shape.seq_lens()) // block_size)
         shared = case.shape.shared // block_size
         own = counts - shared
@@ -126,7 +148,7 @@ class Memory:
         tables = torch.zeros(num_layers, case.shape.batch, int(counts.max()), dtype=torch.int32)
         tables[:, :, :shared] = ids[:, None, :shared]
         tables[:, :, shared:][:, torch.arange(int(own.max())) < own[:, None]] = ids[:, shared:]
-        return cache.view(num_blocks, num_kv_heads, 2, block_size, HEAD_DIM), list(tables)
+        return cache.view(num_blocks, num_kv_heads, *shape), list(tables)
 
 
 @dataclass(frozen=True)
@@ -183,12 +205,13 @@ def kernel_contenders() -> list[Contender]:
 def prepare_pacpu(
     kernel: str, isa: str, case: Case, memory: Memory, num_layers: int
 ) -> Callable[[int], torch.Tensor] | None:
-    if kernel not in pacpu.kernels(case.dtype) or (isa in BF16_ISAS and case.dtype != "bfloat16"):
+    is_computed = kernel == "native" if case.dtype == INT8 else kernel in pacpu.kernels(case.dtype)
+    if not is_computed or (isa in BF16_ISAS and case.dtype != "bfloat16"):
         return None
     seq_lens = torch.tensor(case.shape.seq_lens(), dtype=torch.int32)
     cache, layers = memory.paged(case, num_layers, BLOCK_SIZE)
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(case.shape.batch, HEADS[case.heads][0], HEAD_DIM, generator=generator).to(cache.dtype)
+    q = torch.randn(case.shape.batch, HEADS[case.heads][0], HEAD_DIM, generator=generator).to(case.query_dtype)
     k, v = memory.new_tokens(case)
     out = torch.empty_like(q)
     scale = HEAD_DIM**-0.5

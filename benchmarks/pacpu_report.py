@@ -145,6 +145,18 @@ def print_prefetches(rows: Sequence[FlatRecord]) -> None:
     )
 
 
+def print_ratios(rows: Sequence[FlatRecord]) -> None:
+    """Tokens/s of int8 by those of float16, as medians over shapes."""
+    groups: dict[tuple, list[float]] = {}
+    for row in rows:
+        if row["ratio_to_float16"]:
+            key = heads_name(row), row["isa"], row["threads"]
+            groups.setdefault(key, []).append(row["ratio_to_float16"])
+    for (heads, isa, threads), ratios in groups.items():
+        middle = f"{statistics.median(ratios):.2f}x tokens/s ({min(ratios):.2f}x in the worst shape)"
+        print(f"int8 to float16, {heads}, {isa}, {threads} threads: {middle}")
+
+
 def markdown_rows(rows: Sequence[FlatRecord]) -> str:
     """Every row as Markdown."""
     if not rows:

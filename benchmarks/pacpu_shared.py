@@ -42,7 +42,8 @@ class SharedPoint:
 
     def run_round(self) -> None:
         number = len(self.read_bytes_per_s)
-        attend = prepare_pacpu("native", pacpu.isa(), self.case, self.memory, self.num_layers)
+        # No name: the instruction set in use, whatever the type.
+        attend = prepare_pacpu("native", "", self.case, self.memory, self.num_layers)
         memory = self.memory.bits.view(torch.uint8)[: read_limit_bytes()]
         self.read_bytes_per_s.append(read_limit(self.case.threads, memory, passes=1))
         try:

@@ -60,6 +60,7 @@ MEASURED_COLUMNS = (
     ("system", "system", "s"), ("turn 1 (s)", "ttft_s_turn_1", ".3f"), ("turn 2 (s)", "ttft_s_turn_2", ".3f"),
     ("turn 2 / 1", "turn_2_over_1", ".2f"), ("found tokens", "found_tokens", ".0f"),
     ("computed tokens", "computed_tokens", "d"), ("/ fewest", "computed_over_fewest", ".3f"),
+    ("no hits on / off", "no_hits_on_over_off", ".3f"),
 )  # fmt: skip
 LINES_NOTE = (
     "off: no cache. gpu: in GPU memory only. store: swiftllm, which copies what host memory has back before it "

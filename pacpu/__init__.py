@@ -53,16 +53,18 @@ def paged_attention(
     """Store each request's new token in the KV cache and attend over its whole context, in one layer.
 
     `out[i, h] = sum_t softmax_t(scale * <q[i, h], K_t>) V_t` over the `seq_lens[i]` tokens of request i, accumulated
-    in float32. All of q, k, v, kv_cache and out have one dtype: float32, float16 or bfloat16. Every array is in host
-    memory. kv_cache and seq_lens are contiguous; rows of the others are contiguous but may lie apart, so q, k and v
-    can be slices of a fused QKV matrix.
+    in float32. All of q, k, v, kv_cache and out have one dtype: float32, float16 or bfloat16. kv_cache may be int8
+    instead (`pacpu.int8`), for which the native kernel multiplies integers. Every array is in host memory. kv_cache and
+    seq_lens are contiguous; rows of the others are contiguous but may lie apart, so q, k and v can be slices of a fused
+    QKV matrix.
 
     Args:
         q: `[batch, num_heads, head_dim]`, queries of the new tokens; head_dim is a multiple of 8.
         k: `[batch, num_kv_heads, head_dim]`, keys of the new tokens; num_kv_heads divides num_heads.
         v: `[batch, num_kv_heads, head_dim]`, values of the new tokens.
         kv_cache: `[num_blocks, num_kv_heads, 2, block_size, head_dim]`, written at position `seq_lens[i] - 1` of each
-            request; index 0 of the third dimension holds K, index 1 holds V.
+            request; index 0 of the third dimension holds K, index 1 holds V. Or uint8 `[num_blocks, num_kv_heads,
+            head_bytes]`: new tokens become codes when they are stored.
         block_tables: int32 `[batch, max_blocks_per_seq]`, ids of each request's blocks; only the first
             `ceil(seq_lens[i] / block_size)` are looked at.
         seq_lens: int32 `[batch]`, context length in tokens, including the new one.
@@ -129,7 +131,7 @@ def prefetch(dtype: Any, heads: str) -> str:
     """Which of `PREFETCHES` calls use with the instruction set in use: "L1" until :func:`set_prefetch` says otherwise.
 
     Args:
-        dtype: of the KV cache, as in :func:`default_kernel`.
+        dtype: of the KV cache, as in :func:`default_kernel`, or "int8".
         heads: one of `HEADS`.
 
     Raises:

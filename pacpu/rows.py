@@ -245,7 +245,8 @@ def store_kv(k: Any, v: Any, kv_cache: Any, blocks: Any, offsets: Any, *, num_th
 
     Args:
         k, v: `[rows, num_kv_heads, head_dim]`.
-        kv_cache: `[num_blocks, num_kv_heads, 2, block_size, head_dim]`, contiguous.
+        kv_cache: `[num_blocks, num_kv_heads, 2, block_size, head_dim]`, contiguous; or an int8 cache
+            (`pacpu.int8`), for which rows become codes.
         blocks, offsets: int64 `[rows]`. No two rows have the same slot.
     """
     _pacpu.store_kv(k, v, kv_cache, blocks, offsets, num_threads)
@@ -255,7 +256,8 @@ def gather_kv(kv_cache: Any, blocks: Any, out: Any, *, num_threads: int = 1) -> 
     """Copy K and V of a request's first tokens out of its blocks; bits are kept.
 
     Args:
-        kv_cache: `[num_blocks, num_kv_heads, 2, block_size, head_dim]`, contiguous.
+        kv_cache: `[num_blocks, num_kv_heads, 2, block_size, head_dim]`, contiguous; or an int8 cache
+            (`pacpu.int8`), whose codes become elements of the dtype that `out` has.
         blocks: int64 `[blocks]`, the request's in order; those beyond the tokens are not read.
         out: `[2, num_kv_heads, tokens, head_dim]`, contiguous; overwritten.
     """
@@ -264,6 +266,9 @@ def gather_kv(kv_cache: Any, blocks: Any, out: Any, *, num_threads: int = 1) -> 
 
 def gather_blocks(pool: Any, blocks: Any, staging: Any, *, num_threads: int = 1) -> None:
     """Copy whole blocks of all layers into a buffer; bits are kept.
+
+    Codes become elements if the pool is int8 (`pacpu.int8`), `[num_layers, num_blocks, num_kv_heads, head_bytes]`, and
+    staging is not: `[num_layers, blocks, num_kv_heads, 2, block_size, head_dim]` of any dtype.
 
     Args:
         pool: `[num_layers, num_blocks, ...]`, contiguous.
@@ -274,5 +279,5 @@ def gather_blocks(pool: Any, blocks: Any, staging: Any, *, num_threads: int = 1)
 
 
 def scatter_blocks(staging: Any, pool: Any, blocks: Any, *, num_threads: int = 1) -> None:
-    """The reverse of `gather_blocks`: the blocks, all different, are overwritten."""
+    """The reverse of `gather_blocks`: the blocks, all different, are overwritten, those of an int8 pool with codes."""
     _pacpu.scatter_blocks(staging, pool, blocks, num_threads)

@@ -3,6 +3,7 @@
 One thread for the lane and torch, since two are many times slower than one on a busy small machine.
 """
 
+import gc
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import sampled_cases
 from tests.evaluation.headless_browser import NOT_FOUND
 
 torch.set_num_threads(1)
@@ -23,6 +25,19 @@ def one_core() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("swiftllm.runtime.cores.usable_cores", lambda: 1)
         yield
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    sampled_cases.add_option(parser)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    sampled_cases.take_sample(config, items)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: a collection, as before each capture of graphs, need not look at it."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -23,7 +23,6 @@ from swiftllm.share import Share, take_share
 if TYPE_CHECKING:
     from swiftllm.config import EngineConfig
     from swiftllm.server.service.client import EngineClient
-    from swiftllm.server.service.messages import Ready
     from swiftllm.server.service.service import EngineService
 
 
@@ -85,7 +84,7 @@ class Serve(ConfigFile):
             raise InputError(f"the server needs the package {error.name}: {SETUP}") from error
 
         def announce(client: EngineClient) -> None:
-            print(start_message(client.ready, settings, defaults), flush=True)
+            print(start_message(client, settings, defaults), flush=True)
 
         try:
             run_server(partial(build_service, self.system, config, strategy, self.profile, limits), settings, announce)
@@ -139,8 +138,9 @@ def why_not(error: OSError) -> str:
     return advice.get(error.errno, error.strerror or str(error))
 
 
-def start_message(ready: Ready, settings: ServerSettings, defaults: Mapping[str, float]) -> str:
+def start_message(client: EngineClient, settings: ServerSettings, defaults: Mapping[str, float]) -> str:
     """The text printed at the start: system, model, limits, the model's sampling ``defaults`` and addresses."""
+    ready, tokenizer = client.ready, client.tokenizer
     description, limits = ready.description, ready.limits
     longest = max(map(ready.admission.longest_of, ServiceClass))
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
@@ -148,6 +148,8 @@ def start_message(ready: Ready, settings: ServerSettings, defaults: Mapping[str,
     weights = "" if description["weights"] == description["dtype"] else f", weights: {description['weights']}"
     values = ", ".join(f"{name}={value}" for name, value in defaults.items())
     by_default = f"sampling by default, as generation_config.json says: {values} (--generation-config none: OpenAI's)\n"
+    formats = settings.formats(tokenizer)
+    calls, reasoning = formats.calls.name if formats.calls else "none", "think" if formats.has_reasoning else "none"
     no_text = "the model folder has no tokenizer: prompts are lists of token ids, and answers have no text\n"
     return (
         f"{description['system']} serves {description['model']} ({description['dtype']}{weights}) "
@@ -155,6 +157,7 @@ def start_message(ready: Ready, settings: ServerSettings, defaults: Mapping[str,
         f"limits: {longest:,} tokens a request, {ready.max_num_seqs} requests with KV cache at once, "
         f"{limits.max_queued_requests} running or waiting, {limits.max_queued_best_effort} best-effort ones\n"
         f"{by_default if defaults else ''}"
-        f"{no_text if ready.tokenizer_folder is None else ''}"
+        f"{no_text if tokenizer is None else ''}"
+        f"tool calls: {calls} (--tool-call-parser)    reasoning: {reasoning} (--reasoning-parser)\n"
         f"API: {url}/v1    status page: {url}/    metrics: {url}/metrics    Ctrl-C stops"
     )

@@ -246,8 +246,19 @@ class SimulatedBackend:
             self.clock_s = self._context_from_s = max(self.clock_s, end_s)
         self._run(lane.attention_s)
 
-    def whole_iteration(self, lane: SimulatedBatch) -> None:
-        """Declined: operations are timed one by one."""
+    def whole_iteration(self, lane: SimulatedBatch) -> Mapping[str, int] | None:
+        """All layers of a lane at once, in the same sums; declined where copies meet layers."""
+        if self._stream is not None or self._swaps is not None or lane.context_s:
+            return None
+        self._cross(-1, (lane,))
+        clock_s, busy_s, launch_s = self.clock_s, self._gpu_busy_s, self._launch_s
+        attention_s, linear_s = lane.attention_s, self._linear_s(lane.num_rows)
+        attention_step_s, linear_step_s = max(attention_s, launch_s), max(linear_s, launch_s)
+        for _ in range(self._last):
+            busy_s = busy_s + attention_s + linear_s
+            clock_s = clock_s + attention_step_s + linear_step_s
+        self.clock_s, self._gpu_busy_s = clock_s + attention_step_s, busy_s + attention_s
+        return self.boundary(self._last, (lane,))
 
     def _run(self, seconds: float) -> None:
         self._gpu_busy_s += seconds

@@ -328,9 +328,15 @@ def _load_yaml(path: Path) -> dict[str, Any]:
         ValueError: it holds something else; the message names the file, and the line where that is known.
     """
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = _parsed(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds no lines such as `kind: gpu`")
     return raw
+
+
+@functools.lru_cache(64)
+def _parsed(text: str) -> Any:
+    """What YAML holds, to be read only. A figure asks for the same few files hundreds of times."""
+    return yaml.safe_load(text)

@@ -24,6 +24,12 @@ std::optional<DType> dtype_of(const Array& array);
 
 bool is_int(const Array& array, int bits);
 
+// Whether it has dtype uint8.
+bool is_bytes(const Array& array);
+
+// Tokens to a block of an int8 cache [..., head_bytes], see int8.h; refuses what is none.
+int64_t int8_block_size(const Array& array, int64_t head_dim);
+
 void check_rank(const Array& array, size_t rank, const char* meaning);
 void check_shape(const Array& array, const std::vector<int64_t>& expected, const char* meaning);
 // `other` has the dtype that `array` must have.

@@ -39,9 +39,9 @@ constexpr int num_prefetches = 3;
 // A stretch of one sequence's context under `num_kv_heads` neighbouring KV heads, each attended by the `group` query
 // heads that share it: those of one row, or of several rows that have these blocks in common.
 struct Segment {
-    const float* queries;     // [num_kv_heads, group, padded_dim], multiplied by `scale`, zero beyond head_dim
+    float* queries;           // [num_kv_heads, group, padded_dim], multiplied by `scale`, zero beyond head_dim
     const void* raw_queries;  // [num_kv_heads, group, head_dim] in the element type, as the caller gave them
-    const char* keys;         // K of the first KV head in block 0 of the cache: [block_size, head_dim], V follows
+    const char* keys;         // K of the first KV head in block 0 of the cache: [block_size, head_dim], V follows; or tiles
     int64_t head_bytes;       // from a KV head in a block to the next one
     int64_t block_bytes;      // from a block of the cache to the next one
     const int32_t* blocks;    // block ids of this stretch; it starts at the first token of blocks[0]

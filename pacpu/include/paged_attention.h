@@ -7,6 +7,8 @@
 
 namespace pacpu {
 
+struct Int8Kernels;  // int8.h
+
 // A validated call. Rows are the first dimension of q, k, v, out and block_tables; strides are in elements.
 struct Problem {
     DType dtype;
@@ -14,7 +16,8 @@ struct Problem {
     const void *q, *k, *v;
     void* out;
     int64_t q_stride, k_stride, v_stride, out_stride;
-    void* kv_cache;  // [num_blocks, num_kv_heads, 2, block_size, head_dim]
+    void* kv_cache;  // [num_blocks, num_kv_heads, 2, block_size, head_dim] of `dtype`
+    const Int8Kernels* int8;  // or nullptr: of an int8 cache, see int8.h
     const int32_t* block_tables;
     int64_t table_stride;
     const int32_t* seq_lens;  // including the new token

@@ -18,16 +18,23 @@ const char* isa_problem(Isa isa);
 // Throws std::invalid_argument if `name` is unknown or this CPU lacks it. Not for use during a call.
 void select_isa(const std::string& name);
 
-// How calls prefetch with the instruction set in use, by element type and by whether query heads share KV heads: into the
-// first level until set_prefetch says otherwise. Not to be set during a call.
-Prefetch prefetch(DType dtype, bool is_shared);
-void set_prefetch(DType dtype, bool is_shared, Prefetch prefetch);
+// What a KV cache holds: elements of a type, or codes.
+enum class CacheType { float32, float16, bfloat16, int8 };
+constexpr int num_cache_types = 4;
+static_assert(static_cast<int>(CacheType::bfloat16) == static_cast<int>(DType::bfloat16));
+
+const char* cache_type_name(CacheType type);
+
+// How calls prefetch with the instruction set in use, by the cache's type and by whether query heads share KV heads: into
+// the first level until set_prefetch says otherwise. Not to be set during a call.
+Prefetch prefetch(CacheType type, bool is_shared);
+void set_prefetch(CacheType type, bool is_shared, Prefetch prefetch);
 const char* prefetch_name(Prefetch prefetch);
 
 // What calls take for Problem::shared_row_cost, by the same: 8 until set_shared_row_cost says otherwise. Not to be set
 // during a call.
-int shared_row_cost(DType dtype, bool is_shared);
-void set_shared_row_cost(DType dtype, bool is_shared, int cost);
+int shared_row_cost(CacheType type, bool is_shared);
+void set_shared_row_cost(CacheType type, bool is_shared, int cost);
 
 // Kernels for the current instruction set, unavailable ones included. The native one, the fastest on every machine
 // measured, comes first. Which of the others is second depends on the machine, and since native computes in every type

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 
+#include "int8.h"
+
 namespace py = pybind11;
 
 namespace pacpu {
 namespace {
 
-constexpr int32_t code_int = 0, code_float = 2, code_bfloat = 4;  // DLDataTypeCode
+constexpr int32_t code_int = 0, code_uint = 1, code_float = 2, code_bfloat = 4;  // DLDataTypeCode
 
 }  // namespace
 
@@ -44,6 +46,17 @@ void check_dtype(const Array& array, const Array& other) {
 }
 
 bool is_int(const Array& array, int bits) { return array.type_code == code_int && array.type_bits == bits; }
+
+bool is_bytes(const Array& array) { return array.type_code == code_uint && array.type_bits == 8; }
+
+int64_t int8_block_size(const Array& array, int64_t head_dim) {
+    const int64_t bytes = array.shape.back();
+    if (head_dim < 8 || head_dim % 8 || head_dim > int_max / 64 || bytes < 1 || bytes % tile_bytes(static_cast<int>(head_dim)))
+        refuse(std::string(array.name) + " must have a multiple of " + std::to_string(32 * head_dim + 128) +
+               " bytes (16 tokens of a head with head_dim " + std::to_string(head_dim) + ", a multiple of 8) in its last dimension, not " +
+               std::to_string(bytes));
+    return bytes / tile_bytes(static_cast<int>(head_dim)) * tile_tokens;
+}
 
 int64_t row_stride(const Array& array, bool may_have_gaps) {
     int64_t expected = 1;

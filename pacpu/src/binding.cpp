@@ -10,6 +10,7 @@
 
 #include "arguments.h"
 #include "contexts.h"
+#include "int8.h"
 #include "paged_attention.h"
 #include "read_bandwidth.h"
 #include "registry.h"
@@ -48,15 +49,18 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
 
     const std::optional<DType> dtype = dtype_of(q);
     if (!dtype) refuse("q must have dtype float32, float16 or bfloat16, not " + q.dtype_name());
-    for (const Array* array : {&k, &v, &kv_cache, &out}) check_dtype(*array, q);
+    const bool is_int8 = is_bytes(kv_cache);
+    for (const Array* array : {&k, &v, &out}) check_dtype(*array, q);
+    if (!is_int8) check_dtype(kv_cache, q);
     for (const Array* array : {&block_tables, &seq_lens})
         if (!is_int(*array, 32)) refuse(std::string(array->name) + " must have dtype int32, not " + array->dtype_name());
 
     check_rank(q, 3, "[batch, num_heads, head_dim]");
-    check_rank(kv_cache, 5, "[num_blocks, num_kv_heads, 2, block_size, head_dim]");
+    check_rank(kv_cache, is_int8 ? 3 : 5,
+               is_int8 ? "[num_blocks, num_kv_heads, head_bytes]" : "[num_blocks, num_kv_heads, 2, block_size, head_dim]");
     check_rank(block_tables, 2, "[batch, max_blocks_per_seq]");
     const int64_t batch = q.shape[0], num_heads = q.shape[1], head_dim = q.shape[2];
-    const int64_t num_blocks = kv_cache.shape[0], num_kv_heads = kv_cache.shape[1], block_size = kv_cache.shape[3];
+    const int64_t num_blocks = kv_cache.shape[0], num_kv_heads = kv_cache.shape[1];
     const int64_t max_blocks = block_tables.shape[1];
     for (const Array* array : {&q, &kv_cache, &block_tables})
         for (const int64_t size : array->shape)
@@ -65,11 +69,13 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
     if (num_kv_heads < 1 || num_heads < 1 || num_heads % num_kv_heads)
         refuse("q must have a multiple of kv_cache's " + std::to_string(num_kv_heads) + " KV heads, not " +
                std::to_string(num_heads) + " heads");
+    const int64_t block_size = is_int8 ? int8_block_size(kv_cache, head_dim) : kv_cache.shape[3];
     if (block_size < 1) refuse("kv_cache must have a block_size of at least 1, not " + std::to_string(block_size));
     check_shape(k, {batch, num_kv_heads, head_dim}, "[batch, num_kv_heads, head_dim]");
     check_shape(v, {batch, num_kv_heads, head_dim}, "[batch, num_kv_heads, head_dim]");
-    check_shape(kv_cache, {num_blocks, num_kv_heads, 2, block_size, head_dim},
-                "[num_blocks, num_kv_heads, 2, block_size, head_dim]");
+    if (!is_int8)
+        check_shape(kv_cache, {num_blocks, num_kv_heads, 2, block_size, head_dim},
+                    "[num_blocks, num_kv_heads, 2, block_size, head_dim]");
     check_shape(block_tables, {batch, max_blocks}, "[batch, max_blocks_per_seq]");
     check_shape(seq_lens, {batch}, "[batch]");
     check_shape(out, q.shape, "[batch, num_heads, head_dim]");
@@ -85,7 +91,10 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
     } catch (const std::invalid_argument& error) {
         refuse(error.what());
     }
+    if (is_int8 && kernel != &all_kernels().front())
+        refuse(std::string("kernel '") + kernel->name + "' does not compute in int8; 'native' does");
 
+    const CacheType cache_type = is_int8 ? CacheType::int8 : static_cast<CacheType>(*dtype);
     const Problem problem = {*dtype,
                              static_cast<int>(batch),
                              static_cast<int>(num_heads),
@@ -101,13 +110,14 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
                              row_stride(v),
                              row_stride(out),
                              kv_cache.data,
+                             is_int8 ? &int8_kernels() : nullptr,
                              static_cast<const int32_t*>(block_tables.data),
                              row_stride(block_tables),
                              static_cast<const int32_t*>(seq_lens.data),
                              static_cast<float>(scale),
                              num_threads,
-                             prefetch(*dtype, num_heads > num_kv_heads),
-                             shared_row_cost(*dtype, num_heads > num_kv_heads)};
+                             prefetch(cache_type, num_heads > num_kv_heads),
+                             shared_row_cost(cache_type, num_heads > num_kv_heads)};
     check_tables(problem, max_blocks, num_blocks);
     py::gil_scoped_release release;
     run(problem, *kernel);
@@ -130,28 +140,32 @@ DType dtype_named(const std::string& name) {
     refuse("dtype must be float32, float16 or bfloat16, not " + name);
 }
 
+CacheType cache_type_named(const std::string& name) {
+    return name == cache_type_name(CacheType::int8) ? CacheType::int8 : static_cast<CacheType>(dtype_named(name));
+}
+
 bool is_shared_in(const std::string& heads) {
     if (heads != "MHA" && heads != "GQA") refuse("heads must be MHA or GQA, not " + heads);
     return heads == "GQA";
 }
 
 const char* get_prefetch(const std::string& dtype, const std::string& heads) {
-    return prefetch_name(prefetch(dtype_named(dtype), is_shared_in(heads)));
+    return prefetch_name(prefetch(cache_type_named(dtype), is_shared_in(heads)));
 }
 
 void choose_prefetch(const std::string& dtype, const std::string& heads, const std::string& name) {
     for (const Prefetch way : {Prefetch::none, Prefetch::level2, Prefetch::level1})
-        if (name == prefetch_name(way)) return set_prefetch(dtype_named(dtype), is_shared_in(heads), way);
+        if (name == prefetch_name(way)) return set_prefetch(cache_type_named(dtype), is_shared_in(heads), way);
     refuse("prefetch must be none, L2 or L1, not " + name);
 }
 
 double get_shared_row_cost(const std::string& dtype, const std::string& heads) {
-    return static_cast<double>(shared_row_cost(dtype_named(dtype), is_shared_in(heads))) / block_cost;
+    return static_cast<double>(shared_row_cost(cache_type_named(dtype), is_shared_in(heads))) / block_cost;
 }
 
 void choose_shared_row_cost(const std::string& dtype, const std::string& heads, double cost) {
     if (!(cost > 0 && cost <= 1)) refuse("cost must be above 0 and at most 1, not " + std::string(py::str(py::float_(cost))));
-    set_shared_row_cost(dtype_named(dtype), is_shared_in(heads), std::max(1, static_cast<int>(std::lround(cost * block_cost))));
+    set_shared_row_cost(cache_type_named(dtype), is_shared_in(heads), std::max(1, static_cast<int>(std::lround(cost * block_cost))));
 }
 
 py::list kernels(const std::optional<std::string>& dtype) {

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "contexts.h"
+#include "int8.h"
 #include "numbers.h"
 #include "scratch.h"
 #include "thread_team.h"
@@ -42,11 +43,11 @@ class Call {
 public:
     Call(const Problem& problem, const Kernel& kernel)
         : p_(problem),
-          attend_(kernel.attend[static_cast<int>(problem.dtype)]),
+          attend_(problem.int8 ? problem.int8->attend : kernel.attend[static_cast<int>(problem.dtype)]),
           slot_bytes_(int64_t{sizeof(T)} * p_.head_dim),
           group_(p_.num_heads / p_.num_kv_heads),
           padded_dim_(static_cast<int>(div_up(p_.head_dim, 32) * 32)),
-          head_bytes_(int64_t{2} * p_.block_size * slot_bytes_),
+          head_bytes_(p_.int8 ? int8_head_bytes(p_.block_size, p_.head_dim) : int64_t{2} * p_.block_size * slot_bytes_),
           block_bytes_(head_bytes_ * p_.num_kv_heads),
           contexts_(problem) {
         int64_t blocks = 0, cost = 0;
@@ -89,10 +90,16 @@ private:
         for (int i = 0; i < p_.batch; ++i) {
             const int position = p_.seq_lens[i] - 1;
             const int64_t block = p_.block_tables[i * p_.table_stride + position / p_.block_size];
-            char* slot = static_cast<char*>(p_.kv_cache) + block * block_bytes_ + position % p_.block_size * slot_bytes_;
+            char* slot = static_cast<char*>(p_.kv_cache) + block * block_bytes_;
             const char* k = static_cast<const char*>(p_.k) + i * p_.k_stride * int64_t{sizeof(T)};
             const char* v = static_cast<const char*>(p_.v) + i * p_.v_stride * int64_t{sizeof(T)};
+            const int at = position % p_.block_size;
+            slot += p_.int8 ? at / tile_tokens * tile_bytes(p_.head_dim) : at * slot_bytes_;
             for (int head = 0; head < p_.num_kv_heads; ++head, k += slot_bytes_, v += slot_bytes_, slot += head_bytes_) {
+                if (p_.int8) {
+                    p_.int8->codecs[static_cast<int>(p_.dtype)].store(k, v, p_.head_dim, slot, at % tile_tokens);
+                    continue;
+                }
                 std::memcpy(slot, k, slot_bytes_);
                 std::memcpy(slot + head_bytes_ / 2, v, slot_bytes_);
             }

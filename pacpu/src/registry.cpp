@@ -3,11 +3,12 @@
 #include <stdexcept>
 
 #include "contexts.h"
+#include "int8.h"
 
 namespace pacpu {
 namespace {
 
-constexpr const char* dtype_names[num_dtypes] = {"float32", "float16", "bfloat16"};
+constexpr const char* cache_type_names[num_cache_types] = {"float32", "float16", "bfloat16", "int8"};
 constexpr const char* prefetch_names[num_prefetches] = {"none", "L2", "L1"};
 constexpr const char* isa_names[num_isas] = {"portable", "avx2", "avx512", "avx512bf16", "amx"};
 
@@ -57,9 +58,9 @@ struct Setting {
     int shared_row_cost = block_cost;
 };
 
-Setting& setting(DType dtype, bool is_shared) {
-    static Setting settings[num_isas][num_dtypes][2];
-    return settings[static_cast<int>(current_isa())][static_cast<int>(dtype)][is_shared];
+Setting& setting(CacheType type, bool is_shared) {
+    static Setting settings[num_isas][num_cache_types][2];
+    return settings[static_cast<int>(current_isa())][static_cast<int>(type)][is_shared];
 }
 
 }  // namespace
@@ -86,19 +87,30 @@ void select_isa(const std::string& name) {
     throw std::invalid_argument("unknown instruction set '" + name + "'; use portable, avx2, avx512, avx512bf16 or amx");
 }
 
-Prefetch prefetch(DType dtype, bool is_shared) { return setting(dtype, is_shared).prefetch; }
+Prefetch prefetch(CacheType type, bool is_shared) { return setting(type, is_shared).prefetch; }
 
-void set_prefetch(DType dtype, bool is_shared, Prefetch prefetch) { setting(dtype, is_shared).prefetch = prefetch; }
+void set_prefetch(CacheType type, bool is_shared, Prefetch prefetch) { setting(type, is_shared).prefetch = prefetch; }
 
-int shared_row_cost(DType dtype, bool is_shared) { return setting(dtype, is_shared).shared_row_cost; }
+int shared_row_cost(CacheType type, bool is_shared) { return setting(type, is_shared).shared_row_cost; }
 
-void set_shared_row_cost(DType dtype, bool is_shared, int cost) { setting(dtype, is_shared).shared_row_cost = cost; }
+void set_shared_row_cost(CacheType type, bool is_shared, int cost) { setting(type, is_shared).shared_row_cost = cost; }
+
+const Int8Kernels& int8_kernels() {
+#if defined(__x86_64__)
+    static const bool has_vnni = __builtin_cpu_supports("avx512vnni");
+    if (current_isa() >= Isa::avx512 && has_vnni) return int8_avx512vnni;
+    if (current_isa() >= Isa::avx2) return int8_avx2;
+#endif
+    return int8_portable;
+}
 
 const char* prefetch_name(Prefetch prefetch) { return prefetch_names[static_cast<int>(prefetch)]; }
 
 const std::vector<Kernel>& all_kernels() { return registry().kernels; }
 
-const char* dtype_name(DType dtype) { return dtype_names[static_cast<int>(dtype)]; }
+const char* cache_type_name(CacheType type) { return cache_type_names[static_cast<int>(type)]; }
+
+const char* dtype_name(DType dtype) { return cache_type_names[static_cast<int>(dtype)]; }
 
 bool computes(const Kernel& kernel, DType dtype) { return !kernel.unavailable && kernel.attend[static_cast<int>(dtype)]; }
 

@@ -67,6 +67,12 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._inner.chat_template is not None
 
+    @property
+    def chat_template(self) -> str:
+        """The text of the model's chat template, of all if there are several; empty if it has none."""
+        template = self._inner.chat_template
+        return "".join(template.values()) if isinstance(template, dict) else template or ""
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """``add_special_tokens``: put what the model expects at the start (Llama: the begin-of-sequence token)."""
         # The call for a batch lets other threads run meanwhile; the one for a single text does not.
@@ -120,11 +126,12 @@ class Tokenizer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
         template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The text of a conversation, by default ready for the assistant's answer; messages have ``role`` and
         ``content``. It has its special tokens already: encode it without adding any. ``continue_final_message`` ends it
         with the last message's content; a generation prompt does not go with that. ``variables`` are further inputs
-        of the template; ``template`` is one to take in place of the model's.
+        of the template; ``template`` is one to take in place of the model's; ``tools`` have OpenAI's form.
 
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
@@ -140,6 +147,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template=template,
+                tools=list(tools) or None,
                 **variables,
             )
         except Exception as error:  # templates are programs that come with the model and raise anything

@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 
 import pacpu
+from pacpu import int8
 from swiftllm.files import cache_dir, write_atomically
 from swiftllm.kv.pools import host_tensor
 from swiftllm.machine import available_host_bytes, cpu_model, last_level_cache_bytes, usable_cores
@@ -25,8 +26,9 @@ from swiftllm.machine import available_host_bytes, cpu_model, last_level_cache_b
 logger = logging.getLogger(__name__)
 Way = TypeVar("Way")
 
-FORMAT = 2
-DTYPES = ("float16", "bfloat16", "float32")
+FORMAT = 3
+INT8 = "int8"
+DTYPES = ("float16", "bfloat16", "float32", INT8)
 NUM_HEADS, HEAD_DIM, BLOCK_SIZE, BATCH = 32, 128, 16, 8
 KV_HEADS = {"MHA": 32, "GQA": 8}
 SAMPLE_BYTES = 32 << 20
@@ -42,7 +44,7 @@ NOISE = 0.02
 LEAST_COST = 1 / 8
 """Of a further row: what pacpu takes at least."""
 FILLING = 0x3C
-"""A byte that makes numbers between 0.01 and 1.1 of every type."""
+"""A byte that makes numbers between 0.01 and 1.1 of every type, scales of int8 among them."""
 
 Rates = Mapping[str, Mapping[str, float]]
 """GB/s of K and V by the way of prefetching, by the calls, such as ``float16 MHA``."""
@@ -123,7 +125,7 @@ def measure(memory: torch.Tensor, num_threads: int, *, rounds: int = ROUNDS) -> 
         for heads in KV_HEADS:
             calls = f"{dtype} {heads}"
             before = pacpu.prefetch(dtype, heads), pacpu.shared_row_cost(dtype, heads)
-            typed = memory.view(getattr(torch, dtype))
+            typed = memory if dtype == INT8 else memory.view(getattr(torch, dtype))
             try:
                 rates[calls] = _rates_of(typed, dtype, heads, num_threads, rounds)
                 pacpu.set_prefetch(dtype, heads, fastest(rates[calls]))
@@ -159,7 +161,8 @@ def _cost_within_limits(cost: float) -> float:
 
 
 def _cache_in(memory: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    block = (num_kv_heads, 2, BLOCK_SIZE, HEAD_DIM)
+    is_int8 = memory.dtype == torch.uint8
+    block = (num_kv_heads, *((int8.head_bytes(BLOCK_SIZE, HEAD_DIM),) if is_int8 else (2, BLOCK_SIZE, HEAD_DIM)))
     num_blocks = memory.numel() // torch.Size(block).numel()
     return memory[: num_blocks * torch.Size(block).numel()].view(num_blocks, *block)
 
@@ -180,8 +183,9 @@ def _fastest_s(
     """Seconds of the fastest call in each way, which a function chooses. The calls go round in the block tables."""
     batch, per_row = tables[0].shape
     seq_lens = torch.full((batch,), per_row * BLOCK_SIZE, dtype=torch.int32)
-    q = torch.full((batch, NUM_HEADS, HEAD_DIM), 0.01, dtype=cache.dtype)
-    k = cache[0, :, 0, 0].expand(batch, -1, -1).contiguous()
+    dtype = torch.float16 if cache.dtype == torch.uint8 else cache.dtype
+    q = torch.full((batch, NUM_HEADS, HEAD_DIM), 0.01, dtype=dtype)
+    k = torch.full((batch, cache.shape[1], HEAD_DIM), 0.01, dtype=dtype)
     out = torch.empty_like(q)
     seconds: dict[Way, list[float]] = {way: [] for way in ways}
     turn = 0

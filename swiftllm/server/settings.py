@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from swiftllm.model.generation import sampling_defaults
+from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.server.formats.calls import FORMATS, format_of
+from swiftllm.server.formats.formats import Formats
+from swiftllm.server.formats.reasoning import reasons
 
 ORIGIN = re.compile("[a-z-]+://[^/]+")  # browser extensions have their own schemes
 
@@ -35,6 +39,10 @@ class ServerSettings:
     generation_config: Literal["auto", "none"] = "auto"
     """auto takes temperature, top_p, top_k and repetition_penalty of the model's generation_config.json where a request
     sets none; none takes OpenAI's defaults."""
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "json"] = "auto"
+    """Form of the model's tool calls; auto goes by its chat template, none refuses tools."""
+    reasoning_parser: Literal["auto", "none", "think"] = "auto"
+    """Form of the model's reasoning, which answers show apart from their content; auto goes by its chat template."""
     max_body_bytes: int = 4 * 2**20
     """Maximum size of a request body; reading a large one delays all streams."""
 
@@ -48,6 +56,10 @@ class ServerSettings:
             raise ValueError(f"max_body_bytes={self.max_body_bytes!r} must be at least 1")
         if self.generation_config not in ("auto", "none"):
             raise ValueError(f"generation_config={self.generation_config!r} must be auto or none")
+        if self.tool_call_parser not in ("auto", "none", *FORMATS):
+            raise ValueError(f"tool_call_parser={self.tool_call_parser!r} must be auto, none or {', '.join(FORMATS)}")
+        if self.reasoning_parser not in ("auto", "none", "think"):
+            raise ValueError(f"reasoning_parser={self.reasoning_parser!r} must be auto, none or think")
         self.read_chat_template()
         if self.api_key is not None and not self.api_key:
             raise ValueError("api_key is empty: give one, or leave it out to require none")
@@ -59,6 +71,14 @@ class ServerSettings:
             ValueError: its ``generation_config.json`` cannot be used.
         """
         return sampling_defaults(model) if self.generation_config == "auto" else {}
+
+    def formats(self, tokenizer: Tokenizer | None) -> Formats:
+        """How the model writes calls of tools and reasoning."""
+        template = self.read_chat_template() or (tokenizer.chat_template if tokenizer else "")
+        named = FORMATS.get(self.tool_call_parser)
+        calls = format_of(template) if self.tool_call_parser == "auto" else named
+        thinks = reasons(template) if self.reasoning_parser == "auto" else self.reasoning_parser == "think"
+        return Formats(calls, thinks)
 
     def read_chat_template(self) -> str | None:
         """The text of ``chat_template``, if that is set.

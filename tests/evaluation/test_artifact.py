@@ -138,6 +138,7 @@ def test_all_figures_are_simulated_and_those_of_the_card_measured(monkeypatch, t
             assert all(count > 100 for count in job.measured.most), "--num-requests is the simulation's"
 
 
+@pytest.mark.thorough
 def test_a_card_too_small_is_told_and_everything_is_simulated(monkeypatch, tmp_path, capsys):
     on_machine(monkeypatch, tmp_path, RTX_3060, host_gib=61.0)
     assert main(Options(plan=True, results_dir=tmp_path / "results")) == 0
@@ -148,6 +149,7 @@ def test_a_card_too_small_is_told_and_everything_is_simulated(monkeypatch, tmp_p
     assert not any(job.measured for job in jobs.values()) and all(job.points for job in jobs.values())
 
 
+@pytest.mark.thorough
 def test_without_a_card_all_is_simulated_whatever_the_hours(monkeypatch, tmp_path, capsys):
     on_machine(monkeypatch, tmp_path, None)
     begun = []

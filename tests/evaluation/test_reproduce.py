@@ -142,7 +142,7 @@ def test_repeats_of_a_simulation_have_seeds_of_their_own(tmp_path, capsys):
 
 
 def test_sensitivity_varies_the_cpu_and_nothing_else(tmp_path, capsys):
-    assert reproduce_fig7.main(options(tmp_path, sensitivity="cpu_bandwidth=50..200")) == 0
+    assert reproduce_fig7.main(options(tmp_path, num_requests=3, sensitivity="cpu_bandwidth=50..200")) == 0
     folder, summary = latest(tmp_path, "fig7_sensitivity")
     assert {r["cpu_bandwidth_gb_s"] for r in summary if r["system"] == "swiftllm"} == {None}
     for system in ("neo", "apex"):
@@ -152,7 +152,7 @@ def test_sensitivity_varies_the_cpu_and_nothing_else(tmp_path, capsys):
 
 
 def test_sensitivity_varies_the_gpu_pool_of_every_system(tmp_path, capsys):
-    assert reproduce_fig7.main(options(tmp_path, sensitivity="gpu_blocks=1280..4000")) == 0
+    assert reproduce_fig7.main(options(tmp_path, num_requests=3, sensitivity="gpu_blocks=1280..4000")) == 0
     folder, summary = latest(tmp_path, "fig7_sensitivity")
     blocks = [1280, 1500, 1800, 2100, 2500, 2900, 3400, 4000]
     for system in SYSTEMS:
@@ -168,7 +168,8 @@ def test_sensitivity_varies_the_gpu_pool_of_every_system(tmp_path, capsys):
 
 def test_sensitivity_of_the_pool_changes_what_a_gpu_only_system_reaches(tmp_path, capsys):
     """The ratios on the T4 depend on the pool: a larger one raises the baseline, not the offloading systems."""
-    chosen = options(tmp_path, gpu="t4", num_requests=40, sensitivity="gpu_blocks=54..200")
+    systems = ("swiftllm", "apex")
+    chosen = options(tmp_path, gpu="t4", num_requests=24, systems=systems, sensitivity="gpu_blocks=54..200")
     assert reproduce_fig5.main(chosen) == 0
     _, summary = latest(tmp_path, "fig5_sensitivity")
     rates = {(r["system"], r["num_gpu_blocks"]): r["output_tokens_per_s"] for r in summary if r["output_len"] == 100}

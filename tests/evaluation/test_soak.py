@@ -14,7 +14,7 @@ from evaluation.measure.soak_requests import KINDS, QUEUE_FULL, SERVED, RequestS
 from evaluation.soak import MEMORY_FROM, Options, Report, memory_problems, run_soak
 from tests.evaluation.fake_server import FakeServer
 
-SHORT = Options(requests=300)
+SHORT = Options(requests=200)
 
 
 @pytest.mark.parametrize("system", ["apex", "omniserve"])

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import pytest
 import torch
@@ -71,6 +72,10 @@ class Case:
         assert_close(self.out, expected)
 
 
+class Checked(Protocol):
+    def check(self, **options) -> None: ...
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
 
@@ -138,11 +143,11 @@ def shared_case(dtype: torch.dtype, block_size: int = 16, **shape) -> Case:
     return replace(case, **rows)
 
 
-def check_at_the_same_time(first: Case, second: Case, rounds: int) -> None:
+def check_at_the_same_time(first: Checked, second: Checked, rounds: int) -> None:
     """Check two cases again and again, each from a Python thread of its own with a team of another size."""
     failures = []
 
-    def work(case: Case, num_threads: int) -> None:
+    def work(case: Checked, num_threads: int) -> None:
         try:
             for _ in range(rounds):
                 case.check(num_threads=num_threads)

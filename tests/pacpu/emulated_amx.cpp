@@ -24,6 +24,7 @@ extern "C" void emulated_amx(int batch, int num_heads, int num_kv_heads, int hea
                                     kv_stride,
                                     q_stride,
                                     kv_cache,
+                                    nullptr,
                                     block_tables,
                                     table_stride,
                                     seq_lens,

@@ -44,6 +44,7 @@ def test_shapes_and_bytes():
     assert case.num_bytes == 2 * 20 * 8 * 2 * 128 * 2
     assert case.bytes_held == 2 * 32 * 8 * 2 * 128 * 2
     assert Case("MHA", "float16", Shape(2, 20), 1).num_bytes == 4 * case.num_bytes
+    assert Case("GQA", "int8", Shape(2, 20), 1).num_bytes == 2 * 20 * 8 * 264
 
 
 def test_shared_blocks_count_once():
@@ -132,7 +133,12 @@ def test_a_run_writes_rows_for_every_kernel(tiny, tmp_path, capsys, monkeypatch)
         assert r["of_fastest_prefetch"] == by_way[r["prefetch"]] / max(by_way.values()) and min(by_way.values()) > 0
         assert r["prefetch"] == "L2"
     assert all(r["prefetch"] is None for r in rows if r["kernel"] != "native")
+    codes = [r for r in native if r["dtype"] == "int8"]
+    assert {r["isa"] for r in codes} == set(usable_isas()) - set(pacpu_cases.BF16_ISAS)
+    for r in rows:
+        assert (r["ratio_to_float16"] or 0) > 0 if r in codes else r["ratio_to_float16"] is None
     printed = capsys.readouterr().out
+    assert "int8 to float16, GQA 32/8, " in printed
     assert "float16 GQA (AVX-512): " in printed and "medians over shapes" in printed
     assert f" of {len(native)} rows, " in printed and "prefetch in use: within 3% of the fastest in " in printed
 

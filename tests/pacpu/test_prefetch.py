@@ -69,7 +69,7 @@ def test_a_choice_holds_for_its_type_heads_and_instruction_set():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("int8", "MHA", "L1"), "dtype must be float32, float16 or bfloat16, not int8"),
+        (("int4", "MHA", "L1"), "dtype must be float32, float16 or bfloat16, not int4"),
         (("float16", "MQA", "L1"), "heads must be MHA or GQA, not MQA"),
         (("float16", "MHA", "L3"), "prefetch must be none, L2 or L1, not L3"),
     ],

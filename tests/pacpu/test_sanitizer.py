@@ -21,8 +21,9 @@ BUILD = REPO / "build/sanitized"  # stays: setup.py compiles what has changed si
 RUN_EVERY_KERNEL = """
 import torch
 import pacpu
-from pacpu import _pacpu
+from pacpu import _pacpu, int8
 from tests.pacpu.cases import DTYPES, make_case, shared_case
+from tests.pacpu.int8_cases import make_int8_case
 from tests.pacpu.packed_codes import random_matrix
 
 torch.manual_seed(0)
@@ -42,6 +43,15 @@ for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
             print("ran", isa, dtype, kernel)
     from pacpu import rows
     for dtype in DTYPES:
+        for shape in (dict(num_heads=12, head_dim=72, block_size=32), dict(num_heads=3, head_dim=8, seq_lens=(40, 16))):
+            make_int8_case(dtype, **shape).check(num_threads=3)
+        pool, blocks = torch.zeros(2, 3, 3, 2 * int8.tile_bytes(72), dtype=torch.uint8), torch.tensor([2, 0])
+        elements = torch.ones(2, 2, 3, 2, 32, 72, dtype=dtype)
+        rows.scatter_blocks(elements, pool, blocks, num_threads=2)
+        rows.gather_blocks(pool, blocks, elements, num_threads=2)
+        rows.gather_kv(pool[1], blocks, torch.empty(2, 3, 39, 72, dtype=dtype), num_threads=2)
+        token = elements[0, 0, :, 0, :3]
+        rows.store_kv(token, token, pool[0], torch.ones(3).long(), torch.arange(3) + 29)
         x, y, heads = torch.ones(5, 70, dtype=dtype), torch.ones(5, 35, dtype=dtype), torch.ones(5, 3, 10, dtype=dtype)
         rows.rms_norm(y, y[0], 1e-5, y.clone(), addend=y.clone(), num_threads=2)
         rows.rotary(heads, torch.ones(5, 2, 10))
@@ -77,7 +87,7 @@ import pytest
 from pacpu import _pacpu
 
 print(_pacpu.__file__)
-files = ["test_arguments.py", "test_rows.py::test_refusals", "test_kv_copies.py"]
+files = ["test_arguments.py", "test_rows.py::test_refusals", "test_kv_copies.py", "test_int8.py::test_refusals"]
 files = [f"tests/pacpu/{file}" for file in files]
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *files]))
 """
@@ -138,12 +148,14 @@ def sanitized() -> Sanitized:
     return Sanitized(extension, env)
 
 
+@pytest.mark.thorough
 def test_no_kernel_reads_or_writes_where_it_should_not(sanitized):
     lines = sanitized.run(RUN_EVERY_KERNEL)
     assert lines[-1] == f"True {sanitized.extension}"
     assert "ran portable torch.float16 native" in lines
 
 
+@pytest.mark.thorough
 def test_reading_of_arguments_is_sound(sanitized):
     lines = sanitized.run(RUN_TESTS_OF_ARGUMENTS)
     assert lines[0] == str(sanitized.extension)

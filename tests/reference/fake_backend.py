@@ -70,6 +70,10 @@ class FakeTicket:
         return 1e-3
 
 
+Note = tuple[str, int] | int | None
+"""What a slot holds: a request and a position, or a hash of all tokens up to there."""
+
+
 class FakeBackend:
     worker_restarts = 0
 
@@ -80,8 +84,8 @@ class FakeBackend:
         self.random = random.Random(seed)
         self.clock_s = 0.0
         self.kv: KVCacheManager | None = None  # with it, writes to blocks that others may read are noticed
-        self.slots: dict[tuple[Tier, int, int, int], tuple[str, int] | int] = {}
-        self._notes: dict[str, tuple[Request, list[int]]] = {}
+        self.slots: dict[tuple[Tier, int, int], list[Note]] = {}  # by tier, block and layer
+        self._notes: dict[str, tuple[Request, list[Note]]] = {}
         self.logprobs: dict[str, TokenLogprob] = {}
         self.calls: list[tuple] = []  # what was asked of the hardware, in order
         self.crosses_in_one_go = False
@@ -103,17 +107,20 @@ class FakeBackend:
 
     # -- the cache --------------------------------------------------------------------------------------------------
 
-    def note(self, request: Request, position: int) -> tuple[str, int] | int:
-        """What a slot with this token of a request should hold."""
-        if self.kv is None or self.kv.names is None:
-            return request.request_id, position
+    def notes(self, request: Request, num_tokens: int) -> list[Note]:
+        """What slots with these tokens of a request should hold, and perhaps some more."""
         of, notes = self._notes.get(request.request_id, (None, []))
         if of is not request:
-            notes = [hash(request.cache_salt)]
+            notes = []
             self._notes[request.request_id] = request, notes
-        for token in request.token_ids(len(notes) - 1, position + 1):
-            notes.append(hash((notes[-1], token)))
-        return notes[position + 1]
+        if len(notes) < num_tokens:
+            positions = range(len(notes), num_tokens)
+            if self.kv is None or self.kv.names is None:
+                notes += [(request.request_id, position) for position in positions]
+            else:
+                for token in request.token_ids(len(notes), num_tokens):
+                    notes.append(hash((notes[-1] if notes else hash(request.cache_salt), token)))
+        return notes
 
     def store(self, request: Request, tier: Tier, layer: int, table: list[int], position: int) -> None:
         block, offset = table[position // self.block_size], position % self.block_size
@@ -121,16 +128,18 @@ class FakeBackend:
             pool = self.kv.pool_of(request)
             assert pool.num_holders(block) == 1, f"{request.request_id} writes to a block that it shares"
             assert not pool.caches or pool._names[block - pool.first] is None, "a full block is written again"
-        self.slots[tier, block, offset, layer] = self.note(request, position)
+        slots = self.slots.setdefault((tier, block, layer), [None] * self.block_size)
+        slots[offset] = self.notes(request, position + 1)[position]
 
     def attend(self, request: Request, tier: Tier, layer: int, table: list[int], upto: int | None = None) -> None:
         """Store the newest token's K and V, then check that all tokens before it are where they should be."""
         newest = request.num_tokens - 1 if upto is None else upto
         self.store(request, tier, layer, table, newest)
-        for position in range(newest + 1):
-            block, offset = table[position // self.block_size], position % self.block_size
-            found = self.slots.get((tier, block, offset, layer))
-            assert found == self.note(request, position), f"{request.request_id}@{position}: found {found}"
+        notes = self.notes(request, newest + 1)
+        for number, start in enumerate(range(0, newest + 1, self.block_size)):
+            expected = notes[start : min(start + self.block_size, newest + 1)]
+            found = self.slots.get((tier, table[number], layer), [])
+            assert found[: len(expected)] == expected, f"{request.request_id}@{start}: found {found}"
 
     def holds_weights(self, layer: int) -> bool:
         return True
@@ -146,14 +155,13 @@ class FakeBackend:
             else:
                 assert arriving.isdisjoint(swap.source_blocks)
             for source, target in zip(swap.source_blocks, swap.target_blocks, strict=True):
-                for offset in range(self.block_size):
-                    for layer in range(self.num_layers):
-                        note = self.slots.get((swap.source, source, offset, layer))
-                        if self.kv is None or self.kv.names is None:  # else others may find it there
-                            self.slots.pop((swap.source, source, offset, layer), None)
-                        self.slots.pop((swap.source.other, target, offset, layer), None)
-                        if note is not None:
-                            self.slots[swap.source.other, target, offset, layer] = note
+                for layer in range(self.num_layers):
+                    slots = self.slots.get((swap.source, source, layer))
+                    if self.kv is None or self.kv.names is None:  # else others may find it there
+                        self.slots.pop((swap.source, source, layer), None)
+                    self.slots.pop((swap.source.other, target, layer), None)
+                    if slots is not None:
+                        self.slots[swap.source.other, target, layer] = list(slots)
 
     # -- an iteration -----------------------------------------------------------------------------------------------
 

@@ -21,19 +21,19 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.reference.fake_cards import CARDS, FakeCards, FakeNccl, properties
 from tests.reference.fake_kernels import Kernels
 from tests.reference.fake_memory import DeviceTensor, Memory, poison
 from tests.reference.fake_streams import DEVICE, FakeEvent, FakeGraph, FakeStream, FakeWorker, Hazard
+from tests.reference.trees import key_of, leaves_of, replaced, shape_of
 
 PACKAGE = str(Path(__file__).parents[2] / "swiftllm")
 REDRAW = 40  # host actions after which the streams' speeds change
@@ -48,8 +48,8 @@ class _Again(TorchDispatchMode):
         super().__init__()
         self.cuda = cuda
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.cuda.__torch_dispatch__(func, types, args, kwargs)
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.cuda.dispatch(func, types, args, kwargs)
 
 
 class FakeCuda(TorchDispatchMode):
@@ -76,6 +76,7 @@ class FakeCuda(TorchDispatchMode):
         self.total_bytes, self.allocated, self.peak = total_bytes, 0, 0
         self._pinned: dict[int, torch.Tensor] = {}  # kept, so that no other memory comes to lie there
         self._advancing = False
+        self._shapes_of: dict[object, Any] = {}
 
     # -- what torch.cuda is inside ----------------------------------------------------------------------------------
 
@@ -260,10 +261,10 @@ class FakeCuda(TorchDispatchMode):
         self.current.put(later)
         self.advance()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        name = str(func).removeprefix("aten.")
-        on_device = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeviceTensor)]
+        name = _name_of(func)
+        on_device = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, DeviceTensor)]
         target = kwargs.get("device")
         if kwargs.pop("pin_memory", None) or name.startswith(("pin_memory", "_pin_memory")):
             self.refuse_while_capturing("allocates pinned memory, which asks for events,")
@@ -288,7 +289,7 @@ class FakeCuda(TorchDispatchMode):
         if name == "empty_like.default" and not on_device:
             return self._allocate(args[0])
         if name.startswith(("_local_scalar_dense", "item", "is_nonzero", "equal")):
-            return func(*tree_map_only(DeviceTensor, self.read, args))
+            return func(*replaced(DeviceTensor, self.read, args))
         view = self._view(func, args, kwargs)
         return self._compute(func, args, kwargs) if view is None else view
 
@@ -322,22 +323,20 @@ class FakeCuda(TorchDispatchMode):
         returns = func._schema.returns
         if not returns or returns[0].alias_info is None or returns[0].alias_info.is_write:
             return None
-        base = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, DeviceTensor))
-        result = func(*tree_map_only(DeviceTensor, lambda t: t.inner, args), **kwargs)
+        base = next(leaf for leaf in leaves_of(args) if isinstance(leaf, DeviceTensor))
+        result = func(*replaced(DeviceTensor, lambda t: t.inner, args), **kwargs)
         storage = base.inner.untyped_storage().data_ptr()
-        if any(leaf.untyped_storage().data_ptr() != storage for leaf in tree_leaves(result)):
+        if any(leaf.untyped_storage().data_ptr() != storage for leaf in leaves_of(result)):
             return None  # a reshape that had to copy
         with torch.inference_mode(base.is_inference()):  # a view is what its base is
-            return tree_map_only(torch.Tensor, lambda inner: DeviceTensor(self, inner, base.memory), result)
+            return replaced(torch.Tensor, lambda inner: DeviceTensor(self, inner, base.memory), result)
 
     def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         schema = func._schema
-        stray = [x for x in tree_leaves((args, kwargs)) if type(x) is torch.Tensor and x.dim()]
+        stray = [x for x in leaves_of((args, kwargs)) if type(x) is torch.Tensor and x.dim()]
         if stray and not schema.name.startswith("aten::index"):  # torch uploads indexes by itself
             raise Hazard(f"{func} computes with device and host memory at once")
-        inner_args, inner_kwargs = tree_map_only(DeviceTensor, lambda t: t.inner, (args, kwargs))
-        shape_args, shape_kwargs = tree_map_only(torch.Tensor, _shape_of, (inner_args, inner_kwargs))
-        shapes = func(*shape_args, **({**shape_kwargs, "device": "meta"} if "device" in kwargs else shape_kwargs))
+        inner_args, inner_kwargs = replaced(DeviceTensor, lambda t: t.inner, (args, kwargs))
         if "device" in kwargs:
             inner_kwargs["device"] = "cpu"
         if not schema.returns:  # it writes to all of a list
@@ -345,17 +344,35 @@ class FakeCuda(TorchDispatchMode):
         if any(result.alias_info is not None and result.alias_info.is_write for result in schema.returns):
             self._enqueue(lambda: func(*inner_args, **inner_kwargs))
             return kwargs["out"] if "out" in kwargs else args[0]
-        out = tree_map_only(torch.Tensor, self._allocate, shapes)
-        places = [leaf.inner for leaf in tree_leaves(out)]
+        out = replaced(torch.Tensor, self._allocate, self._shapes(func, inner_args, inner_kwargs))
+        places = [leaf.inner for leaf in leaves_of(out)]
 
         def work() -> None:
-            for place, value in zip(places, tree_leaves(func(*inner_args, **inner_kwargs)), strict=True):
+            for place, value in zip(places, leaves_of(func(*inner_args, **inner_kwargs)), strict=True):
                 place.copy_(value)
 
         if schema.name.startswith("aten::empty"):
             return out  # memory as it is: poison
         self._enqueue(work)
         return out
+
+    def _shapes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Tensors without content, like those that an operation will return."""
+        key = (func, key_of(args), key_of(kwargs))
+        if key not in self._shapes_of:
+            args, kwargs = replaced(torch.Tensor, shape_of, (args, kwargs))
+            self._shapes_of[key] = func(*args, **({**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
+        return self._shapes_of[key]
+
+
+# Torch would wrap a method of that name, at a cost above that of most operations.
+for _mode in (FakeCuda, _Again):
+    _mode.__torch_dispatch__ = _mode.dispatch
+
+
+@cache
+def _name_of(func: Any) -> str:
+    return str(func).removeprefix("aten.")
 
 
 def _waits_on_its_own(filename: str) -> bool:
@@ -367,7 +384,3 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) ->
     if isinstance(q, DeviceTensor) and how["attn_mask"] is not None and q.shape[2] % 32 == 1 and k.stride(1) == 0:
         raise Hazard("torch's kernel reads beyond the mask where K and V are broadcast and its last block is one row")
     return ATTENTION(q, k, v, **how)
-
-
-def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.triton.ops import TritonOps
 from tests.reference.fake_streams import DEVICE
+from tests.reference.trees import replaced
 
 if TYPE_CHECKING:
     from tests.reference.fake_device import FakeCuda
@@ -46,7 +46,7 @@ class Kernels:
     def launch_as_triton(self, operation: str, *arguments: Any) -> None:
         """Launch what the engine's operation launches on a GPU."""
         with _disable_current_modes():
-            getattr(self._ops, operation)(*tree_map_only(torch.Tensor, _without_content, arguments))
+            getattr(self._ops, operation)(*replaced(torch.Tensor, _without_content, arguments))
 
 
 def with_triton(operation: str) -> Callable[..., Any]:

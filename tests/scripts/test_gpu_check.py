@@ -38,6 +38,7 @@ PARTS = (
 )
 
 
+@pytest.mark.thorough
 def test_rehearsal_writes_a_report(tmp_path: Path) -> None:
     """With little more than torch, as on a GPU machine without a network; in two calls that share a folder."""
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({ABSENT!r}))\n")

@@ -1,10 +1,11 @@
-"""What a prefix cache saves on this machine: the second turn of a conversation, and requests that share a beginning."""
+"""What a prefix cache saves on this machine in second turns and shared beginnings, and costs where it finds nothing."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,8 @@ class SharingTask:
     sharers: int
     shared: int
     prompt: int
+    strangers: int
+    """Requests of ``history`` / 10 tokens that share nothing: what the cache costs."""
 
 
 def measured_points(section: Mapping[str, Any], model: Path | None) -> list[Point]:
@@ -69,6 +72,7 @@ def run_sharing_point(point: Point, label: str, console: Console) -> PointResult
     try:
         others = OtherWork()
         values = {**turn_times(engine, task), **shared_tokens(engine, task)}
+        values |= cost_without_hits(engine, task)
         description = engine.describe()
     finally:
         engine.close()
@@ -120,3 +124,22 @@ def shared_tokens(engine: Engine, task: SharingTask) -> dict[str, float]:
     in_blocks = task.shared // task.engine.block_size * task.engine.block_size
     fewest = task.sharers * task.prompt - (task.sharers - 1) * in_blocks
     return {"computed_tokens": computed, "computed_over_fewest": computed / fewest}
+
+
+def cost_without_hits(engine: Engine, task: SharingTask) -> dict[str, float]:
+    """Tokens a CPU second with the cache over those without, where no request finds anything.
+
+    Medians of rounds in turn. CPU time counts, so that other work on the machine is left out."""
+    without = build_engine(task.system, replace(task.engine, enable_prefix_caching=False))
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    try:
+        for turn in range(2 * (1 + task.repeats)):
+            caches = turn % 2 == 0
+            prompts = prompts_for(task, [task.history // 10] * task.strangers, seed=2 + turn)
+            start_s = time.process_time()
+            ask(engine if caches else without, prompts, max_tokens=4 * task.answer)
+            seconds[caches].append(time.process_time() - start_s)
+    finally:
+        without.close()
+    on_s, off_s = (statistics.median(seconds[caches][1:]) for caches in (True, False))  # the first warms up
+    return {"no_hits_on_over_off": off_s / on_s}

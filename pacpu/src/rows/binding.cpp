@@ -220,10 +220,11 @@ void store(py::handle k_object, py::handle v_object, py::handle kv_cache_object,
     const int num_threads = read_num_threads(num_threads_object);
     float_dtype(k);
     check_dtype(v, k);
-    check_dtype(kv_cache, k);
     check_rank(k, 3, "[rows, num_kv_heads, head_dim]");
     check_sizes(k);
     check_shape(v, k.shape, "[rows, num_kv_heads, head_dim]");
+    if (is_bytes(kv_cache)) return store_codes(k, v, kv_cache, blocks, offsets, num_threads);
+    check_dtype(kv_cache, k);
     check_rank(kv_cache, 5, "[num_blocks, num_kv_heads, 2, block_size, head_dim]");
     check_sizes(kv_cache);
     check_shape(kv_cache, {kv_cache.shape[0], k.shape[1], 2, kv_cache.shape[3], k.shape[2]},

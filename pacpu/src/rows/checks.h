@@ -29,6 +29,11 @@ void bind_crossing(pybind11::module_& module);
 // Copies between a KV cache and buffers.
 void bind_kv_copies(pybind11::module_& module);
 
+// The same for an int8 KV cache, whose rows become codes on their way in and elements on their way out.
+void store_codes(const Array& k, const Array& v, const Array& kv_cache, const Array& blocks, const Array& offsets, int num_threads);
+void gather_codes(const Array& kv_cache, const Array& blocks, const Array& out, int num_threads);
+void convert_blocks(const Array& pool, const Array& blocks, const Array& staging, int num_threads, bool gathers);
+
 // The Python class of packed 4-bit matrices.
 void bind_codes(pybind11::module_& module);
 

@@ -79,6 +79,7 @@ void gather_kv(py::handle kv_cache_object, py::handle blocks_object, py::handle 
     const Array kv_cache = read_array("kv_cache", kv_cache_object), blocks = read_array("blocks", blocks_object);
     const Array out = read_array("out", out_object);
     const int num_threads = read_num_threads(num_threads_object);
+    if (is_bytes(kv_cache)) return gather_codes(kv_cache, blocks, out, num_threads);
     float_dtype(kv_cache);
     check_dtype(out, kv_cache);
     check_rank(kv_cache, 5, "[num_blocks, num_kv_heads, 2, block_size, head_dim]");
@@ -113,7 +114,8 @@ void gather_kv(py::handle kv_cache_object, py::handle blocks_object, py::handle 
 
 // `staging` [num_layers, blocks, ...] and the blocks of `pool` [num_layers, num_blocks, ...]: one is copied to the other.
 void copy_blocks(const Array& pool, const Array& blocks, const Array& staging, int num_threads, bool gathers) {
-    float_dtype(pool);
+    if (is_bytes(pool) && !is_bytes(staging)) return convert_blocks(pool, blocks, staging, num_threads, gathers);
+    if (!is_bytes(pool)) float_dtype(pool);
     check_dtype(staging, pool);
     if (pool.shape.size() < 2) refuse("pool must have shape [num_layers, num_blocks, ...], not " + to_string(pool.shape));
     check_rank(blocks, 1, "[blocks]");

@@ -30,6 +30,7 @@ from swiftllm.server.api.protocol import (
     TokenizeRequest,
 )
 from swiftllm.server.api.schema import json_body, schemas_of
+from swiftllm.server.api.translations import routes as translations
 from swiftllm.server.observe.activity import log_activity
 from swiftllm.server.observe.metrics import Metrics
 from swiftllm.server.observe.status import StatusPage
@@ -38,7 +39,7 @@ from swiftllm.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-BODIES = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+BODIES = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, *translations.BODIES)
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
@@ -115,7 +116,8 @@ def api_routes(context: ServingContext, metrics: Metrics) -> APIRouter:
 
     async def check_key(request: Request) -> None:  # async, as FastAPI would run a plain function in a thread
         key = context.settings.api_key
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        anthropic = request.headers.get("x-api-key", "")
+        scheme, _, given = request.headers.get("authorization", f"bearer {anthropic}").partition(" ")
         if key is not None and not (scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), key.encode())):
             message = "no valid API key: send the header `Authorization: Bearer KEY`"
             raise ApiError(401, message, code="invalid_api_key", www_authenticate="Bearer")
@@ -143,6 +145,8 @@ def api_routes(context: ServingContext, metrics: Metrics) -> APIRouter:
         answer = await answer_chat(context, body, request)
         metrics.count_choices(body.n)
         return answer
+
+    router.include_router(translations.translated_routes(context, body_of, metrics.count_choices))
 
     @read(router, "/v1/models")
     async def models() -> Response:

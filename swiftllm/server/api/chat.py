@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
 
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.generation import Choice, Generation, Prompt
-from swiftllm.server.api.output_text import Piece
+from swiftllm.server.api.output_text import Piece, parts_of
 from swiftllm.server.api.protocol import ChatRequest
 from swiftllm.server.api.responses import Answer, as_json, finite, token_text
+from swiftllm.server.formats.parts import Part, joined
+
+TEXT_FIELDS = {"content": ("content",), "reasoning": ("reasoning_content", "reasoning")}
 
 
 async def answer_chat(context: ServingContext, body: ChatRequest, request: Request) -> Response:
@@ -19,12 +24,33 @@ async def answer_chat(context: ServingContext, body: ChatRequest, request: Reque
     Raises:
         ApiError, QueueFull, ServiceStopping, RequestFailed: see :class:`Generation`.
     """
+    return await ChatAnswer(await start_chat(context, body)).respond(request)
+
+
+async def start_chat(context: ServingContext, body: ChatRequest, id_prefix: str = "chatcmpl") -> Generation:
+    """Submit a request for the next message of a conversation.
+
+    Raises:
+        ApiError, QueueFull, ServiceStopping: see :class:`Generation`.
+    """
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     text = await context.render_chat(body.messages, body)
     tokens = await context.encode_prompt(text, body, "messages", add_special_tokens=False)
     prompt = Prompt(body.kept_tokens(tokens, max_tokens, context.longest_of(body.service_class)))
     grammar = await context.grammar_of(body)
-    return await ChatAnswer(Generation(context, "chatcmpl", body, [prompt], max_tokens, grammar)).respond(request)
+    how = {"named": body.named_tool, "is_required": body.tool_choice == "required"}
+    reader = partial(context.formats.reader, text, has_tools=bool(body.tools_offered), **how)
+    return Generation(context, id_prefix, body, [prompt], max_tokens, grammar, reader)
+
+
+async def chat_tokens(context: ServingContext, body: ChatRequest) -> list[int]:
+    """The tokens of a conversation.
+
+    Raises:
+        ApiError: it cannot be rendered, or is too long.
+    """
+    text = await context.render_chat(body.messages, body)
+    return await context.encode_prompt(text, body, "messages", add_special_tokens=False)
 
 
 class ChatAnswer(Answer):
@@ -38,11 +64,32 @@ class ChatAnswer(Answer):
         beside = f",{as_json(prompt)[1:-1]}" if prompt else ""
         return self.choice_event(choice, f'{role},"logprobs":null,"finish_reason":null', beside)
 
-    def chunk_text(self, text: str) -> str:
-        return f'"delta":{{"content":{as_json(text)}}}'
+    def chunk_text(self, piece: Piece) -> str:
+        if piece.parts is None:
+            return f'"delta":{{"content":{as_json(piece.text)}}}'
+        return f'"delta":{as_json(self.delta_of(joined(piece.parts)))}'
 
-    def text_fields(self, choice: Choice, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
+    def delta_of(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """The fields that parts add to a message in a stream."""
+        delta = self._texts_of(parts)
+        calls = [delta_of_call(part) for part in parts if part.kind == "tool_call"]
+        return {**delta, "tool_calls": calls} if calls else delta
+
+    def text_fields(self, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
+        parts = joined(part for piece in pieces for part in parts_of(piece))
+        texts = self._texts_of(parts)
+        calls = [call_of(part) for part in parts if part.kind == "tool_call"]
+        message = {"role": "assistant", "content": texts.pop("content", None if calls else ""), **texts}
+        return {"message": {**message, "tool_calls": calls} if calls else message}
+
+    def _texts_of(self, parts: Sequence[Part]) -> dict[str, str]:
+        """Content and reasoning, if there are any. The reasoning has vLLM's name for it, too."""
+        texts = {}
+        for kind, names in TEXT_FIELDS.items():
+            text = "".join(part.text for part in parts if part.kind == kind)
+            if text and (kind == "content" or self.body.include_reasoning):
+                texts |= dict.fromkeys(names, text)
+        return texts
 
     def extra_fields(self) -> dict[str, Any]:
         choice = self.generation.choices[0]  # all choices have the same prompt
@@ -61,3 +108,14 @@ class ChatAnswer(Answer):
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         known = list(self.tokenizer.token_bytes(token_id))  # there is no chat without a tokenizer
         return {"token": token_text(self.tokenizer, token_id), "logprob": finite(logprob), "bytes": known}
+
+
+def call_of(part: Part) -> dict[str, Any]:
+    """A call in OpenAI's form."""
+    return {"id": part.call_id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
+
+
+def delta_of_call(part: Part) -> dict[str, Any]:
+    """What a part adds to a call in a stream."""
+    begun = call_of(part) if part.call_id else {"function": {"arguments": part.text}}
+    return {"index": part.index, **begun}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -56,17 +57,21 @@ class CompletionAnswer(Answer):
             return prompt.text or ""
         return self.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)  # as the tokens in `logprobs`
 
-    def chunk_text(self, text: str) -> str:
-        return f'"text":{as_json(text)}'
+    def chunk_text(self, piece: Piece) -> str:
+        return f'"text":{as_json(piece.text)}'
 
-    def text_fields(self, choice: Choice, text: str) -> dict[str, Any]:
-        return {"text": text, **self.prompt_logprobs(choice), **self.prompt_token_ids(choice)}
+    def text_fields(self, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
+        return {
+            "text": "".join(piece.text for piece in pieces),
+            **self.prompt_logprobs(choice),
+            **self.prompt_token_ids(choice),
+        }
 
     def opening_events(self, choice: Choice) -> str:
         opening, prompt = super().opening_events(choice), self.prompt_token_ids(choice)
         if prompt:
             end = '"logprobs":null,"finish_reason":null,"stop_reason":null,"token_ids":[]'
-            opening = self.choice_event(choice, f"{self.chunk_text('')},{end},{as_json(prompt)[1:-1]}") + opening
+            opening = self.choice_event(choice, f"{self.chunk_text(Piece(''))},{end},{as_json(prompt)[1:-1]}") + opening
         return opening
 
     def logprobs(self, choice: Choice, piece: Piece) -> dict[str, Any]:

@@ -15,11 +15,13 @@ from swiftllm.sampling.grammar import CompiledGrammar, GrammarCompiler
 from swiftllm.scheduling.admission import context_limit
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.protocol import ChatMessage, GenerationRequest, TemplateOptions
+from swiftllm.server.formats.calls import FORMATS
 from swiftllm.server.service.client import EngineClient
 from swiftllm.server.settings import ServerSettings
 
 LONG_TEXT_CHARS = 2000  # takes about 1 ms to tokenize; longer texts would delay the event loop too much
 MAX_NAME_CHARS = 100  # of a client's text, in an error message
+KNOWN = f"one of {', '.join(FORMATS)}"
 
 Result = TypeVar("Result")
 
@@ -40,9 +42,10 @@ class ServingContext:
         self.longest_request = max(map(self.longest_of, ServiceClass))
         self.caches_prefixes = ready.caches_prefixes
         self.created = int(time.time())
-        self.tokenizer = None if ready.tokenizer_folder is None else Tokenizer.from_folder(ready.tokenizer_folder)
+        self.tokenizer = service.tokenizer
         self.sampling_defaults = settings.sampling_defaults(self.model_path)
         self._chat_template = settings.read_chat_template()
+        self.formats = settings.formats(self.tokenizer)
         if self.tokenizer is not None:
             self._compiler = GrammarCompiler(self.tokenizer, ready.admission.vocab_size, ready.eos_token_ids)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
@@ -140,9 +143,15 @@ class ServingContext:
             raise ApiError(400, message, "continue_final_message", "invalid_value")
         messages: list[dict[str, Any]] = [message.for_template() for message in conversation]
         num_chars = sum(len(message["content"]) for message in messages)
-        options = (messages, how.add_generation_prompt, how.continue_final_message, how.chat_template_kwargs or {})
+        tools = [tool.for_template() for tool in how.tools_offered]
+        if tools and self.formats.calls is None:
+            message = f"this model has no known form of tool calls: start the server with --tool-call-parser, {KNOWN}"
+            raise ApiError(400, message, "tools", "unsupported_parameter")
+        effort = {} if how.reasoning_effort is None else {"reasoning_effort": how.reasoning_effort}
+        variables = {**effort, **(how.chat_template_kwargs or {})}
+        options = (messages, how.add_generation_prompt, how.continue_final_message, variables)
         render = self.require_tokenizer().render_chat
         try:
-            return await self._run_by_size(num_chars, render, *options, self._chat_template)
+            return await self._run_by_size(num_chars, render, *options, self._chat_template, tools)
         except ValueError as error:
             raise ApiError(400, str(error), "messages", "chat_template") from None

@@ -44,8 +44,9 @@ class ApiError(Exception):
         kind = ERROR_TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        return JSONResponse(self.body(), self.status, self.headers)
+    def response(self, **fields: str) -> Response:
+        """``fields`` are put beside the error."""
+        return JSONResponse({**fields, **self.body()}, self.status, self.headers)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -73,10 +74,11 @@ def as_api_error(error: Exception) -> ApiError:
 def handle_errors(app: FastAPI, metrics: Metrics) -> None:
     """Answer every error of ``app`` with an OpenAI body, and count it in ``metrics``."""
 
-    async def answer(_: Request, error: Exception) -> Response:
+    async def answer(request: Request, error: Exception) -> Response:
         api_error = as_api_error(error)
         metrics.count_refusal(api_error.status, api_error.code)
-        return api_error.response()
+        has_type = request.url.path.startswith("/v1/messages")  # Anthropic's bodies say what they are
+        return api_error.response(**({"type": "error"} if has_type else {}))
 
     async def client_disconnected(_: Request, __: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -16,8 +16,9 @@ from swiftllm.core.request import RequestRefused, SamplingParams
 from swiftllm.sampling.grammar import CompiledGrammar
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.api.output_text import OutputText, Piece
+from swiftllm.server.api.output_text import OutputText, Piece, ReadText
 from swiftllm.server.api.protocol import GenerationRequest
+from swiftllm.server.formats.parts import Reader
 from swiftllm.server.service.limits import NewRequest
 from swiftllm.server.service.token_streams import Delta, TokenStream
 
@@ -40,7 +41,7 @@ class Choice:
     index: int
     prompt: Prompt
     stream: TokenStream
-    text: OutputText
+    text: OutputText | ReadText
 
 
 PieceListener = Callable[[Choice, Piece], None]
@@ -62,8 +63,10 @@ class Generation:
         prompts: Sequence[Prompt],
         max_tokens: int | None,
         grammar: CompiledGrammar | None = None,
+        make_reader: Callable[[], Reader | None] = lambda: None,
     ) -> None:
-        """``max_tokens``: output tokens of each prompt, cut to what fits beside it; None is all that fits."""
+        """``max_tokens``: output tokens of each prompt, cut to what fits beside it; None is all that fits.
+        ``make_reader`` makes what reads the parts of one output."""
         self.request_id = f"{name}-{body.request_id or format(ID_BITS.getrandbits(128), '032x')}"
         self.context = context
         self.body = body
@@ -98,7 +101,7 @@ class Generation:
             param = None if error.about is None else body.param(error.about)
             raise ApiError(400, str(error), param, code) from None
         self.choices = [
-            Choice(index, prompts[index // n], stream, body.output_text(context.tokenizer))
+            Choice(index, prompts[index // n], stream, with_reader(body.output_text(context.tokenizer), make_reader()))
             for index, stream in enumerate(streams)
         ]
 
@@ -151,6 +154,10 @@ class Generation:
         self._num_open -= 1
         if not self._num_open:
             self._over.set_result(None)
+
+
+def with_reader(text: OutputText, reader: Reader | None) -> OutputText | ReadText:
+    return text if reader is None else ReadText(text, reader)
 
 
 def that_fit(max_tokens: int | None, longest: int, prompt_len: int) -> int:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from swiftllm.core.request import TokenLogprob
 from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.server.formats.parts import Part, Reader
+from swiftllm.server.formats.text import begun
 from swiftllm.server.service.token_streams import Delta
 
 
@@ -39,12 +41,6 @@ class StopStrings:
         return text
 
 
-def begun(stop: str, text: str) -> int:
-    """Number of characters at the end of ``text`` that are a beginning of ``stop``."""
-    most = min(len(stop) - 1, len(text))
-    return next((length for length in range(most, 0, -1) if text.endswith(stop[:length])), 0)
-
-
 class Piece(NamedTuple):
     """The part of an output that a delta adds. ``stop_reason``, vLLM's, is the stop string or token that ended it."""
 
@@ -53,6 +49,13 @@ class Piece(NamedTuple):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: Sequence[int] = ()
+    parts: Sequence[Part] | None = None
+    """Parts of the answer, where something reads them; otherwise the text is content."""
+
+
+def parts_of(piece: Piece) -> Sequence[Part]:
+    """The parts of an answer that a piece adds."""
+    return (Part("content", piece.text),) if piece.parts is None else piece.parts
 
 
 class TokenTexts:
@@ -137,3 +140,26 @@ class NoOutput(OutputText):
 
     def append_delta(self, delta: Delta) -> Piece:
         return Piece("", finish_reason=delta.finish_reason)
+
+
+class ReadText:
+    """The growing text of one output, in parts that a reader finds. A call ends it with the reason ``tool_calls``."""
+
+    def __init__(self, text: OutputText, reader: Reader) -> None:
+        self._text, self._reader = text, reader
+        self._has_calls = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self._text.num_tokens
+
+    def append_delta(self, delta: Delta) -> Piece:
+        """Add new tokens; see :meth:`OutputText.append_delta`."""
+        piece = self._text.append_delta(delta)
+        parts = self._reader.push(piece.text)
+        if piece.finish_reason is not None:
+            parts += self._reader.finish()
+        self._has_calls = self._has_calls or any(part.call_id for part in parts)
+        if piece.finish_reason == "stop" and self._has_calls:
+            piece = piece._replace(finish_reason="tool_calls")
+        return piece._replace(parts=parts)

@@ -17,7 +17,9 @@ from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.output_text import NoOutput, OutputText
 from swiftllm.server.api.parsing import Flag, Lenient, null_is_left_out, with_token_ids
 from swiftllm.server.api.structured import ResponseFormat, StructuredOutputs
+from swiftllm.server.api.tools import NamedTool, Tool, ToolChoice, check_tools, forced_schema
 from swiftllm.server.api.unsupported import check_unsupported_fields
+from swiftllm.server.formats.calls import object_of
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16  # OpenAI allows four, vLLM any number; evaluation harnesses send six
@@ -285,7 +287,19 @@ class ChatMessage(Lenient):
                 message = f"content of type {kind[:MAX_STOP_CHARS]!r} is not implemented: this model reads text only"
                 raise ApiError(400, message, "messages", "unsupported_parameter")
             content = "".join(texts)
-        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+        message = {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+        if isinstance(calls := message.get("tool_calls"), list):
+            message["tool_calls"] = [with_object(call) for call in calls]
+        return message
+
+
+def with_object(call: Any) -> Any:
+    """A call of a tool as templates expect it, with its arguments as an object where they are one in JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = object_of(function["arguments"] or "{}")
+    return call if arguments is None else {**call, "function": {**function, "arguments": arguments}}
 
 
 class TemplateOptions(Lenient):
@@ -296,6 +310,15 @@ class TemplateOptions(Lenient):
     """Continue the last message instead of answering it (vLLM)."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables of the model's chat template (vLLM)."""
+    reasoning_effort: str | None = None
+    """Such a variable, too: OpenAI's name for how long a model thinks."""
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+
+    @property
+    def tools_offered(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
 
 class ChatRequest(GenerationRequest, TemplateOptions):
@@ -303,6 +326,24 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: Flag = True
+    """Show the model's reasoning (vLLM)."""
+
+    @property
+    def grammar(self) -> tuple[str, Kind, Any] | None:
+        schema = forced_schema(self.tools_offered, self.tool_choice, self.parallel_tool_calls is not False)
+        if schema is None:
+            return super().grammar
+        if super().grammar is not None:
+            message = "give response_format, or a tool_choice that forces a call"
+            raise ApiError(400, message, "tool_choice", "invalid_value")
+        return "tools", "json_schema", schema
+
+    @property
+    def named_tool(self) -> str | None:
+        """The tool that must be called, if one is named."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -318,6 +359,7 @@ class ChatRequest(GenerationRequest, TemplateOptions):
         super().check_fields()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs need logprobs=true", "top_logprobs", "invalid_value")
+        check_tools(self.tools or [], self.tool_choice)
 
 
 class TokenizeRequest(TemplateOptions):

@@ -10,7 +10,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -61,11 +61,11 @@ class Answer(ABC):
     # -- what endpoints differ in -----------------------------------------------------------------------------------
 
     @abstractmethod
-    def chunk_text(self, text: str) -> str:
+    def chunk_text(self, piece: Piece) -> str:
         """The text of a chunk as JSON fields, without braces."""
 
     @abstractmethod
-    def text_fields(self, choice: Choice, text: str) -> dict[str, Any]:
+    def text_fields(self, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
         """The fields of a choice that hold its text."""
 
     @abstractmethod
@@ -127,7 +127,7 @@ class Answer(ABC):
         logprobs = {name: [value for part in parts for value in part[name]] for name in (parts[0] if parts else ())}
         fields = {
             "index": choice.index,
-            **self.text_fields(choice, "".join(piece.text for piece in pieces)),
+            **self.text_fields(choice, pieces),
             "logprobs": logprobs or None,
             "finish_reason": pieces[-1].finish_reason,
             "stop_reason": pieces[-1].stop_reason,
@@ -140,14 +140,14 @@ class Answer(ABC):
 
     def chunk_event(self, choice: Choice, piece: Piece) -> str:
         """The event of one piece."""
-        text, entries, finish_reason, stop_reason, token_ids = piece
+        _, entries, finish_reason, stop_reason, token_ids, _ = piece
         logprobs = as_json(self.logprobs(choice, piece)) if entries else "null"
         end = '"finish_reason":null,"stop_reason":null'
         if finish_reason is not None:
             end = f'"finish_reason":"{finish_reason}","stop_reason":{as_json(stop_reason)}'
         if self.body.return_token_ids:
             end += f',"token_ids":{as_json(token_ids)}'
-        return self.choice_event(choice, f'{self.chunk_text(text)},"logprobs":{logprobs},{end}')
+        return self.choice_event(choice, f'{self.chunk_text(piece)},"logprobs":{logprobs},{end}')
 
     def choice_event(self, choice: Choice, fields: str, beside: str = "") -> str:
         """An event with these fields, JSON without braces, for one choice; ``beside`` are more, outside the choice."""
@@ -162,6 +162,10 @@ class Answer(ABC):
         """The last events of a stream."""
         usage = f'{self._chunk_head}],"usage":{as_json(self._total_usage())}}}\n\n'
         return f"{usage if self._usage_wanted.include_usage else ''}data: [DONE]\n\n"
+
+    def error_event(self, error: Exception) -> str:
+        """The last event of a stream that failed."""
+        return f"data: {as_json(as_api_error(error).body())}\n\n"
 
     def _total_usage(self) -> dict[str, Any]:
         prompt = sum(len(prompt.token_ids) for prompt in self.generation.prompts)
@@ -183,10 +187,24 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 
+class StreamedAnswer(Protocol):
+    """What a stream needs of an answer: its outputs, and the events of each moment as text."""
+
+    generation: Generation
+
+    def opening_events(self, choice: Choice) -> str: ...
+
+    def chunk_event(self, choice: Choice, piece: Piece) -> str: ...
+
+    def closing_events(self) -> str: ...
+
+    def error_event(self, error: Exception) -> str: ...
+
+
 class EventStream(Response):
     """An answer as server-sent events. It begins with the first piece, so an earlier error gets its HTTP status."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: StreamedAnswer) -> None:
         super().__init__()
         self._answer = answer
 
@@ -211,5 +229,5 @@ class EventStream(Response):
                 raise
             if not isinstance(error, RequestFailed):
                 logger.exception("a stream failed in the server")
-            writer.write(f"data: {as_json(as_api_error(error).body())}\n\n")
+            writer.write(answer.error_event(error))
         await writer.close()

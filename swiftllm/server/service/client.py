@@ -9,9 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Protocol
 
 from swiftllm.core.request import Request, RequestRefused
+from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.scheduling.admission import as_token_ids
 from swiftllm.server.service.front_end_link import SERVED
 from swiftllm.server.service.limits import NewRequest, ServiceLimits
@@ -104,6 +106,12 @@ class EngineClient(asyncio.Protocol):
         self._report = Report(Snapshot(), [], [], None)
         self._asked: deque[asyncio.Future[None]] = deque()
         self._watching: asyncio.Task[None] | None = None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, if it has one; the engine has another copy."""
+        folder = self.ready.tokenizer_folder
+        return None if folder is None else Tokenizer.from_folder(folder)
 
     @property
     def limits(self) -> ServiceLimits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,7 +49,7 @@ def config_for(model_dir: Path, boundaries: float, **options) -> EngineConfig:
 
 @pytest.mark.parametrize(
     ("system", "boundaries"),
-    [*itertools.product(("neo", "apex", "adaptive"), (0.0, 4.0)), *((name, 2.5) for name in systems())],
+    [("neo", 0.0), ("apex", 4.0), ("adaptive", 0.0), ("adaptive", 4.0), *((name, 2.5) for name in systems())],
 )
 def test_an_engine_with_less_memory_gives_the_same_tokens(model_dir, system, boundaries):
     config = config_for(model_dir, boundaries)

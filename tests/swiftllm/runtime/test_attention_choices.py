@@ -14,7 +14,7 @@ from swiftllm.runtime.attention_choices import fastest, kept, measure, use_faste
 from swiftllm.runtime.build import make_backend
 from tests.reference.tiny_model import make_tiny_llama
 
-KINDS = [(dtype, heads) for dtype in ("float16", "bfloat16", "float32") for heads in pacpu.HEADS]
+KINDS = [(dtype, heads) for dtype in ("float16", "bfloat16", "float32", "int8") for heads in pacpu.HEADS]
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ class FakeService:
     def __init__(self) -> None:
         self.state = Snapshot(gpu_blocks_total=8, cpu_blocks_total=64)
         self.observers: list[Any] = []
+        self.tokenizer = None
         self.histograms = EngineHistograms(2048, None)
         self.timeline: dict[str, Any] | None = None
         tiers = {service_class: tuple(Tier) for service_class in ServiceClass}

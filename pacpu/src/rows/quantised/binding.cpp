@@ -12,8 +12,6 @@ namespace py = pybind11;
 namespace pacpu {
 namespace {
 
-constexpr int32_t code_uint = 1;  // DLDataTypeCode
-
 const void* contiguous(const Array& array) {
     row_stride(array, false);
     return array.data;
@@ -41,7 +39,7 @@ PackedCodes::PackedCodes(py::object codes_object, py::object scales_object, py::
     if (groups < 1 || in_features % groups || in_features / groups % run_inputs)
         refuse(std::to_string(groups) + " groups do not cut " + std::to_string(in_features) + " inputs into groups of a multiple of " +
                std::to_string(run_inputs));
-    if (zeros.type_code != code_uint || zeros.type_bits != 8) refuse("zeros must have dtype uint8, not " + zeros.dtype_name());
+    if (!is_bytes(zeros)) refuse("zeros must have dtype uint8, not " + zeros.dtype_name());
     check_shape(zeros, scales.shape, "[panels, groups, columns]");
     matrix_ = {static_cast<int>(in_features),
                static_cast<int>(out_features),

@@ -115,7 +115,7 @@ BAD_CHATS = [
     ({"messages": [{"content": "Hello"}]}, "messages", "required"),
     ({"messages": [{"role": "robot", "content": "Hello"}]}, "messages", "no such role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages", "'image_url'"),
-    ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "not implemented"),
+    ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "Field required"),
     ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "logprobs=true"),
     ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     ({"messages": HELLO, "logprobs": 5}, "logprobs", "valid boolean"),
@@ -212,17 +212,20 @@ def fake_service(**limits):
 
 def test_the_api_key_guards_what_costs_something():
     with running(fake_service(), ServerSettings(api_key="sesame", served_model_name="m")) as server:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic sesame"}):
+        wrong = ({"Authorization": "Bearer wrong"}, {"Authorization": "Basic sesame"}, {"x-api-key": "wrong"})
+        for headers in ({}, *wrong):
             answer = server.post(COMPLETIONS, {"prompt": [5]}, headers=headers)
             assert error_of(answer, 401)["code"] == "invalid_api_key"
         for path in ("/v1/models", "/v1/models/m"):
             error_of(server.http.get(path), 401)
-        for path in (CHAT, "/tokenize", "/detokenize"):
+        for path in (CHAT, "/tokenize", "/detokenize", "/v1/responses", "/v1/messages"):
             error_of(server.post(path, {}), 401)
         for path in ("/health", "/ping", "/version", "/metrics", "/"):
             assert server.http.get(path).status_code == 200
         with pytest.raises(openai.AuthenticationError):
             server.client().models.list()
+        anthropic = server.post(COMPLETIONS, {"prompt": [5], "max_tokens": 1}, headers={"x-api-key": "sesame"})
+        assert anthropic.status_code == 200
         assert server.client(api_key="sesame").completions.create(model="m", prompt=[5], max_tokens=1).choices
 
 

@@ -1,0 +1,93 @@
+"""What the bodies of the translated APIs have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from swiftllm.server.api.errors import ApiError
+from swiftllm.server.api.parsing import validated
+from swiftllm.server.api.protocol import ChatRequest, GenerationRequest, TextPart
+
+REFUSED: Mapping[str, tuple[Any, ...]] = {"n": (1,), "prompt_logprobs": (), "return_token_ids": (False,)}
+
+
+class TranslatedRequest(GenerationRequest):
+    """A body of another API. The fields of :class:`GenerationRequest` are taken as in chat."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Fields that would change the answer and are not implemented, each with its values without effect."""
+    names: ClassVar[Mapping[str, str]] = {}
+    """Chat's fields by the names that this API has for them."""
+
+    def check_fields(self) -> None:
+        for name, harmless in {**REFUSED, **self.refused}.items():
+            value = getattr(self, name, None)
+            if value is not None and value not in harmless:
+                raise ApiError(400, f"{name} is not implemented: leave it out", name, "unsupported_parameter")
+        super().check_fields()
+
+    def chat_fields(self) -> dict[str, Any]:
+        """The fields of a chat body that has the same meaning.
+
+        Raises:
+            ApiError: something in it is not implemented, or missing.
+        """
+        raise NotImplementedError
+
+    def as_chat(self) -> ChatRequest:
+        """The chat body with the same meaning.
+
+        Raises:
+            ApiError: something in it is not implemented, missing, or outside its range.
+        """
+        shared = self.model_fields_set & GenerationRequest.model_fields.keys() - REFUSED.keys() - {"stream_options"}
+        own = {name: value for name, value in self.chat_fields().items() if value is not None}
+        chat = validated(ChatRequest, {name: getattr(self, name) for name in shared} | own)
+        chat.check_fields()
+        return chat
+
+    @contextmanager
+    def own_names(self) -> Iterator[None]:
+        """Errors raised inside say this API's names of fields."""
+        try:
+            yield
+        except ApiError as error:
+            name = self.names.get(error.param or "")
+            if name is not None:
+                error.message, error.param = error.message.replace(error.param or "", name, 1), name
+            raise
+
+
+def required(value: Any, where: str, param: str) -> Any:
+    """A value that must be there.
+
+    Raises:
+        ApiError: it is None.
+    """
+    if value is None:
+        raise ApiError(400, f"{where}: Field required", param, "missing")
+    return value
+
+
+def not_implemented(where: str, kind: str, param: str) -> ApiError:
+    """The error for an item, block or tool of a type that this server does not have."""
+    return ApiError(400, f"{where}: type {kind[:100]!r} is not implemented", param, "unsupported_parameter")
+
+
+def text_of(content: str | Sequence[str | TextPart] | None, where: str, param: str) -> str:
+    """A text that came whole or in parts.
+
+    Raises:
+        ApiError: one of the parts is not text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        text = part if isinstance(part, str) else part.content
+        if text is None:
+            raise not_implemented(where, part.type, param)
+        texts.append(text)
+    return "".join(texts)

@@ -1,0 +1,151 @@
+"""Answers whose streams have typed events: an output is a list of items, each opened, continued and closed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from swiftllm.server.api.errors import as_api_error
+from swiftllm.server.api.generation import Choice, Generation
+from swiftllm.server.api.output_text import Piece, parts_of
+from swiftllm.server.api.responses import EventStream, as_json
+from swiftllm.server.formats.parts import Part
+
+Event = dict[str, Any]
+
+
+@dataclass
+class Item:
+    """Neighbouring parts of one kind. The text of a call are its arguments."""
+
+    kind: Literal["content", "reasoning", "tool_call"]
+    index: int
+    call_id: str = ""
+    name: str = ""
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class TypedAnswer(ABC):
+    """Formats the one output of a request. An answer that is no stream is what the last event of a stream says."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.generation = generation
+        self.choice = generation.choices[0]
+        self.items: list[Item] = []
+        self.end: Piece | None = None
+        """The last piece, once there is one: it says why the output ended."""
+        self.num_reasoning_tokens = 0
+
+    async def respond(self, request: Request) -> Response:
+        """The HTTP response: a stream if the client asked for one, else one JSON object.
+
+        Raises:
+            ClientDisconnect, RequestFailed: see :meth:`Generation.read_outputs`; only without a stream.
+        """
+        if self.generation.body.stream:
+            return EventStream(self)
+
+        def on_piece(choice: Choice, piece: Piece) -> None:
+            self.chunk_event(choice, piece)
+
+        await self.generation.read_outputs(on_piece, request.receive)
+        return JSONResponse(self.whole())
+
+    # -- what the APIs differ in ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The answer so far."""
+
+    @abstractmethod
+    def begin(self) -> Iterator[Event]:
+        """The events before the first item."""
+
+    @abstractmethod
+    def open(self, item: Item) -> Iterator[Event]:
+        """The events of a new item."""
+
+    @abstractmethod
+    def add(self, item: Item, text: str) -> Iterator[Event]:
+        """The events of text that an item has got."""
+
+    @abstractmethod
+    def close(self, item: Item) -> Iterator[Event]:
+        """The events of an item that is complete."""
+
+    @abstractmethod
+    def finish(self) -> Iterator[Event]:
+        """The events after the last item."""
+
+    def numbered(self, event: Event) -> Event:
+        """An event as it is sent."""
+        return event
+
+    # -- a stream of events -----------------------------------------------------------------------------------------
+
+    def opening_events(self, choice: Choice) -> str:
+        return self._written(self.begin())
+
+    def chunk_event(self, choice: Choice, piece: Piece) -> str:
+        return self._written(self._events_of(piece))
+
+    def closing_events(self) -> str:
+        return self._written(self.finish())
+
+    def error_event(self, error: Exception) -> str:
+        """The last event of a stream that failed."""
+        return self._written(iter([{"type": "error", **as_api_error(error).body()}]))
+
+    def _written(self, events: Iterator[Event]) -> str:
+        return "".join(f"event: {event['type']}\ndata: {as_json(self.numbered(event))}\n\n" for event in events)
+
+    def _events_of(self, piece: Piece) -> Iterator[Event]:
+        parts = parts_of(piece)
+        if any(part.kind == "reasoning" for part in parts):
+            self.num_reasoning_tokens += len(piece.token_ids)
+        for part in parts:
+            yield from self._continue(part)
+        if piece.finish_reason is not None:
+            self.end = piece
+            if not self.items:  # clients expect at least a text
+                yield from self._open(Part("content", ""))
+            yield from self.close(self.items[-1])
+
+    def _continue(self, part: Part) -> Iterator[Event]:
+        last = self.items[-1] if self.items else None
+        if last is None or last.kind != part.kind or part.call_id:
+            if not (part.text or part.call_id):
+                return
+            if last is not None:
+                yield from self.close(last)
+            yield from self._open(part)
+        if part.text:
+            self.items[-1].texts.append(part.text)
+            yield from self.add(self.items[-1], part.text)
+
+    def _open(self, part: Part) -> Iterator[Event]:
+        self.items.append(Item(part.kind, len(self.items), part.call_id, part.name))
+        yield from self.open(self.items[-1])
+
+    # -- counts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.choice.prompt.token_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.choice.stream.num_cached_tokens if self.generation.context.caches_prefixes else 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.choice.text.num_tokens

@@ -1,0 +1,29 @@
+"""How one model writes its answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swiftllm.server.formats.calls import FORMATS, CallFormat, CallReader, ForcedCall
+from swiftllm.server.formats.parts import Reader
+from swiftllm.server.formats.reasoning import BEGIN, ContentReader, ReasoningReader
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The format of tool calls, if it is known, and whether answers begin with reasoning."""
+
+    calls: CallFormat | None = None
+    has_reasoning: bool = False
+
+    def reader(self, prompt: str, *, has_tools: bool, named: str | None, is_required: bool) -> Reader | None:
+        """What reads an answer to ``prompt``; None if all of it is content. A grammar makes the whole output the
+        arguments of the tool ``named``, or calls in JSON where one ``is_required``."""
+        if named is not None:
+            return ForcedCall(named)
+        if is_required:
+            return CallReader(FORMATS["json"])
+        answer = CallReader(self.calls) if has_tools and self.calls is not None else ContentReader()
+        if self.has_reasoning:
+            return ReasoningReader(answer, prompt.rstrip().endswith(BEGIN))
+        return answer if has_tools else None

@@ -1,0 +1,43 @@
+"""The parts of an answer, and what reads them from a model's text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, Protocol
+
+Kind = Literal["content", "reasoning", "tool_call"]
+
+
+class Part(NamedTuple):
+    """What a piece of text adds to an answer."""
+
+    kind: Kind
+    text: str
+    """Text to append; of a call: to its arguments, which are JSON."""
+    index: int = 0
+    """Number of the call in the answer."""
+    call_id: str = ""
+    """Where a call begins, its id."""
+    name: str = ""
+    """Where a call begins, the name of the tool."""
+
+
+class Reader(Protocol):
+    """Reads the parts of one output. It never raises: what has no known form is content."""
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that are certain after ``text``."""
+
+    def finish(self) -> list[Part]:
+        """The rest."""
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """Neighbours of one kind made one; a part with a call's id begins another."""
+    found: list[Part] = []
+    for part in parts:
+        if found and found[-1].kind == part.kind and not part.call_id:
+            found[-1] = found[-1]._replace(text=found[-1].text + part.text)
+        elif part.text or part.call_id:
+            found.append(part)
+    return found

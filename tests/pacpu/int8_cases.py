@@ -1,0 +1,107 @@
+"""Caches in eight bits for the tests: the layout and the arithmetic, as plain indexing by torch."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from pacpu import int8
+from tests.pacpu.cases import Case, make_case
+from tests.reference import paged_attention as reference
+
+
+def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int8 `[..., head_dim]` and scales float32 `[...]` of rows, as pacpu/int8.py says."""
+    largest = x.float().abs().amax(-1)
+    scales = torch.clamp(largest * torch.tensor(1 / 127, dtype=torch.float32), min=2.0**-23)
+    scales = ((scales.view(torch.int32) + 0x80) & ~0xFF).view(torch.float32)
+    scales = torch.where(largest.isfinite(), scales, torch.nan)
+    codes = (x.float() * (1 / scales)[..., None]).round()
+    return torch.where(scales.isfinite()[..., None], codes, 0).to(torch.int8), scales
+
+
+def pack(blocks: torch.Tensor) -> torch.Tensor:
+    """An int8 cache `[..., num_kv_heads, head_bytes]` of one `[..., num_kv_heads, 2, block_size, head_dim]`."""
+    codes, scales = quantise(blocks)
+    *outer, _, block_size, head_dim = codes.shape
+    tiles = block_size // 16
+    keys, values = codes.unbind(-3)
+    keys = (keys.int() + 128).to(torch.uint8).view(*outer, tiles, 16, head_dim // 4, 4).transpose(-3, -2)
+    values = values.reshape(*outer, tiles, 4, 4, head_dim).transpose(-2, -1).contiguous().view(torch.uint8)
+    scales = scales.view(*outer, 2, tiles, 16).transpose(-3, -2).contiguous().view(torch.uint8)
+    parts = [part.reshape(*outer, tiles, -1) for part in (keys, values, scales)]
+    return torch.cat(parts, -1).view(*outer, int8.head_bytes(block_size, head_dim))
+
+
+def unpack(cache: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """The reverse of :func:`pack`, in float32."""
+    *outer, _ = cache.shape
+    tiles = cache.view(*outer, -1, int8.tile_bytes(head_dim))
+    keys, values, scales = tiles.split([16 * head_dim, 16 * head_dim, 128], -1)
+    keys = keys.reshape(*tiles.shape[:-1], head_dim // 4, 16, 4).transpose(-3, -2).flatten(-2).float() - 128
+    values = values.contiguous().view(torch.int8).view(*tiles.shape[:-1], 4, head_dim, 4).transpose(-2, -1)
+    values = values.flatten(-3, -2).float()
+    scales = scales.contiguous().view(torch.float32).view(*tiles.shape[:-1], 2, 16, 1)
+    both = torch.stack([keys, values], -3) * scales  # [..., tiles, 2, 16, head_dim]
+    return both.transpose(-4, -3).flatten(-3, -2)
+
+
+@dataclass(frozen=True)
+class Int8Case:
+    """A case over codes. Slots that the call should not read have NaN for their scale, unused blocks any bytes."""
+
+    case: Case
+    cache: torch.Tensor
+
+    def check(self, tolerance: float | None = None, **options) -> None:
+        """Run; the new tokens' codes must be stored bit by bit, nothing else touched, the output be right."""
+        case = self.case
+        stored = torch.full_like(case.kv_cache, torch.nan)
+        reference.store_new_tokens(case.k, case.v, stored, case.block_tables, case.seq_lens)
+        is_new = stored.isfinite().all(-1, keepdim=True).expand_as(stored)
+        head_dim = case.q.shape[-1]
+        expected_cache = torch.where(marks(is_new), pack(stored), self.cache)
+        expected = reference.paged_attention(
+            case.q.double(), unpack(expected_cache, head_dim).double(), case.block_tables, case.seq_lens, case.scale
+        )
+        case.out.fill_(torch.nan)
+        self.run(**options)
+        assert torch.equal(self.cache, expected_cache)
+        if len(case.out):
+            error = relative_error(case.out, expected)
+            assert error < (tolerance or TIGHT[case.out.dtype]), error
+
+    def run(self, **options) -> None:
+        replace(self.case, kv_cache=self.cache).run(**options)
+
+
+TIGHT = {torch.float32: 1e-4, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+"""Of what is computed with the same codes: rounding of the output, of weights and of queries to 15 bits."""
+
+
+def make_int8_case(dtype: torch.dtype, **shape) -> Int8Case:
+    return as_int8(make_case(dtype, **shape))
+
+
+def as_int8(case: Case) -> Int8Case:
+    cache = pack(case.kv_cache)
+    used = {int(block) for block in case.block_tables.flatten() if block < len(cache)}
+    unused = [block for block in range(len(cache)) if block not in used]
+    cache[unused] = torch.randint(256, cache[unused].shape, dtype=torch.uint8)
+    return Int8Case(case, cache)
+
+
+def marks(is_new: torch.Tensor) -> torch.Tensor:
+    """Which bytes of a packed cache belong to elements or rows `is_new [..., 2, block_size, head_dim]`."""
+    ones = torch.where(is_new, 1.0, 0.0)
+    tiles = pack(ones).view(*ones.shape[:-3], -1, int8.tile_bytes(ones.shape[-1]))
+    found = torch.zeros_like(tiles, dtype=torch.bool)
+    ends = 16 * ones.shape[-1]
+    found[..., :ends] = tiles[..., :ends] != 128
+    found[..., ends : 2 * ends] = tiles[..., ends : 2 * ends] != 0
+    scales = tiles[..., 2 * ends :].contiguous().view(torch.float32) > 2.0**-22
+    found[..., 2 * ends :] = scales.repeat_interleave(4, -1)
+    return found.view(*ones.shape[:-3], -1)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()

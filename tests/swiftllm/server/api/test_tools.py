@@ -1,0 +1,168 @@
+"""Tools and reasoning over HTTP. A grammar with one choice makes the tiny model say what a test wants it to say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from swiftllm import LLM
+from swiftllm.server.service.service import EngineService, ServiceLimits
+from swiftllm.server.settings import ServerSettings
+from tests.swiftllm.server.api.test_errors import CHAT, HELLO, error_of
+from tests.swiftllm.server.conftest import OPTIONS
+from tests.swiftllm.server.http_server import RunningServer, running
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]<tool_call>{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}"
+    "{% if not reasoning_effort %}{{ message.reasoning_content or '' }}{% endif %};{% endfor %}assistant:</think>"
+)
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("weather", "news")]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+SAID = f"<think>Look it up</think>I look.{CALL}{CALL.replace('Paris', 'Rome')}"
+
+
+@pytest.fixture(scope="module")
+def thinker(tiny_chat_dir, tmp_path_factory) -> Iterator[RunningServer]:
+    template = tmp_path_factory.mktemp("template") / "template.jinja"
+    template.write_text(TEMPLATE)
+    engine = LLM(str(tiny_chat_dir), **OPTIONS).engine
+    with running(EngineService(engine, ServiceLimits()), ServerSettings(chat_template=str(template))) as server:
+        yield server
+    engine.kv.check_blocks()
+
+
+def body_of(said: str | None = None, **fields: object) -> dict:
+    choice = {} if said is None else {"structured_outputs": {"choice": [said]}}
+    return {"messages": HELLO, "max_tokens": 400, "tools": TOOLS, **choice, **fields}
+
+
+def test_reasoning_content_and_calls_of_a_whole_answer(thinker) -> None:
+    choice = thinker.post(CHAT, body_of(SAID)).json()["choices"][0]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert message["reasoning_content"] == message["reasoning"] == "Look it up" and message["content"] == "I look."
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather", "weather"]
+    assert [json.loads(call["function"]["arguments"])["city"] for call in message["tool_calls"]] == ["Paris", "Rome"]
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    hidden = thinker.post(CHAT, body_of(SAID, include_reasoning=False)).json()["choices"][0]["message"]
+    assert "reasoning_content" not in hidden and hidden["content"] == "I look."
+
+
+def test_a_stream_adds_up_to_the_whole_answer(thinker) -> None:
+    stream = thinker.client().chat.completions.create(
+        model="", messages=HELLO, tools=TOOLS, stream=True, max_tokens=400,
+        extra_body={"structured_outputs": {"choice": [SAID]}},
+    )  # fmt: skip
+    content, reasoning, calls, reasons = "", "", {}, []
+    for chunk in stream:
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        reasoning += getattr(choice.delta, "reasoning_content", "")
+        reasons.append(choice.finish_reason)
+        for call in choice.delta.tool_calls or ():
+            name, arguments = calls.get(call.index, ("", ""))
+            calls[call.index] = name + (call.function.name or ""), arguments + call.function.arguments
+    assert (content, reasoning) == ("I look.", "Look it up")
+    assert [(name, json.loads(text)) for name, text in calls.values()] == [
+        ("weather", {"city": "Paris"}),
+        ("weather", {"city": "Rome"}),
+    ]
+    assert [reason for reason in reasons if reason] == ["tool_calls"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_tool_gets_arguments_that_follow_its_schema(thinker, stream) -> None:
+    named = {"type": "function", "function": {"name": "news"}}
+    client = thinker.client().chat.completions
+    how = {"model": "", "messages": HELLO, "tools": TOOLS, "tool_choice": named, "max_tokens": 100}
+    for seed in range(3):
+        if stream:
+            deltas = [chunk.choices[0].delta for chunk in client.create(**how, seed=seed, stream=True)]
+            parts = [call.function for delta in deltas for call in delta.tool_calls or ()]
+            name, arguments = "".join(p.name or "" for p in parts), "".join(p.arguments for p in parts)
+        else:
+            choice = client.create(**how, seed=seed).choices[0]
+            (call,) = choice.message.tool_calls
+            name, arguments = call.function.name, call.function.arguments
+            assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        assert name == "news" and json.loads(arguments)["city"] in ("Paris", "Rome")
+
+
+def test_a_required_call_is_one_of_the_tools(thinker) -> None:
+    for seed in range(4):
+        for is_parallel in (False, None):
+            body = body_of(tool_choice="required", parallel_tool_calls=is_parallel, seed=seed, max_tokens=60)
+            choice = thinker.post(CHAT, body).json()["choices"][0]
+            assert choice["finish_reason"] == "tool_calls" or is_parallel is None  # a list may be cut
+            calls = choice["message"]["tool_calls"]
+            assert len(calls) == 1 or is_parallel is None
+            assert {call["function"]["name"] for call in calls} <= {"weather", "news"}
+            assert all(json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome") for call in calls)
+
+
+def test_tools_may_have_definitions_of_one_name(thinker) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {
+            "$defs": {"Place": {"enum": [place]}}, "type": "object", "required": ["a"], "additionalProperties": False,
+            "properties": {"a": {"$ref": "#/$defs/Place"}},
+        }}}
+        for name, place in (("f", "Paris"), ("g", "Rome"))
+    ]  # fmt: skip
+    for seed in range(4):
+        for choice in ("required", {"type": "function", "function": {"name": "g"}}):
+            body = body_of(tools=tools, tool_choice=choice, parallel_tool_calls=False, seed=seed)
+            (call,) = thinker.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"]
+            function = call["function"]
+            assert json.loads(function["arguments"])["a"] == {"f": "Paris", "g": "Rome"}[function["name"]]
+
+
+def test_tools_and_calls_are_in_the_prompt(thinker) -> None:
+    function = {"name": "weather", "arguments": '{"city": "Paris"}'}
+    called = {"role": "assistant", "content": None, "reasoning_content": "Hm",
+              "tool_calls": [{"id": "1", "type": "function", "function": function}]}  # fmt: skip
+    messages = [*HELLO, called, {"role": "tool", "tool_call_id": "1", "content": "Sun"}]
+
+    def prompt(**fields: object) -> str:
+        tokens = thinker.post("/tokenize", {"messages": messages, "add_special_tokens": False, **fields}).json()
+        return thinker.post("/detokenize", {"tokens": tokens["tokens"]}).json()["prompt"]
+
+    text = prompt(tools=TOOLS)
+    assert text.startswith("[weather]<tool_call>[news]<tool_call>") and "assistant: ParisHm;tool: Sun;" in text
+    assert "[weather]" not in prompt(tools=TOOLS, tool_choice="none")
+    assert "ParisHm" not in prompt(reasoning_effort="low")
+
+
+def test_without_tools_a_call_is_content(thinker) -> None:
+    for fields in ({"tools": None}, {"tool_choice": "none"}):
+        message = thinker.post(CHAT, body_of(CALL, **fields)).json()["choices"][0]["message"]
+        assert message["content"] == CALL and "tool_calls" not in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tools": [TOOLS[0]] * 2}, "two have the same name"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "not among tools"),
+        ({"tools": [], "tool_choice": "required"}, "needs tools"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+    ],
+)
+def test_what_does_not_fit_is_refused(thinker, fields, words) -> None:
+    assert words in error_of(thinker.post(CHAT, body_of(**fields)), 400)["message"]
+
+
+def test_without_a_known_form_tools_are_refused_and_the_forms_are_named(server) -> None:
+    error = error_of(server.post(CHAT, body_of()), 400)
+    assert error["param"] == "tools" and "hermes, llama3_json, mistral, json" in error["message"]
+    assert server.post(CHAT, body_of(tool_choice="none", max_tokens=2)).status_code == 200

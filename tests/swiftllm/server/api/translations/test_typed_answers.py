@@ -1,0 +1,141 @@
+"""Reasoning, text and calls of tools become items and blocks, in events and in whole answers alike."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swiftllm.server.api.output_text import Piece
+from swiftllm.server.api.protocol import ChatRequest
+from swiftllm.server.api.translations.messages_answer import MessageAnswer
+from swiftllm.server.api.translations.responses_answer import ResponseAnswer
+from swiftllm.server.api.translations.responses_body import ResponsesRequest
+from swiftllm.server.api.translations.typed_answer import TypedAnswer
+from swiftllm.server.formats.parts import Part
+
+PARTS = [
+    [Part("reasoning", "Look "), Part("reasoning", "it up")],
+    [Part("reasoning", ".")],
+    [],
+    [Part("content", "I look"), Part("tool_call", "", 0, "call-a", "weather")],
+    [Part("tool_call", '{"city": ', 0), Part("tool_call", '"Paris"}', 0)],
+    [Part("tool_call", "", 1, "call-b", "weather"), Part("tool_call", '{"city": "Rome"}', 1)],
+    [Part("content", "Wait"), Part("content", "")],
+]
+
+
+def pieces_of(parts: list[list[Part]], reason: str) -> list[Piece]:
+    pieces = [Piece("", token_ids=[5], parts=of_piece) for of_piece in parts]
+    return [*pieces, Piece("", finish_reason=reason, token_ids=[2], parts=[])]
+
+
+def answer_of(kind: type[TypedAnswer]) -> TypedAnswer:
+    choice = SimpleNamespace(
+        prompt=SimpleNamespace(token_ids=[1] * 7),
+        stream=SimpleNamespace(num_cached_tokens=4),
+        text=SimpleNamespace(num_tokens=8),
+    )
+    generation = SimpleNamespace(
+        choices=[choice],
+        request_id="r",
+        body=ChatRequest(messages=[{"role": "user", "content": "a"}]),
+        context=SimpleNamespace(model_name="m", caches_prefixes=True),
+    )
+    asked = [ResponsesRequest(input="a")] if kind is ResponseAnswer else []
+    return kind(generation, *asked)
+
+
+def events_of(answer: TypedAnswer, pieces: list[Piece]) -> list[dict[str, Any]]:
+    """The events of a stream; each says its type twice."""
+    text = answer.opening_events(answer.choice)
+    text += "".join(answer.chunk_event(answer.choice, piece) for piece in pieces)
+    text += answer.closing_events()
+    events = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def test_a_response_has_an_item_for_each_part():
+    answer = answer_of(ResponseAnswer)
+    events = events_of(answer, pieces_of(PARTS, "tool_calls"))
+    output = events[-1]["response"]["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call", "message"]
+    assert output[0]["content"] == [{"type": "reasoning_text", "text": "Look it up."}] and output[0]["summary"] == []
+    assert output[1]["content"][0]["text"] == "I look" and output[4]["content"][0]["text"] == "Wait"
+    calls = [(item["call_id"], item["name"], json.loads(item["arguments"])["city"]) for item in output[2:4]]
+    assert calls == [("call-a", "weather", "Paris"), ("call-b", "weather", "Rome")]
+    assert len({item["id"] for item in output}) == 5
+    assert all(item["status"] == "completed" for item in output)
+    usage = events[-1]["response"]["usage"]
+    assert (
+        usage["input_tokens_details"]["cached_tokens"] == 4 and usage["output_tokens_details"]["reasoning_tokens"] == 2
+    )
+
+
+def test_the_events_of_a_response_build_its_items_one_after_the_other():
+    events = events_of(answer_of(ResponseAnswer), pieces_of(PARTS, "tool_calls"))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    items: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for event in events:
+        match event["type"].removeprefix("response.").split("."):
+            case ["output_item", "added"]:
+                assert event["output_index"] == len(items) and event["item"]["status"] == "in_progress"
+                assert event["item"].get("content") in (None, [])
+                items.append(event["item"])
+                texts.append("")
+            case [_, "delta"]:
+                assert event["output_index"] == len(items) - 1 and event["item_id"] == items[-1]["id"]
+                texts[-1] += event["delta"]
+            case ["output_text" | "reasoning_text", "done"]:
+                assert event["text"] == texts[-1]
+            case ["function_call_arguments", "done"]:
+                assert event["arguments"] == texts[-1]
+            case ["output_item", "done"]:
+                assert event["item"]["id"] == items[-1]["id"]
+                items[-1] = event["item"]
+    assert items == events[-1]["response"]["output"]
+
+
+def test_a_message_has_a_block_for_each_part():
+    answer = answer_of(MessageAnswer)
+    events = events_of(answer, pieces_of(PARTS, "tool_calls"))
+    blocks: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for event in events:
+        match event:
+            case {"type": "content_block_start", "index": index, "content_block": block}:
+                assert index == len(blocks) == len(texts)
+                blocks.append(block)
+            case {"type": "content_block_delta", "index": index, "delta": delta}:
+                assert index == len(blocks) - 1
+                texts = [*texts[:index], "".join(texts[index:]) + list(delta.values())[1]]
+            case {"type": "content_block_stop", "index": index}:
+                assert index == len(blocks) - 1
+    assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use", "text"]
+    assert texts == ["Look it up.", "I look", '{"city": "Paris"}', '{"city": "Rome"}', "Wait"]
+    whole = answer.whole()
+    assert whole["stop_reason"] == "tool_use"
+    assert [{**block, "input": {}} if "input" in block else block["type"] for block in whole["content"]] == [
+        "thinking", "text", blocks[2], blocks[3], "text",
+    ]  # fmt: skip
+    assert [block["input"] for block in whole["content"][2:4]] == [{"city": "Paris"}, {"city": "Rome"}]
+    assert whole["usage"]["input_tokens"] == 3 and whole["usage"]["cache_read_input_tokens"] == 4
+
+
+@pytest.mark.parametrize("kind", [ResponseAnswer, MessageAnswer])
+def test_a_call_that_is_cut_says_so(kind):
+    answer = answer_of(kind)
+    events = events_of(answer, pieces_of([PARTS[3], [Part("tool_call", '{"city": "Par', 0)]], "length"))
+    if kind is ResponseAnswer:
+        item = events[-1]["response"]["output"][-1]
+        assert events[-1]["type"] == "response.incomplete"
+        assert item["arguments"] == '{"city": "Par' and item["status"] == "incomplete"
+    else:
+        assert answer.whole()["stop_reason"] == "max_tokens" and answer.whole()["content"][-1]["input"] == {}

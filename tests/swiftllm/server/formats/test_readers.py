@@ -1,0 +1,148 @@
+"""Answers are read the same however they are cut, and what has no known form stays content."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from swiftllm.server.formats.calls import FORMATS, CallReader, ForcedCall, format_of
+from swiftllm.server.formats.parts import Part, Reader, joined
+from swiftllm.server.formats.reasoning import ContentReader, ReasoningReader, reasons
+
+ONE, TWO = '{"name": "f", "arguments": {"a": "<x>"}}', '{"name": "g", "parameters": {}}'
+CALLS = [("f", {"a": "<x>"}), ("g", {})]
+
+
+def read(reader: Reader, pieces: list[str]) -> list[Part]:
+    return joined([part for piece in pieces for part in reader.push(piece)] + reader.finish())
+
+
+def cut(draw: random.Random, text: str) -> list[str]:
+    pieces = []
+    while text:
+        size = draw.choice((1, 1, 2, 5, 30))
+        pieces.append(text[:size])
+        text = text[size:]
+    return pieces
+
+
+def calls_in(parts: list[Part]) -> list[tuple[str, dict]]:
+    return [(part.name, json.loads(part.text)) for part in parts if part.kind == "tool_call"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        ("hermes", f"I look.\n<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{TWO}</tool_call>\n", "I look."),
+        ("hermes", f"<tool_call>{ONE}</tool_call><tool_call>{TWO}", ""),  # cut before the end
+        ("llama3_json", f"<|python_tag|>{ONE}; {TWO}", ""),
+        ("llama3_json", f"\n{ONE};{TWO}", ""),
+        ("mistral", f"[TOOL_CALLS][{ONE}, {TWO}]", ""),
+        ("mistral", f" [{ONE}, {TWO}]", ""),
+        ("mistral", 'Look[TOOL_CALLS]f[ARGS]{"a": "<x>"}[TOOL_CALLS]g[ARGS]{}', "Look"),
+        ("json", f"[{ONE}, {TWO}]", ""),
+        ("json", f"{ONE}\n{TWO}", ""),
+        ("json", f'[{ONE}, {TWO}, {{"name": "f", "arg', ""),  # cut within a call
+    ],
+)
+def test_calls_of_each_form(name: str, text: str, content: str) -> None:
+    draw = random.Random(0)
+    for _ in range(20):
+        parts = read(CallReader(FORMATS[name]), cut(draw, text))
+        assert calls_in(parts) == CALLS
+        assert "".join(part.text for part in parts if part.kind == "content") == content
+        calls = [part for part in parts if part.kind == "tool_call"]
+        assert [part.index for part in calls] == [0, 1] and len({part.call_id for part in calls}) == 2
+
+
+def test_arguments_may_hold_anything_that_json_can() -> None:
+    draw, arguments = random.Random(4), {"a": '</tool_call> "é" \\', "b": "\ud800", "c": [{}, None, 1.5]}
+    text = f"<tool_call>{json.dumps({'name': 'f', 'arguments': arguments})}</tool_call>"
+    for _ in range(20):
+        (part,) = read(CallReader(FORMATS["hermes"]), cut(draw, text))
+        assert part.text.encode() and json.loads(part.text) == arguments
+    unsendable = '<tool_call>{"name": "\\ud800"}</tool_call>'
+    assert read(CallReader(FORMATS["hermes"]), [unsendable]) == [Part("content", unsendable)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_no_call_is_content(name: str) -> None:
+    draw = random.Random(1)
+    for text in (
+        '{"name": 3}', '{"name": "f", "arguments": [1]}', "<tool_call>{</tool_call>", "a < b {1} [2]", "<tool", "[TOOL",
+        '<|python_tag|>print("a")', "  ", "", '{"a": 1} and so on', "[" * 5000, "[TOOL_CALLS]f[ARGS]1",
+    ):  # fmt: skip
+        parts = read(CallReader(FORMATS[name]), cut(draw, text))
+        assert parts == ([Part("content", text)] if text else [])
+
+
+WORDS = (
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", ONE, TWO, "{",
+    "}", "[", "]", ";", " ", "\n", "a", "<", "</", "é", '"', f"<tool_call>{ONE}</tool_call>", f"{ONE};{TWO}",
+)  # fmt: skip
+
+
+def without_calls(text: str) -> str:
+    """What is left of a text that was read, when marks and calls are taken out."""
+    for mark in (ONE, TWO, "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<think>", "</think>"):
+        text = text.replace(mark, "")
+    return "".join(char for char in text if char not in " \n;[]")
+
+
+def test_random_text_is_read_the_same_in_any_pieces_and_nothing_is_lost() -> None:
+    draw = random.Random(2)
+    found = 0
+    for _ in range(3000):
+        text = "".join(draw.choices(WORDS, k=draw.randint(0, 6)))
+        form, has_begun = draw.choice([None, *FORMATS.values()]), draw.random() < 0.3
+
+        def reader() -> Reader:
+            answer = CallReader(form) if form else ContentReader()  # noqa: B023
+            return ReasoningReader(answer, has_begun)  # noqa: B023
+
+        whole, pieces = read(reader(), [text]), read(reader(), cut(draw, text))
+        assert [part._replace(call_id="") for part in whole] == [part._replace(call_id="") for part in pieces], text
+        found += len(calls_in(whole))
+        texts = "".join(part.text for part in whole if part.kind != "tool_call")
+        if form is None or (form.name != "mistral" and "[" not in text):  # a list may be cut
+            assert without_calls(texts) == without_calls(text), text
+    assert found > 100
+
+
+def test_no_beginning_of_a_mark_is_shown() -> None:
+    reader = CallReader(FORMATS["hermes"])
+    assert reader.push("yes <tool") == [Part("content", "yes")]
+    assert reader.push("_box>") == [Part("content", " <tool_box>")]
+
+
+def test_reasoning_comes_before_the_answer() -> None:
+    draw = random.Random(3)
+    for has_begun, text in ((False, "\n<think>a < b</think>c</think>"), (True, "a < b</think>c</think>")):
+        parts = read(ReasoningReader(ContentReader(), has_begun), cut(draw, text))
+        assert parts == [Part("reasoning", "a < b"), Part("content", "c</think>")]
+    assert read(ReasoningReader(ContentReader(), True), ["cut </thi"]) == [Part("reasoning", "cut </thi")]
+    assert read(ReasoningReader(ContentReader(), False), ["no <think>"]) == [Part("content", "no <think>")]
+
+
+def test_the_arguments_of_a_forced_call_come_as_they_are_written() -> None:
+    reader = ForcedCall("f")
+    first, second = reader.push('{"a"'), reader.push(": 1}")
+    assert (first[0].name, first[0].text, bool(first[0].call_id)) == ("f", '{"a"', True)
+    assert second == [Part("tool_call", ": 1}")] and reader.push("") == reader.finish() == []
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "thinks"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}</think>", "hermes", True),
+        ("{% if tools %}[TOOL_CALLS]{% endif %}", "mistral", False),
+        ("<|start_header_id|>{{ tools }}", "llama3_json", False),
+        ("{{ tools | tojson }}", "json", False),
+        ("{{ messages }}", None, False),
+    ],
+)
+def test_formats_follow_from_the_template(template: str, name: str | None, thinks: bool) -> None:
+    found = format_of(template)
+    assert (found.name if found else None) == name and reasons(template) is thinks
