@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from quantise import write_folder
@@ -72,7 +73,8 @@ def test_engine_banner_and_profile_tell_of_the_weights(tiny, tmp_path) -> None:
     for folder in (tiny, tmp_path / "awq"):
         config = EngineConfig(str(folder), device="cpu", dtype="float32", num_gpu_blocks=20, num_cpu_blocks=20)
         engine = build_system("swiftllm", config)
-        banner = start_message(EngineService(engine).ready(), ServerSettings(), {})
+        client = SimpleNamespace(ready=EngineService(engine).ready(), tokenizer=None)
+        banner = start_message(client, ServerSettings(), {})
         seen[folder] = engine.describe()["weights"], profile_identity(config, engine.backend), banner
         engine.close()
     (weights, identity, banner), (ours, our_identity, our_banner) = seen.values()
