@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -84,7 +85,8 @@ class Serve(ConfigFile):
             raise InputError(f"the server needs the package {error.name}: {SETUP}") from error
 
         def announce(client: EngineClient) -> None:
-            print(start_message(client, settings, defaults), flush=True)
+            with suppress(OSError):  # a full disk does not keep it from serving
+                print(start_message(client, settings, defaults), flush=True)
 
         try:
             run_server(partial(build_service, self.system, config, strategy, self.profile, limits), settings, announce)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from swiftllm.server.service.client import EngineClient
 from swiftllm.server.service.front_end_link import FrontEndLink
@@ -88,7 +89,8 @@ def run_engine(build: Callable[[], EngineService], *sockets: object) -> None:
     DeviceThread(exit_after, service.limits.drain_timeout_s + END_GRACE_S, name="end").start()
     service.close()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(OSError):  # the disk may be full
+            stream.flush()
     os._exit(0)  # Python's own clean-up takes a second, and waits for what hangs
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import openai
@@ -69,6 +72,26 @@ def running(service: EngineService, settings: ServerSettings = DEFAULT_SETTINGS)
         service.wait_until_left()
         service.close()
         assert not running_server.thread.is_alive()
+
+
+@contextmanager
+def server_process(
+    service: str = "slow_service", stderr: IO[str] | int = subprocess.PIPE
+) -> Iterator[tuple[subprocess.Popen, str]]:
+    """A server of ``stand_ins.py`` in a process, with its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "tests.swiftllm.server.stand_ins", service, str(port)]
+    process = subprocess.Popen(command, stdout=stderr, stderr=stderr, text=True)
+    try:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.communicate()
 
 
 class Gate:

@@ -3,8 +3,6 @@
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 
@@ -16,7 +14,7 @@ from swiftllm.server.service.limits import ServiceLimits
 from swiftllm.server.service.service import EngineService
 from tests.reference.fake_backend import expected_output
 from tests.reference.fake_engine import fake_engine
-from tests.swiftllm.server.http_server import TIMEOUT_S, Gate, running
+from tests.swiftllm.server.http_server import TIMEOUT_S, Gate, running, server_process
 from tests.swiftllm.server.serving import Clock, check_empty
 
 COMPLETIONS = "/v1/completions"
@@ -207,26 +205,6 @@ def test_what_is_not_done_when_the_drain_is_over_is_told_so():
         assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "shutdown"
 
 
-SLOW_SERVER, FAILING_SERVER = "slow_service", "failing_service"  # of tests/swiftllm/server/stand_ins.py
-
-
-@contextmanager
-def server_process(program=SLOW_SERVER):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tests.swiftllm.server.stand_ins", program, str(port)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        for line in process.stderr:
-            if "running on" in line:
-                break
-        yield process, f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
 def test_sigterm_lets_streams_end_and_exits_with_0():
     with server_process() as (process, url), httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
         with client.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as answer:
@@ -238,7 +216,7 @@ def test_sigterm_lets_streams_end_and_exits_with_0():
 
 
 def test_an_engine_that_is_broken_for_good_ends_its_process_after_its_clients_were_told():
-    with server_process(FAILING_SERVER) as (process, url):
+    with server_process("failing_service") as (process, url):
         with httpx.stream("POST", url + COMPLETIONS, json={**LONG, "stream": True}, trust_env=False) as answer:
             lines = [line for line in answer.iter_lines() if line]
         assert "cannot be replaced" in lines[-1] and "engine_error" in lines[-1]
