@@ -24,7 +24,7 @@ from swiftllm.core.request import (
     append_tokens,
 )
 from swiftllm.kv.blocks import KVCacheManager, out_of_blocks
-from swiftllm.scheduling.admission import SchedulerLimits, can_hold, check_servable, check_tiers
+from swiftllm.scheduling.admission import SchedulerLimits, can_hold, check_servable, check_tiers, longest_request
 from swiftllm.scheduling.arrival_queue import ArrivalQueue, arrival_order
 from swiftllm.scheduling.cohorts import Cohorts
 from swiftllm.scheduling.host_pools import Fetches, pool_has_room, victims_for
@@ -96,8 +96,7 @@ class Residents:
 
     def longest_of(self, service_class: ServiceClass) -> int:
         """The same of one class. Constant."""
-        largest_tier = max(map(self.kv.capacity, self.rules.tiers_of(service_class))) * self.kv.block_size
-        return min(self.limits.max_model_len, largest_tier + 1)  # K and V of the last token are never stored
+        return longest_request(self.limits.max_model_len, self.kv, self.rules.tiers_of(service_class))
 
     @property
     def open_tiers(self) -> tuple[Tier, ...]:
