@@ -9,17 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from swiftllm.model.architectures import SUPPORTED, Unsupported, recognise
 from swiftllm.model.quantised.scheme import QuantisationScheme
 from swiftllm.model.rope import RopeScaling
-
-# Architectures that differ from Llama in biases and norms only, and their model_type.
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-SUPPORTED = f"supported are {', '.join(ARCHITECTURES)} with SiLU and full attention"
 
 
 @dataclass(frozen=True)
@@ -75,30 +67,39 @@ class ModelConfig:
         raw = _read_object(path)
         generation_path = folder / "generation_config.json"
         generation = _read_object(generation_path) if generation_path.is_file() else {}
-        kind = _supported_kind(raw, path)
-        quantisation = QuantisationScheme.from_config(raw, folder)
         try:
-            num_heads = int(raw["num_attention_heads"])
-            hidden_size = int(raw["hidden_size"])
+            row, fields = recognise(raw)
+        except Unsupported as what:
+            raise ValueError(f"{path}: {what} is not supported; {SUPPORTED}") from None
+        quantisation = QuantisationScheme.from_config(fields, folder)
+        try:
+            num_heads = int(fields["num_attention_heads"])
+            hidden_size = int(fields["hidden_size"])
+            num_kv_heads, head_dim = fields["num_key_value_heads"], fields["head_dim"]
+
+            def has_bias(told: bool | str) -> bool:
+                return told if isinstance(told, bool) else bool(fields[told])
+
+            rope = _rope_parameters(fields)
             config = cls(
-                num_layers=int(raw["num_hidden_layers"]),
+                num_layers=int(fields["num_hidden_layers"]),
                 hidden_size=hidden_size,
-                intermediate_size=int(raw["intermediate_size"]),
+                intermediate_size=int(fields["intermediate_size"]),
                 num_heads=num_heads,
-                num_kv_heads=num_heads if raw.get("num_key_value_heads") is None else int(raw["num_key_value_heads"]),
-                head_dim=int(raw.get("head_dim") or (128 if kind == "qwen3" else hidden_size // num_heads)),
-                vocab_size=int(raw["vocab_size"]),
-                max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
-                rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-                rope_theta=_rope_theta(raw),
-                rope_scaling=RopeScaling.from_config(_rope_parameters(raw)),
-                tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-                qkv_bias=bool(raw.get("attention_bias", kind == "qwen2")),
-                o_bias=bool(raw.get("attention_bias", False)),
-                mlp_bias=bool(raw.get("mlp_bias", False)),
-                norms_heads=kind == "qwen3",
-                initializer_range=float(raw.get("initializer_range", 0.02)),
-                eos_token_ids=_eos_token_ids(generation, raw),
+                num_kv_heads=num_heads if num_kv_heads is None else int(num_kv_heads),
+                head_dim=hidden_size // num_heads if head_dim is None else int(head_dim),
+                vocab_size=int(fields["vocab_size"]),
+                max_position_embeddings=int(fields["max_position_embeddings"]),
+                rms_norm_eps=float(fields["rms_norm_eps"]),
+                rope_theta=float(rope["rope_theta"]),
+                rope_scaling=RopeScaling.from_config(rope, row.rope_kinds),
+                tie_word_embeddings=bool(fields["tie_word_embeddings"]),
+                qkv_bias=has_bias(row.qkv_bias),
+                o_bias=has_bias(row.o_bias),
+                mlp_bias=has_bias(row.mlp_bias),
+                norms_heads=row.norms_heads,
+                initializer_range=float(fields["initializer_range"]),
+                eos_token_ids=_eos_token_ids(generation, fields),
                 quantisation=quantisation,
             )
         except KeyError as error:
@@ -180,37 +181,14 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _supported_kind(raw: Mapping[str, Any], path: Path) -> str:
-    """One of the values of ``ARCHITECTURES``.
-
-    Raises:
-        ValueError: the model is none of them, or has a part that is not supported.
-    """
-    architectures = raw.get("architectures") or [
-        name for name, kind in ARCHITECTURES.items() if kind == raw.get("model_type")
-    ]
-    kind = ARCHITECTURES.get(architectures[0]) if len(architectures) == 1 else None
-    # Qwen gives a window and, beside it, whether it is used; Mistral has one unless it is null.
-    window = raw.get("sliding_window", 4096 if kind == "mistral" else None)
-    has_window = window is not None and raw.get("use_sliding_window", kind not in ("qwen2", "qwen3"))
-    reasons = (
-        (kind is None, f"architectures={raw.get('architectures')} with model_type={raw.get('model_type')!r}"),
-        (raw.get("hidden_act", "silu") != "silu", f"hidden_act={raw.get('hidden_act')!r}"),
-        (has_window, f"sliding_window={window}"),
-    )
-    for applies, what in reasons:
-        if applies:
-            raise ValueError(f"{path}: {what} is not supported; {SUPPORTED}")
-    return kind
-
-
-def _rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The scaling fields: transformers up to 4 writes ``rope_scaling``, from 5 on ``rope_parameters``."""
-    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-
-
-def _rope_theta(raw: Mapping[str, Any]) -> float:
-    return float(_rope_parameters(raw).get("rope_theta") or raw.get("rope_theta") or 10000.0)
+def _rope_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the rotary embedding; beside those of its scaling, ``rope_theta`` and, where a model has it,
+    ``original_max_position_embeddings``, which transformers prefers there."""
+    beside = {"rope_theta": fields["rope_theta"], "partial_rotary_factor": fields.get("partial_rotary_factor", 1.0)}
+    parameters = beside | dict(fields["rope_scaling"] or fields["rope_parameters"] or {})
+    if "original_max_position_embeddings" in fields:
+        parameters["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
+    return parameters
 
 
 def _eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:

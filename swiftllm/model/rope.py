@@ -10,6 +10,12 @@ from typing import Any, Literal, get_args
 import torch
 
 RopeKind = Literal["default", "linear", "llama3"]
+ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
+FIELDS = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
+    *("low_freq_factor", "high_freq_factor", "max_position_embeddings"),
+}
+"""Of ``rope_parameters``, those that are read and those that transformers does not read either."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +34,18 @@ class RopeScaling:
     original_max_position: int = 8192
 
     @classmethod
-    def from_config(cls, parameters: Mapping[str, Any]) -> RopeScaling:
-        """Read ``rope_scaling`` or ``rope_parameters`` of a config.json; empty means no scaling.
+    def from_config(cls, parameters: Mapping[str, Any], kinds: tuple[RopeKind, ...] = ROPE_KINDS) -> RopeScaling:
+        """Read ``rope_scaling`` or ``rope_parameters`` of a config.json, of one of ``kinds``; empty means no scaling.
 
         Raises:
-            ValueError: an unknown kind, or a field of the kind is missing.
+            ValueError: an unknown kind or field, or a field of the kind is missing.
         """
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
-        if kind not in get_args(RopeKind):
-            raise ValueError(f"rope scaling {kind!r} is not supported; supported are {', '.join(get_args(RopeKind))}")
+        if kind not in kinds:
+            raise ValueError(f"rope scaling {kind!r} is not supported; supported are {', '.join(kinds)}")
+        for name, value in parameters.items():
+            if name not in FIELDS and value not in (None, False):
+                raise ValueError(f"{name}={value!r} of the rotary embedding is not supported")
         if parameters.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError("partial_rotary_factor is not supported: rotary positions turn whole heads")
         try:
