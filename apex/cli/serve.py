@@ -16,7 +16,6 @@ from apex.cli.errors import InputError, input_errors
 from apex.cli.flags import EngineFlags, ModelName, ProfileFile, StrategyFlags, SystemName, Unchecked, start_engine
 from apex.source_tree import SETUP
 from apex.strategy import StrategyConfig
-from swiftllm.core.request import ServiceClass
 from swiftllm.server.service.limits import ServiceLimits
 from swiftllm.server.settings import ServerSettings
 from swiftllm.share import Share, take_share
@@ -144,7 +143,6 @@ def start_message(client: EngineClient, settings: ServerSettings, defaults: Mapp
     """The text printed at the start: system, model, limits, the model's sampling ``defaults`` and addresses."""
     ready, tokenizer = client.ready, client.tokenizer
     description, limits = ready.description, ready.limits
-    longest = max(map(ready.admission.longest_of, ServiceClass))
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     url = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
     weights = "" if description["weights"] == description["dtype"] else f", weights: {description['weights']}"
@@ -156,7 +154,7 @@ def start_message(client: EngineClient, settings: ServerSettings, defaults: Mapp
     return (
         f"{description['system']} serves {description['model']} ({description['dtype']}{weights}) "
         f"on {description['device']}\n"
-        f"limits: {longest:,} tokens a request, {ready.max_num_seqs} requests with KV cache at once, "
+        f"limits: {ready.admission.longest_request:,} tokens a request, {ready.max_num_seqs} with KV cache at once, "
         f"{limits.max_queued_requests} running or waiting, {limits.max_queued_best_effort} best-effort ones\n"
         f"{by_default if defaults else ''}"
         f"{no_text if tokenizer is None else ''}"

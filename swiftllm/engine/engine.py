@@ -15,7 +15,7 @@ from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.backend import Backend, HostDied
 from swiftllm.engine.executor import Executor
 from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.admission import Admission, PoolSizes, as_token_ids, check_tokens
+from swiftllm.scheduling.admission import Admission, as_token_ids
 from swiftllm.scheduling.policy import Policy
 from swiftllm.scheduling.residents import Residents
 
@@ -131,9 +131,9 @@ class Engine:
     def admission(self) -> Admission:
         """All by which :meth:`make_request` refuses requests. Constant."""
         residents, kv = self.residents, self.kv
-        sizes = PoolSizes(kv.block_size, {tier: kv.capacity(tier) for tier in Tier})
+        num_blocks = {tier: kv.capacity(tier) for tier in Tier}
         tiers = {service_class: residents.rules.tiers_of(service_class) for service_class in ServiceClass}
-        return Admission(self.vocab_size, residents.limits.max_model_len, sizes, tiers)
+        return Admission(self.vocab_size, residents.limits.max_model_len, kv.block_size, num_blocks, tiers)
 
     def make_request(
         self,
@@ -143,17 +143,17 @@ class Engine:
         arrival_s: float | None = None,
         service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE,
         cache_salt: str | None = None,
+        is_checked: bool = False,
     ) -> Request:
         """A checked request for :meth:`add`. Reads only what never changes, so any thread may call this.
 
         ``arrival_s`` is a time of the engine's clock, by default :meth:`now`. Only requests with one ``cache_salt``
-        share cached prefixes.
+        share cached prefixes. ``is_checked``: :attr:`admission` has let it pass, maybe in another process.
 
         Raises:
             RequestRefused: it can never be served; the message names the limit it hits.
         """
-        prompt = as_token_ids(prompt_token_ids)
-        check_tokens(prompt, sampling, self.vocab_size)
+        prompt = tuple(prompt_token_ids) if is_checked else as_token_ids(prompt_token_ids)
         arrival_s = self.now() if arrival_s is None else arrival_s
         request = Request(
             request_id,
@@ -165,7 +165,8 @@ class Engine:
             service_class=service_class,
             cache_salt=cache_salt,
         )
-        self.residents.check(request)
+        if not is_checked:
+            self.admission.check(request)
         self.kv.name_prompt(request)
         return request
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from swiftllm.core.request import ServiceClass
 from swiftllm.model.hub import model_name
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import CompiledGrammar, GrammarCompiler
@@ -39,7 +38,7 @@ class ServingContext:
         self.model_path = str(ready.description.get("model", "model"))
         self.model_name = settings.served_model_name or model_name(self.model_path)
         self.longest_of = ready.admission.longest_of
-        self.longest_request = max(map(self.longest_of, ServiceClass))
+        self.longest_request = ready.admission.longest_request
         self.caches_prefixes = ready.caches_prefixes
         self.created = int(time.time())
         self.tokenizer = service.tokenizer

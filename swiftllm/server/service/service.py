@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from swiftllm.core.request import RequestRefused
 from swiftllm.engine.engine import Engine
 from swiftllm.sampling.grammar import CompiledGrammar, GrammarCompiler
 from swiftllm.server.service.engine_loop import EngineLoop, Observer
@@ -149,7 +148,7 @@ class EngineService:
             if error is None:
                 self._accept(requests, grammar)
             else:
-                self._refuse([submitted.number for submitted in requests], str(error))
+                self._refuse(requests, str(error))
 
     def _compile(self, kind: str, text: str) -> CompiledGrammar:
         engine = self.engine
@@ -158,14 +157,8 @@ class EngineService:
         return self._compiler.compile(kind, text)
 
     def _accept(self, requests: Sequence[Submitted], grammar: CompiledGrammar | None) -> None:
-        numbers = [submitted.number for submitted in requests]
-        try:
-            entries = [self._entry(submitted, grammar) for submitted in requests]
-        except RequestRefused as error:  # the front end has checked it before
-            self._refuse(numbers, str(error))
-            return
-        if not self._open_requests.add(entries):
-            self._refuse(numbers, self.health.reason)
+        if not self._open_requests.add([self._entry(submitted, grammar) for submitted in requests]):
+            self._refuse(requests, self.health.reason)
 
     def _entry(self, submitted: Submitted, grammar: CompiledGrammar | None) -> OpenRequest:
         engine, request_id = self.engine, submitted.request_id
@@ -177,13 +170,14 @@ class EngineService:
             sampling_of(submitted, grammar),
             service_class=submitted.service_class,
             cache_salt=submitted.cache_salt,
+            is_checked=True,
         )
         deadline_s = None if submitted.timeout_s is None else self._clock() + submitted.timeout_s
         return OpenRequest(request, submitted.number, deadline_s)
 
-    def _refuse(self, numbers: Iterable[int], reason: str) -> None:
+    def _refuse(self, requests: Iterable[Submitted], reason: str) -> None:
         error = "engine_error", reason, None
-        self._loop.link.post_step(Step([], [], [More(number, error=error) for number in numbers]))
+        self._loop.link.post_step(Step([], [], [More(submitted.number, error=error) for submitted in requests]))
 
     def _end(self, message: End) -> None:
         there = self._open_requests
