@@ -62,8 +62,7 @@ def hardware_profile(
     Args:
         dtype: of weights, activations and KV caches: float16, or bfloat16 where the GPU has it.
         cpu_kernel: native, ispc or llamafile.
-        cpu_kv_dtype: the format of the CPU tier: auto for that of ``dtype``, or int8 (with ``native``). Blocks cross PCIe
-            in ``dtype``.
+        cpu_kv_dtype: the format of the CPU tier, auto for ``dtype``. Blocks cross PCIe in ``dtype``.
         cpu_bandwidth_gb_s: bandwidth of CPU attention; by default that of :func:`cpu_attention_gb_s`.
         block_size: tokens of a KV block.
         max_tokens: the largest batch that the linear and prefill curves must cover.
@@ -274,8 +273,9 @@ def cpu_attention_s(
     context_tokens: float,
     tensor_parallel: int = 1,
 ) -> float:
-    """T_c of one layer: the hand-over, transfers of Q, K, V and output over PCIe, and reading the KV cache, whose tokens
-    have ``kv_token_bytes`` in a layer.
+    """T_c of one layer: the hand-over, transfers of Q, K, V and output over PCIe, and reading the KV cache.
+
+    A token has ``kv_token_bytes`` in the layer's cache.
 
     Each of several GPUs transfers the heads that it has; the host's bandwidth is shared.
     """
@@ -312,7 +312,7 @@ def cpu_attention_gb_s(host: Host, cpu_kernel: str, shape: LayerShape, cpu_kv_dt
     if cpu_kv_dtype == "int8":
         if cpu_kernel != "native":
             raise ValueError(f"cpu_kv_dtype=int8 needs the cpu_kernel native, not {cpu_kernel}")
-        fraction *= host[f"int8_gain_{host.isa}_{heads}"] * (shape.head_dim + 4) / (2 * shape.head_dim)
+        fraction *= host[f"{figure}_int8_gain"] * (shape.head_dim + 4) / (2 * shape.head_dim)
     alone_gb_s = host["core_read_gb_s"]
     arithmetic_s_per_gb = (1 / fraction - 1) / alone_gb_s
     reading_s_per_gb = 1 / min(alone_gb_s, host_read_gb_s(host) / host["cores"])
