@@ -1,5 +1,6 @@
 """What is read of a config.json, and what is refused."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,6 +8,7 @@ from transformers import CONFIG_MAPPING
 
 from swiftllm.model.architectures import ARCHITECTURES
 from swiftllm.model.config import ModelConfig
+from swiftllm.model.rope import RopeScaling
 
 SIZES = {
     "vocab_size": 128,
@@ -79,15 +81,29 @@ def test_fields_that_switch_a_part_off_are_no_reason_to_refuse(read):
 
 def test_a_field_that_is_not_there_has_the_value_that_transformers_gives_it(read):
     for name, row in ARCHITECTURES.items():
-        theirs, defaults = CONFIG_MAPPING[row.model_type]().to_dict(), row.defaults
-        theirs["sliding_window"] = CONFIG_MAPPING[row.model_type].__dataclass_fields__.get("sliding_window")
-        theirs["sliding_window"] = getattr(theirs["sliding_window"], "default", None)
-        # Resolved by transformers as soon as they are read.
-        theirs["num_key_value_heads"] = defaults["num_key_value_heads"] or theirs["num_attention_heads"]
-        theirs["rope_theta"] = theirs["rope_parameters"].pop("rope_theta")
-        for key in defaults.keys() - {"rope_parameters", "rope_scaling", "layer_types"}:
-            if defaults[key] is not None:
-                assert theirs[key] == defaults[key], (name, key)
+        ours, kind = read({"architectures": [name], **SIZES, "sliding_window": None}), CONFIG_MAPPING[row.model_type]
+        theirs = kind(**SIZES)
+        rope = dict(theirs.rope_parameters)
+        rope.pop("llama_4_scaling_beta", None)
+        factor = rope.pop("partial_rotary_factor", 1.0)
+        assert ours.rope_theta == rope["rope_theta"] and ours.rope_scaling == RopeScaling.from_config(rope), name
+        assert (ours.rotary_dim or ours.head_dim) == factor * ours.head_dim
+        for field in ("rms_norm_eps", "initializer_range", "tie_word_embeddings"):
+            assert getattr(ours, field) == getattr(theirs, field), (name, field)
+        assert (ours.named_positions or ours.max_position_embeddings) == theirs.max_position_embeddings
+        assert ours.head_dim == (getattr(theirs, "head_dim", None) or 16)
+        eos = theirs.eos_token_id
+        assert ours.eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
+        # A window that is used unless config.json says otherwise, and heads where SIZES says nothing.
+        defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+        sizes = {**SIZES, "num_attention_heads": 32, "hidden_size": 512, "sliding_window": None}
+        del sizes["num_key_value_heads"]
+        assert read({"architectures": [name], **sizes}).num_kv_heads == (defaults["num_key_value_heads"] or 32)
+        if defaults.get("sliding_window") is not None and not hasattr(theirs, "use_sliding_window"):
+            with pytest.raises(ValueError, match="sliding_window"):
+                read({"architectures": [name], **SIZES})
+        else:
+            assert read({"architectures": [name], **SIZES}) == ours
 
 
 def test_biases_are_where_transformers_has_them(read):
