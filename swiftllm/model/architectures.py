@@ -53,9 +53,13 @@ class Architecture:
     o_bias: bool | str = "attention_bias"
     mlp_bias: bool | str = "mlp_bias"
     norms_heads: bool = False
+    norms_outputs: bool = False
+    interleaved_rotary: bool = False
     ignored: tuple[str, ...] = ()
     """Fields that transformers does not read either."""
     rope_kinds: tuple[RopeKind, ...] = ROPE_KINDS
+    scales_queries: bool = False
+    """Whether queries far behind the context of the first training are scaled; ``rope_parameters`` tell by how much."""
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -63,14 +67,45 @@ class Architecture:
         return {**COMMON, **self.own}
 
 
+WITHOUT_BIAS: dict[str, Any] = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
+GLM = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-7,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "eos_token_id": [151329, 151336, 151338],
+}
+
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", BIASES),
     "MistralForCausalLM": Architecture(
         "mistral",
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
+        **WITHOUT_BIAS,
+    ),
+    "Ministral3ForCausalLM": Architecture(
+        "ministral3",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        scales_queries=True,
+        **WITHOUT_BIAS,
     ),
     "Qwen2ForCausalLM": Architecture(
         "qwen2", QWEN, qkv_bias=True, o_bias=False, mlp_bias=False, ignored=("attention_bias",)
@@ -78,12 +113,74 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": Architecture(
         "qwen3", {**QWEN, "head_dim": 128, "attention_bias": False}, mlp_bias=False, norms_heads=True
     ),
+    "Phi3ForCausalLM": Architecture(
+        "phi3",
+        {
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 1.0,
+            "eos_token_id": 32000,
+        },
+        rope_kinds=("default",),
+        **WITHOUT_BIAS,
+    ),
+    "GlmForCausalLM": Architecture("glm", GLM, o_bias=False, mlp_bias=False, interleaved_rotary=True),
+    "Glm4ForCausalLM": Architecture(
+        "glm4", GLM, o_bias=False, mlp_bias=False, interleaved_rotary=True, norms_outputs=True
+    ),
+    "SmolLM3ForCausalLM": Architecture(
+        "smollm3",
+        {
+            **BIASES,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "eos_token_id": 128001,
+        },
+    ),
+    "GraniteForCausalLM": Architecture(
+        "granite",
+        {
+            **BIASES,
+            "embedding_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+    ),
 }
-SUPPORTED = f"supported are {', '.join(ARCHITECTURES)} with SiLU and full attention"
+WRAPPERS = {"Mistral3ForConditionalGeneration": ("MistralForCausalLM", "Ministral3ForCausalLM")}
+"""Models of text and images whose text part is one of these; the first where the part does not say."""
+SUPPORTED = f"supported are {', '.join((*ARCHITECTURES, *WRAPPERS))} with SiLU and full attention"
 
 
 class Unsupported(ValueError):
     """What of a config.json there is no code for."""
+
+
+def text_part(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config.json of the text part of a wrapper, complete with what the wrapper says for all; None: it is none.
+
+    Raises:
+        Unsupported: the text part is of no kind that the wrapper may have.
+    """
+    names = raw.get("architectures")
+    kinds = WRAPPERS.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
+    if kinds is None:
+        return None
+    text = dict(raw.get("text_config") or {})
+    model_type = text.setdefault("model_type", ARCHITECTURES[kinds[0]].model_type)
+    kind = next((kind for kind in kinds if ARCHITECTURES[kind].model_type == model_type), None)
+    if kind is None:
+        raise Unsupported(f"{names[0]} around a text model with model_type={model_type!r}")
+    for name in ("quantization_config", "tie_word_embeddings", "eos_token_id"):
+        if name in raw:
+            text.setdefault(name, raw[name])
+    return text | {"architectures": [kind]}
 
 
 def recognise(raw: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:

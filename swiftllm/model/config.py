@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swiftllm.model.architectures import SUPPORTED, Unsupported, recognise
+from swiftllm.model.architectures import SUPPORTED, Unsupported, recognise, text_part
+from swiftllm.model.checkpoint import tensor_names
 from swiftllm.model.quantised.scheme import QuantisationScheme
 from swiftllm.model.rope import RopeScaling
 
@@ -39,6 +40,23 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     quantisation: QuantisationScheme | None = None
     """How the layers' matrices are quantised; None: they are not."""
+    rotary_dim: int | None = None
+    """Elements of a head that turn; None: all."""
+    interleaved_rotary: bool = False
+    """Whether in the checkpoint neighbours turn together; otherwise elements of two halves do."""
+    layers_without_rotary: frozenset[int] = frozenset()
+    norms_outputs: bool = False
+    """Whether the outputs of attention and FFN are normed before they are added."""
+    embedding_multiplier: float = 1.0
+    score_multiplier: float = 1.0
+    """On attention scores, beside ``head_dim ** -0.5``."""
+    residual_scale: float = 1.0
+    """A power of two by which ``o`` and ``down`` are multiplied when they are read."""
+    logits_multiplier: float = 1.0
+    is_wrapped: bool = False
+    """Whether the checkpoint has a part for images, which is not read, beside the text model."""
+    named_positions: int | None = None
+    """``max_position_embeddings`` of a checkpoint that scales the queries behind those that are given here."""
 
     def longest_request(self, asked: int | None) -> int:
         """Prompt and output tokens of a request at most: those ``asked`` for, by default the model's own.
@@ -46,6 +64,11 @@ class ModelConfig:
         Raises:
             ValueError: the model was made for fewer.
         """
+        if asked is not None and asked > self.max_position_embeddings and self.named_positions is not None:
+            raise ValueError(
+                f"max_model_len={asked} exceeds {self.max_position_embeddings} tokens, and the model, made for "
+                f"{self.named_positions}, scales the queries behind them, which is not supported"
+            )
         if asked is not None and asked > self.max_position_embeddings:
             raise ValueError(
                 f"max_model_len={asked} exceeds the {self.max_position_embeddings} tokens the model was made for"
@@ -68,7 +91,10 @@ class ModelConfig:
         generation_path = folder / "generation_config.json"
         generation = _read_object(generation_path) if generation_path.is_file() else {}
         try:
-            row, fields = recognise(raw)
+            text = text_part(raw)
+            if text is not None and (names := tensor_names(folder)):  # the two parts may contradict each other
+                text["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in names)
+            row, fields = recognise(raw if text is None else text)
         except Unsupported as what:
             raise ValueError(f"{path}: {what} is not supported; {SUPPORTED}") from None
         quantisation = QuantisationScheme.from_config(fields, folder)
@@ -80,16 +106,25 @@ class ModelConfig:
             def has_bias(told: bool | str) -> bool:
                 return told if isinstance(told, bool) else bool(fields[told])
 
+            resolved_head_dim = hidden_size // num_heads if head_dim is None else int(head_dim)
             rope = _rope_parameters(fields)
+            rotary_dim = resolved_head_dim
+            if "partial_rotary_factor" in row.own:
+                rotary_dim = int(rotary_dim * float(rope.pop("partial_rotary_factor")))
+            num_positions, named_positions = int(fields["max_position_embeddings"]), None
+            if row.scales_queries and float(rope.pop("llama_4_scaling_beta")):
+                unscaled = int(rope["original_max_position_embeddings"])
+                if unscaled < num_positions:
+                    num_positions, named_positions = unscaled, num_positions
             config = cls(
                 num_layers=int(fields["num_hidden_layers"]),
                 hidden_size=hidden_size,
                 intermediate_size=int(fields["intermediate_size"]),
                 num_heads=num_heads,
                 num_kv_heads=num_heads if num_kv_heads is None else int(num_kv_heads),
-                head_dim=hidden_size // num_heads if head_dim is None else int(head_dim),
+                head_dim=resolved_head_dim,
                 vocab_size=int(fields["vocab_size"]),
-                max_position_embeddings=int(fields["max_position_embeddings"]),
+                max_position_embeddings=num_positions,
                 rms_norm_eps=float(fields["rms_norm_eps"]),
                 rope_theta=float(rope["rope_theta"]),
                 rope_scaling=RopeScaling.from_config(rope, row.rope_kinds),
@@ -101,7 +136,15 @@ class ModelConfig:
                 initializer_range=float(fields["initializer_range"]),
                 eos_token_ids=_eos_token_ids(generation, fields),
                 quantisation=quantisation,
+                rotary_dim=None if rotary_dim == resolved_head_dim else rotary_dim,
+                interleaved_rotary=row.interleaved_rotary,
+                layers_without_rotary=_layers_without_rotary(fields) if "no_rope_layers" in row.own else frozenset(),
+                norms_outputs=row.norms_outputs,
+                is_wrapped=text is not None,
+                named_positions=named_positions,
             )
+            if "residual_multiplier" in row.own:
+                config = _with_multipliers(config, fields)
         except KeyError as error:
             raise ValueError(f"{path} lacks {error}; {SUPPORTED}") from None
         except (TypeError, ValueError, ZeroDivisionError) as error:
@@ -121,8 +164,9 @@ class ModelConfig:
                     quantisation.group_size_of(in_features)
                 except ValueError as error:
                     raise ValueError(f"{path}: {error}") from None
-        if config.head_dim % 2:
-            raise ValueError(f"{path}: head_dim={config.head_dim} is odd; rotary positions turn pairs")
+        for name, size in (("head_dim", config.head_dim), ("rotary_dim", config.rotary_dim or 0)):
+            if size % 2:
+                raise ValueError(f"{path}: {name}={size} is odd; rotary positions turn pairs")
         return config
 
     @property
@@ -134,7 +178,8 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Weights without biases; tied embeddings count once."""
         attention = (self.qkv_size + self.num_heads * self.head_dim) * self.hidden_size
-        layer = attention + (3 * self.intermediate_size + 2) * self.hidden_size
+        num_norms = 4 if self.norms_outputs else 2
+        layer = attention + (3 * self.intermediate_size + num_norms) * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
 
@@ -189,6 +234,31 @@ def _rope_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
     if "original_max_position_embeddings" in fields:
         parameters["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
     return parameters
+
+
+def _layers_without_rotary(fields: Mapping[str, Any]) -> frozenset[int]:
+    """Those that ``no_rope_layers`` has a 0 for, or every ``no_rope_layer_interval``-th one."""
+    layers = range(int(fields["num_hidden_layers"]))
+    has_rotary, interval = fields["no_rope_layers"], int(fields["no_rope_layer_interval"])
+    if has_rotary is None:
+        return frozenset(layers[interval - 1 :: interval])
+    return frozenset(layer for layer in layers if not has_rotary[layer])
+
+
+def _with_multipliers(config: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
+    """Granite's multipliers. A norm does not change if the residual is multiplied by a number and ``rms_norm_eps`` by
+    its square. So instead of each layer's output, the embedding is multiplied: by a power of two that layers keep, over
+    ``residual_multiplier``. The residual then is at most 1.5 times as large or small, and no matrix is rounded."""
+    residual = float(fields["residual_multiplier"])
+    scale = 2.0 ** round(math.log2(residual))
+    return replace(
+        config,
+        embedding_multiplier=float(fields["embedding_multiplier"]) * scale / residual,
+        score_multiplier=float(fields["attention_multiplier"]) * math.sqrt(config.head_dim),
+        residual_scale=scale,
+        rms_norm_eps=config.rms_norm_eps * (scale / residual) ** 2,
+        logits_multiplier=1 / float(fields["logits_scaling"]),
+    )
 
 
 def _eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:

@@ -1,12 +1,15 @@
 """What is read of a config.json, and what is refused."""
 
+import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from transformers import CONFIG_MAPPING
 
 from swiftllm.model.architectures import ARCHITECTURES
 from swiftllm.model.config import ModelConfig
+from swiftllm.model.rope import RopeScaling
 
 SIZES = {
     "vocab_size": 128,
@@ -18,6 +21,10 @@ SIZES = {
 }
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+MINISTRAL3 = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+MISTRAL3 = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 UNSUPPORTED = (
@@ -41,6 +48,14 @@ UNSUPPORTED = (
     ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8'"),
     ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
     ({"num_key_value_heads": 0}, "num_kv_heads=0 must be at least 1"),
+    ({**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8}}, "longrope.*supported are default"),
+    ({**PHI3, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "yarn"),
+    ({**PHI3, "partial_rotary_factor": 0.2}, "rotary_dim=3 is odd"),
+    ({**SMOLLM3, "use_sliding_window": True, "sliding_window": 9}, "sliding_window=9"),
+    ({**MINISTRAL3, "rope_parameters": {"rope_type": "default"}}, "lacks 'llama_4_scaling_beta'"),
+    ({**MISTRAL3, "text_config": {**SIZES, "model_type": "qwen2"}}, "around a text model with model_type='qwen2'"),
+    ({**MISTRAL3, "text_config": {"model_type": "ministral3"}}, "lacks '"),
+    ({**MISTRAL3, "text_config": {**SIZES, "sliding_window": 4}}, "sliding_window=4"),
     ({"rms_norm_eps": None}, "makes no sense"),
 )
 
@@ -79,15 +94,29 @@ def test_fields_that_switch_a_part_off_are_no_reason_to_refuse(read):
 
 def test_a_field_that_is_not_there_has_the_value_that_transformers_gives_it(read):
     for name, row in ARCHITECTURES.items():
-        theirs, defaults = CONFIG_MAPPING[row.model_type]().to_dict(), row.defaults
-        theirs["sliding_window"] = CONFIG_MAPPING[row.model_type].__dataclass_fields__.get("sliding_window")
-        theirs["sliding_window"] = getattr(theirs["sliding_window"], "default", None)
-        # Resolved by transformers as soon as they are read.
-        theirs["num_key_value_heads"] = defaults["num_key_value_heads"] or theirs["num_attention_heads"]
-        theirs["rope_theta"] = theirs["rope_parameters"].pop("rope_theta")
-        for key in defaults.keys() - {"rope_parameters", "rope_scaling", "layer_types"}:
-            if defaults[key] is not None:
-                assert theirs[key] == defaults[key], (name, key)
+        ours, kind = read({"architectures": [name], **SIZES, "sliding_window": None}), CONFIG_MAPPING[row.model_type]
+        theirs = kind(**SIZES)
+        rope = dict(theirs.rope_parameters)
+        rope.pop("llama_4_scaling_beta", None)
+        factor = rope.pop("partial_rotary_factor", 1.0)
+        assert ours.rope_theta == rope["rope_theta"] and ours.rope_scaling == RopeScaling.from_config(rope), name
+        assert (ours.rotary_dim or ours.head_dim) == factor * ours.head_dim
+        for field in ("rms_norm_eps", "initializer_range", "tie_word_embeddings"):
+            assert getattr(ours, field) == getattr(theirs, field), (name, field)
+        assert (ours.named_positions or ours.max_position_embeddings) == theirs.max_position_embeddings
+        assert ours.head_dim == (getattr(theirs, "head_dim", None) or 16)
+        eos = theirs.eos_token_id
+        assert ours.eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
+        # A window that is used unless config.json says otherwise, and heads where SIZES says nothing.
+        defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+        sizes = {**SIZES, "num_attention_heads": 32, "hidden_size": 512, "sliding_window": None}
+        del sizes["num_key_value_heads"]
+        assert read({"architectures": [name], **sizes}).num_kv_heads == (defaults["num_key_value_heads"] or 32)
+        if defaults.get("sliding_window") is not None and not hasattr(theirs, "use_sliding_window"):
+            with pytest.raises(ValueError, match="sliding_window"):
+                read({"architectures": [name], **SIZES})
+        else:
+            assert read({"architectures": [name], **SIZES}) == ours
 
 
 def test_biases_are_where_transformers_has_them(read):
@@ -120,3 +149,31 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(read, tmp_pat
 def test_a_folder_without_config_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         ModelConfig.from_folder(tmp_path)
+
+
+def test_a_request_may_not_reach_where_queries_are_scaled(read):
+    """Ministral 3's own 16,384 tokens, or those that its rope_parameters name."""
+    config = read({**MINISTRAL3, **SIZES})
+    assert (config.longest_request(None), config.longest_request(16384)) == (16384, 16384)
+    with pytest.raises(ValueError, match=r"exceeds 16384 tokens.*made for 262144, scales the queries"):
+        config.longest_request(16385)
+    rope = {**ARCHITECTURES["Ministral3ForCausalLM"].own["rope_parameters"], "llama_4_scaling_beta": 0.0}
+    assert read({**MINISTRAL3, **SIZES, "rope_parameters": rope}).longest_request(None) == 262144
+
+
+def test_layers_without_rotary_positions_are_listed_or_every_fourth(read):
+    def without(**raw):
+        return read({**SMOLLM3, **SIZES, "num_hidden_layers": 8} | raw).layers_without_rotary
+
+    assert without() == {3, 7}
+    assert without(no_rope_layer_interval=3) == {2, 5}
+    assert without(no_rope_layers=[1, 1, 0, 1, 0, 1, 1, 1]) == {2, 4}
+
+
+def test_the_configurations_beside_the_code_are_those_of_models_of_these_sizes(read):
+    """Billions of parameters, as their cards say."""
+    sizes = {"mistral-small-3": 23.57, "ministral-3-8b": 8.49, "phi-4": 14.66, "glm-4-9b": 9.40, "smollm3-3b": 3.08}
+    for name, billions in (sizes | {"granite-3.3-8b": 8.17}).items():
+        assert ModelConfig.from_folder(Path("configs/models") / name).num_parameters / 1e9 == pytest.approx(
+            billions, abs=0.005
+        )
