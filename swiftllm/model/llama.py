@@ -37,6 +37,8 @@ class LlamaModel:
             config.head_dim,
             config.rope_theta,
             config.rope_scaling,
+            config.rotary_dim,
+            config.score_multiplier,
         )
         self.rotary_table = table.to(weights.boundary(-1).norm.device)
 
@@ -105,20 +107,29 @@ class LlamaModel:
         q_and_k = heads[:, : config.num_heads + config.num_kv_heads]  # neighbours: one call for both
         if weights.head_norms is not None:
             self.ops.norm_heads_(q_and_k, weights.head_norms, config.rms_norm_eps)
-        self.ops.rotary_(q_and_k, rotary_rows)
+        if weights.rotates:
+            self.ops.rotary_(q_and_k, rotary_rows)
         return heads
 
     def _ffn(self, weights: FfnWeights, attention_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Adds the layer's attention to the residual; returns the FFN's output, which is still to be added."""
-        rows = self._norm_of_sum(weights.o(attention_out.reshape(len(residual), -1)), residual, weights.norm)
-        # Gate and up are by far the widest activations, so that many rows cross in pieces. Nested calls: no variable
-        # keeps an activation longer than it is needed.
+        # Nested calls: no variable keeps an activation longer than it is needed.
+        attended = attention_out.reshape(len(residual), -1)
+        rows = self._norm_of_sum(self._normed(weights.o(attended), weights.o_norm), residual, weights.norm)
+        return self._normed(self._mlp(weights, rows), weights.down_norm)
+
+    def _mlp(self, weights: FfnWeights, rows: torch.Tensor) -> torch.Tensor:
+        """Overwrites ``rows``."""
+        # Gate and up are by far the widest activations, so that many rows cross in pieces.
         num_pieces = -(-len(rows) * 2 * self.config.intermediate_size // FFN_ELEMENTS_AT_ONCE)
         if num_pieces <= 1:
             return weights.down(self.ops.silu_and_mul(weights.gate_up(rows)))
         for piece in rows.chunk(num_pieces):
             piece.copy_(weights.down(self.ops.silu_and_mul(weights.gate_up(piece))))
         return rows
+
+    def _normed(self, rows: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        return rows if norm is None else self.ops.rms_norm(rows, norm, self.config.rms_norm_eps)
 
     def _norm_of_sum(self, addend: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         return self.ops.add_rms_norm_(residual, addend, norm, self.config.rms_norm_eps)
