@@ -77,8 +77,10 @@ class ExpertByExpert:
         num_experts, (rows, slots) = len(self._linears), ids.shape
         if num_rows is not None:
             is_padding = torch.arange(rows, device=x.device) >= num_rows
-            ids, likelihoods = ids.masked_fill(is_padding[:, None], num_experts), likelihoods.clone()
-            likelihoods[is_padding] = 0
+            ids = ids.masked_fill(is_padding[:, None], num_experts)
+            likelihoods = likelihoods.masked_fill(is_padding[:, None], 0.0)
+        if x.device.type != "cpu":
+            return add_slots(self._of_all_rows(x, ids), likelihoods)
         pairs = torch.argsort(ids.flatten(), stable=True)
         counts = torch.bincount(ids.flatten(), minlength=num_experts)[:num_experts].tolist()
         products = x.new_zeros(rows * slots, x.shape[1])
@@ -89,6 +91,14 @@ class ExpertByExpert:
                 products[own] = down(self._silu_and_mul(gate_up(x[own // slots])))
                 first += count
         return add_slots(products.unflatten(0, (rows, slots)), likelihoods)
+
+    def _of_all_rows(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Products ``[rows, slots, hidden]`` where the host does not know which rows an expert has."""
+        products = x.new_zeros(*ids.shape, x.shape[1])
+        for expert, (gate_up, down) in enumerate(self._linears):
+            own = down(self._silu_and_mul(gate_up(x)))
+            products = torch.where((ids == expert)[..., None], own[:, None], products)
+        return products
 
 
 def router_logits(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
