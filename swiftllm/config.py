@@ -9,6 +9,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["auto", "float32", "float16", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
 CacheTiers = Literal["auto", "gpu", "both"]
+CpuKVDtype = Literal["auto", "int8"]
 
 
 def check_at_least(least: int, options: object, *names: str) -> None:
@@ -41,6 +42,9 @@ class EngineConfig:
     """KV blocks of the GPU tier; by default as many as free memory allows."""
     num_cpu_blocks: int | None = None
     """KV blocks of the CPU tier; by default as many as free host memory allows."""
+    cpu_kv_dtype: CpuKVDtype = "auto"
+    """K and V in the CPU tier: auto keeps the dtype; int8, a scale per token and head, is not exact and takes about
+    half of a 16-bit type's bytes. It needs a block_size that 16 divides and the kernel native."""
     enable_prefix_caching: bool = True
     """Keep the K and V of full blocks, as long as there is room, for later requests that begin with the same tokens."""
     prefix_cache_tiers: CacheTiers = "auto"
@@ -80,6 +84,7 @@ class EngineConfig:
             ("dtype", DtypeName),
             ("load_format", LoadFormat),
             ("prefix_cache_tiers", CacheTiers),
+            ("cpu_kv_dtype", CpuKVDtype),
         ):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(choices))}")
@@ -87,6 +92,13 @@ class EngineConfig:
             raise ValueError(f"ray_address={self.ray_address!r} needs attention_hosts, the number to place there")
         if self.attention_hosts is not None and self.tensor_parallel != 1:
             raise ValueError("attention_hosts and tensor_parallel do not work together: drop one of them")
+        if self.cpu_kv_dtype == "int8":
+            if self.block_size % 16:
+                raise ValueError(f"cpu_kv_dtype=int8 needs a block_size that 16 divides, not {self.block_size}")
+            if self.cpu_kernel not in (None, "native"):
+                raise ValueError(f"cpu_kv_dtype=int8 needs the cpu_kernel native, not {self.cpu_kernel}")
+            if self.attention_hosts is not None:
+                raise ValueError("other hosts hold exact K and V only: drop attention_hosts or cpu_kv_dtype=int8")
         if self.ray_address is None and (self.attention_hosts or "").isdigit():
             raise ValueError(
                 f"attention_hosts={self.attention_hosts} is a number of hosts, which needs a ray_address; without Ray "

@@ -88,6 +88,7 @@ def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, s
         "cpu_kernel": backend.cpu_kernel,
         "model": hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode()).hexdigest()[:16],
         "dtype": str(backend.dtype).removeprefix("torch."),
+        **({} if backend.cpu_kv_format.is_exact else {"cpu_kv_dtype": backend.cpu_kv_format.name}),
         **quantised,
         **placed,
         "tensor_parallel": str(config.tensor_parallel),
@@ -111,4 +112,4 @@ def cpu_attention_gbps(table: ProfileTable, backend: TorchBackend) -> float | No
     """GB/s at which the CPU kernel reads K and V, at the best size of the table; None if the tier was too small to
     measure."""
     rate = attention_rate(table.cpu_attention)
-    return rate and rate * backend.kv_bytes_per_block / backend.block_size / backend.num_layers / 1e9
+    return rate and rate * backend.cpu_kv_bytes_per_block / backend.block_size / backend.num_layers / 1e9

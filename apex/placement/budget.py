@@ -48,7 +48,9 @@ class CostModel(Protocol):
     other_bytes: float
     """Embedding, vocabulary and norms, which stay on the GPU."""
     kv_bytes_per_token: float
-    """In all layers."""
+    """In all layers, on the GPU."""
+    cpu_kv_bytes_per_token: float
+    """In all layers, in the CPU tier."""
     rates: Rates
 
     def costs(self, rows: float) -> list[BoundaryCost]:
@@ -126,9 +128,9 @@ def estimate_budget(
         )
     gpu_kv_bytes = model.gpu_kv_bytes(weight_bytes)
     gpu_bytes = weight_bytes - model.other_bytes
-    request_bytes = model.kv_bytes_per_token * workload.context
-    on_gpu = min(workload.num_requests, gpu_kv_bytes / request_bytes)
-    in_tier = model.cpu_kv_bytes(sum(model.boundary_bytes) - max(0.0, gpu_bytes)) / request_bytes
+    on_gpu = min(workload.num_requests, gpu_kv_bytes / (model.kv_bytes_per_token * workload.context))
+    tier_bytes = model.cpu_kv_bytes(sum(model.boundary_bytes) - max(0.0, gpu_bytes))
+    in_tier = tier_bytes / (model.cpu_kv_bytes_per_token * workload.context)
     estimates = []
     for share in CPU_SHARES if offloads else CPU_SHARES[:1]:
         on_cpu = min(workload.num_requests - on_gpu, share * in_tier)
@@ -160,6 +162,6 @@ def _estimate(
     )
     fastest = fastest_placements(problem)[0]
     streamed_bytes = fastest.placement.bytes_at(Place.STREAMED, model.boundary_bytes)
-    kv_bytes = on_cpu * workload.context * model.kv_bytes_per_token
+    kv_bytes = on_cpu * workload.context * model.cpu_kv_bytes_per_token
     seconds = batch_s(streamed_bytes, kv_bytes, fastest.iteration_s, model.rates, fastest.cpu_s)
     return Estimate(weight_bytes, requests / seconds, requests, problem)

@@ -12,6 +12,7 @@ from apex.placement.search import PlacementProblem, TimedPlacement, refined_plac
 from apex.placement.timing import BoundaryTimes, attention_bytes_per_s, time_boundary
 from swiftllm.config import EngineConfig
 from swiftllm.device import open_device
+from swiftllm.kv.format import cpu_format
 from swiftllm.machine import GIB, usable_cores
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Placement
@@ -82,7 +83,7 @@ def place_weights(config: EngineConfig, workload: Workload | None = None, *, off
         times = time_boundary(model, dtype, device, ops, rows, progress)
         progress(1.0, "attention")
         threads = config.cpu_threads or usable_cores()
-        rates = attention_bytes_per_s(model, dtype, device, ops, kernel, threads)
+        rates = attention_bytes_per_s(model, dtype, device, ops, kernel, threads, cpu_format(config, dtype))
     costs = MeasuredCosts(memory, times, *rates)
     best = best_budget(costs, at_once, offloads=offloads)
     timed = refined_placement(best.problem)
@@ -112,7 +113,7 @@ class MeasuredCosts:
     def __init__(self, memory: EngineMemory, times: BoundaryTimes, gpu_attention: float, cpu_attention: float) -> None:
         """Attention rates are bytes of K and V a second."""
         self.boundary_bytes, self.other_bytes = memory.boundary_bytes, memory.other_bytes
-        self.kv_bytes_per_token = memory.kv_bytes_per_token
+        self.kv_bytes_per_token, self.cpu_kv_bytes_per_token = memory.kv_bytes_per_token, memory.cpu_kv_bytes_per_token
         self.gpu_kv_bytes, self.cpu_kv_bytes = memory.gpu_kv_bytes, memory.cpu_kv_bytes
         self.rates = times.rates(cpu_attention)
         self._times = times

@@ -31,7 +31,9 @@ class EngineMemory:
         self.boundary_bytes = boundary_bytes(model, dtype)
         self.weight_bytes, self.other_bytes = budget.weight_bytes, budget.weights.staying
         self.block_bytes = budget.bytes_per_block
+        self.cpu_block_bytes = budget.host_block_bytes
         self.kv_bytes_per_token = model.kv_bytes_per_token(dtype.itemsize)
+        self.cpu_kv_bytes_per_token = budget.host_block_bytes // config.block_size
         self.usable_bytes = budget.usable_bytes
         self.host_bytes = host_bytes - HOST_HEADROOM_BYTES
 
@@ -86,7 +88,7 @@ class EngineMemory:
 
     def cpu_kv_bytes(self, off_gpu_bytes: float) -> float:
         """That of the blocks asked for, else a share of what is left."""
-        asked = (self.config.num_cpu_blocks or 0) * self.block_bytes
+        asked = (self.config.num_cpu_blocks or 0) * self.cpu_block_bytes
         left = self._left_on_host(off_gpu_bytes, asked)
         return left * CPU_TIER_SHARE if self.config.num_cpu_blocks is None else asked
 

@@ -15,6 +15,7 @@ import pacpu
 from apex.perf.model import Curve
 from apex.placement.costs import BoundaryCost, Rates, boundary_costs
 from swiftllm.device.device import Device
+from swiftllm.kv.format import KVFormat
 from swiftllm.machine import usable_cores
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
@@ -93,29 +94,35 @@ def time_boundary(
 
 
 def attention_bytes_per_s(
-    model: ModelConfig, dtype: torch.dtype, device: Device, ops: Ops, kernel: str, threads: int
+    model: ModelConfig, dtype: torch.dtype, device: Device, ops: Ops, kernel: str, threads: int, on_host: KVFormat
 ) -> tuple[float, float]:
-    """Bytes of K and V a second that decode attention reads: on the device, and by the CPU in the host's memory."""
+    """Bytes of K and V a second that decode attention reads: on the device, and by the CPU in the host's memory, where
+    their format is ``on_host``."""
 
     def on_cpu(*arguments: object) -> None:
         pacpu.paged_attention(*arguments, num_threads=threads, kernel=kernel)
 
-    host = torch.device("cpu")
+    exact, host = KVFormat.exact(dtype), torch.device("cpu")
     return tuple(
-        _attention_rate(model, dtype, device, where, attend)
-        for where, attend in ((device.torch_device, ops.decode_attention), (host, on_cpu))
+        _attention_rate(model, dtype, device, *how)
+        for how in ((device.torch_device, ops.decode_attention, exact), (host, on_cpu, on_host))
     )
 
 
 @torch.inference_mode()
 def _attention_rate(
-    model: ModelConfig, dtype: torch.dtype, device: Device, where: torch.device, attend: Callable[..., object]
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: Device,
+    where: torch.device,
+    attend: Callable[..., object],
+    kv_format: KVFormat,
 ) -> float:
     """Of :data:`ATTENDING` requests whose caches are more than the machine's caches hold."""
-    block = (model.num_kv_heads, 2, BLOCK_SIZE, model.head_dim)
-    block_bytes = 2 * model.num_kv_heads * BLOCK_SIZE * model.head_dim * dtype.itemsize
+    block = (model.num_kv_heads, *kv_format.head_shape(BLOCK_SIZE, model.head_dim))
+    block_bytes = kv_format.block_bytes(model, BLOCK_SIZE) // model.num_layers
     blocks_each = max(1, ATTENDED_BYTES // block_bytes // ATTENDING)
-    pool = torch.zeros(ATTENDING * blocks_each, *block, dtype=dtype, device=where)
+    pool = torch.zeros(ATTENDING * blocks_each, *block, dtype=kv_format.dtype, device=where)
     counts = model.num_heads, model.num_kv_heads, model.num_kv_heads  # of Q, K and V
     heads = [torch.zeros(ATTENDING, n, model.head_dim, dtype=dtype, device=where) for n in counts]
     tables = torch.arange(ATTENDING * blocks_each, dtype=torch.int32, device=where).view(ATTENDING, blocks_each)

@@ -72,7 +72,7 @@ class WeightPlacer:
         model, identity, itemsize = machine.model, machine.table.identity, ITEMSIZES[machine.dtype]
         shape, scheme = LayerShape.from_config(model), model.quantisation
         self._budget = machine.budget(block_size)
-        self.kv_bytes_per_token = model.kv_bytes_per_token(itemsize)
+        self.kv_bytes_per_token = self.cpu_kv_bytes_per_token = model.kv_bytes_per_token(itemsize)
         layer_bytes = shape.gemm_weights * itemsize if scheme is None else packed_bytes(shape, scheme)
         first, layers = machine.table.first_share, model.num_layers
         self.boundary_bytes = (first * layer_bytes, *[layer_bytes] * (layers - 1), (1 - first) * layer_bytes)
@@ -181,7 +181,7 @@ class WeightPlacer:
         return PlacedMachine(
             timed,
             blocks_in(self._budget.usable_bytes - self.other_bytes - taken_bytes, self._budget.bytes_per_block),
-            blocks_in(tier_bytes, self._budget.bytes_per_block),
+            blocks_in(tier_bytes, self._budget.host_block_bytes),
             self.without_transfers(),
             self.scheduler_table(placement),
             self.interconnect,

@@ -43,6 +43,7 @@ class MemoryBudget:
         host_bytes: available host memory.
         weight_bytes: of all weights.
         bytes_per_block: K and V of a block in all layers.
+        cpu_bytes_per_block: the same in the CPU tier; None: its format is no other.
         activation_bytes: at the peak of the widest iteration, with the buffers that stay.
         reserved_bytes: for the CUDA context, captured graphs, libraries and fragmentation; without a card, of the host.
         host_headroom_bytes: of the host beside a card, for all else.
@@ -57,6 +58,12 @@ class MemoryBudget:
     reserved_bytes: int = 0
     host_headroom_bytes: int = 0
     weights: WeightSizes | None = None
+    cpu_bytes_per_block: int | None = None
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Of a block in the CPU tier."""
+        return self.bytes_per_block if self.cpu_bytes_per_block is None else self.cpu_bytes_per_block
 
     @property
     def usable_bytes(self) -> float:
@@ -66,15 +73,15 @@ class MemoryBudget:
 
     @property
     def max_gpu_blocks(self) -> int:
-        """Blocks that fit beside weights, activations and reserve. Without a card both pools share this number."""
+        """Blocks that fit beside weights, activations and reserve. Without a card both pools share the memory."""
         return blocks_in(self.usable_bytes - self.weight_bytes, self.bytes_per_block)
 
     @property
     def max_cpu_blocks(self) -> int:
         """Blocks that fit the host beside its headroom."""
         if self.device_bytes is None:
-            return self.max_gpu_blocks
-        return blocks_in(self.host_bytes - self.host_headroom_bytes, self.bytes_per_block)
+            return blocks_in(self.usable_bytes - self.weight_bytes, self.host_block_bytes)
+        return blocks_in(self.host_bytes - self.host_headroom_bytes, self.host_block_bytes)
 
     def check(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         """Check that pools of these numbers of blocks fit.
@@ -89,10 +96,12 @@ class MemoryBudget:
         host = f"the host has {_gib(self.host_bytes)} of memory available"
         if self.device_bytes is None:
             blocks = num_gpu_blocks + num_cpu_blocks
-            if blocks * self.bytes_per_block > room_bytes:
+            needed = num_gpu_blocks * self.bytes_per_block + num_cpu_blocks * self.host_block_bytes
+            if needed > room_bytes:
+                most = self.max_gpu_blocks if self.host_block_bytes == self.bytes_per_block else None
                 raise InsufficientMemory(
                     f"{host}. {parts} of headroom, and "
-                    f"{self._words('num_gpu_blocks + num_cpu_blocks', blocks, self.max_cpu_blocks)}. Lower both "
+                    f"{_words('num_gpu_blocks + num_cpu_blocks', blocks, needed, most)}. Lower both "
                     "numbers, or take a smaller model"
                 )
             return
@@ -109,17 +118,20 @@ class MemoryBudget:
                 remedy = f"Set num_gpu_blocks to {most:,}, or lower max_num_batched_tokens"
             raise InsufficientMemory(
                 f"the GPU has {_gib(self.device_bytes)} of memory. {parts} for CUDA and headroom, and "
-                f"{self._words('num_gpu_blocks', num_gpu_blocks, most)}. {remedy}"
+                f"{_words('num_gpu_blocks', num_gpu_blocks, num_gpu_blocks * self.bytes_per_block, most)}. {remedy}"
             )
         if num_cpu_blocks > (most := self.max_cpu_blocks):
+            needed = num_cpu_blocks * self.host_block_bytes
             raise InsufficientMemory(
                 f"{host}. Needed are {_gib(self.host_headroom_bytes)} of headroom, and "
-                f"{self._words('num_cpu_blocks', num_cpu_blocks, most)}. Set num_cpu_blocks to {most:,}, end other "
+                f"{_words('num_cpu_blocks', num_cpu_blocks, needed, most)}. Set num_cpu_blocks to {most:,}, end other "
                 "programs, or take a machine with more memory"
             )
 
-    def _words(self, name: str, blocks: int, most: int) -> str:
-        return f"{_gib(blocks * self.bytes_per_block)} for {name} = {blocks:,} blocks; {most:,} blocks fit"
+
+def _words(name: str, blocks: int, num_bytes: int, most: int | None) -> str:
+    fit = "" if most is None else f"; {most:,} blocks fit"
+    return f"{_gib(num_bytes)} for {name} = {blocks:,} blocks{fit}"
 
 
 def choose_blocks(
@@ -203,24 +215,26 @@ def weights_advice(sizes: WeightSizes, device_bytes: float, host_bytes: float) -
 
 @dataclass(frozen=True)
 class KVPlan:
-    """Number of blocks in each tier, and their size."""
+    """Number of blocks in each tier, their tokens, and their bytes in all layers."""
 
     num_blocks: Mapping[Tier, int]
     block_size: int
-    bytes_per_block: int
+    bytes_per_block: Mapping[Tier, int]
 
     def describe(self, max_model_len: int) -> list[str]:
         """One line per tier: blocks, tokens, GiB, and how many requests of ``max_model_len`` tokens it holds."""
         blocks_per_request = -(-max_model_len // self.block_size)
         return [
             f"{tier.value.upper()} tier: {blocks:,} blocks of {self.block_size} = {blocks * self.block_size:,} tokens, "
-            f"{blocks * self.bytes_per_block / GIB:.2f} GiB, {blocks / blocks_per_request:,.1f} requests of "
+            f"{blocks * self.bytes_per_block[tier] / GIB:.2f} GiB, {blocks / blocks_per_request:,.1f} requests of "
             f"{max_model_len:,} tokens"
             for tier, blocks in self.num_blocks.items()
         ]
 
 
-def plan_blocks(config: EngineConfig, bytes_per_block: int, host_bytes: int, device_bytes: int | None) -> KVPlan:
+def plan_blocks(
+    config: EngineConfig, bytes_per_block: Mapping[Tier, int], host_bytes: int, device_bytes: int | None
+) -> KVPlan:
     """The number of blocks in each tier: as set in ``config``, else a share of the available memory.
 
     ``host_bytes``: available host memory. ``device_bytes``: GPU memory left by weights, activations and headroom;
@@ -232,25 +246,30 @@ def plan_blocks(config: EngineConfig, bytes_per_block: int, host_bytes: int, dev
     gpu_bytes, cpu_bytes = device_bytes, host_bytes * CPU_TIER_SHARE
     if device_bytes is None:
         gpu_bytes, cpu_bytes = min(EMBEDDED_GPU_TIER_BYTES, host_bytes / 4), min(EMBEDDED_CPU_TIER_BYTES, cpu_bytes)
-    gpu = blocks_in(gpu_bytes, bytes_per_block) if config.num_gpu_blocks is None else config.num_gpu_blocks
-    cpu = blocks_in(cpu_bytes, bytes_per_block) if config.num_cpu_blocks is None else config.num_cpu_blocks
+    of_gpu, of_cpu = bytes_per_block[Tier.GPU], bytes_per_block[Tier.CPU]
+    gpu = blocks_in(gpu_bytes, of_gpu) if config.num_gpu_blocks is None else config.num_gpu_blocks
+    cpu = blocks_in(cpu_bytes, of_cpu) if config.num_cpu_blocks is None else config.num_cpu_blocks
     host_limit = host_bytes - HOST_HEADROOM_BYTES
     if device_bytes is None:
-        checks = [("host", "num_gpu_blocks + num_cpu_blocks", gpu + cpu, host_limit)]
+        needed = gpu * of_gpu + cpu * of_cpu
+        checks = [("host", "num_gpu_blocks + num_cpu_blocks", gpu + cpu, needed, of_cpu, host_limit)]
     else:
         if config.num_gpu_blocks is None and gpu == 0:
             raise InsufficientMemory(
-                f"weights and activations leave no room for a KV cache: a block takes {bytes_per_block / GIB:.4f} GiB "
-                f"and {_gib(bytes_per_block - device_bytes)} are missing for the first; lower "
+                f"weights and activations leave no room for a KV cache: a block takes {of_gpu / GIB:.4f} GiB "
+                f"and {_gib(of_gpu - device_bytes)} are missing for the first; lower "
                 "max_num_batched_tokens or max_num_seqs, or set num_gpu_blocks=0 to keep all KV cache on the host"
             )
-        checks = [("GPU", "num_gpu_blocks", gpu, device_bytes), ("host", "num_cpu_blocks", cpu, host_limit)]
-    for where, what, blocks, there in checks:
-        needed, there = blocks * bytes_per_block, max(0, there)
+        checks = [
+            ("GPU", "num_gpu_blocks", gpu, gpu * of_gpu, of_gpu, device_bytes),
+            ("host", "num_cpu_blocks", cpu, cpu * of_cpu, of_cpu, host_limit),
+        ]
+    for where, what, blocks, needed, each, there in checks:
+        there = max(0, there)
         if needed > there:
             raise InsufficientMemory(
                 f"a KV cache of {what} = {blocks} blocks takes {_gib(needed)} of {where} memory and {_gib(there)} is "
-                f"available: ask for {-(-(needed - there) // bytes_per_block)} blocks less"
+                f"available: ask for {-(-(needed - there) // each)} blocks less"
             )
     return KVPlan({Tier.GPU: gpu, Tier.CPU: cpu}, config.block_size, bytes_per_block)
 

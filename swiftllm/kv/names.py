@@ -2,8 +2,9 @@
 
 A name is the SHA-256 of the name before it and of the block's token ids, so it stands for all tokens up to the block's
 end. The chain begins at a secret of the process and the request's ``cache_salt``. So nobody outside can compute a name,
-or find two texts with one, and requests with different salts never share a block. Weights and the format of K and V
-are those of one engine, which has a secret of its own.
+or find two texts with one, and requests with different salts never share a block. Weights and formats of the tiers
+are those of one engine, which has a secret of its own. Where the CPU tier is int8, blocks of one name may differ in the
+bits that its codes lose: one that comes back from there holds elements made of codes.
 """
 
 from __future__ import annotations

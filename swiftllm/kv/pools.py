@@ -5,35 +5,34 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from swiftllm.core.request import Tier
 from swiftllm.kv.budget import KVPlan
+from swiftllm.kv.format import KVFormat
 from swiftllm.model.config import ModelConfig
 
 
 class KVPools:
-    """The KV cache of both tiers: ``[num_layers, num_blocks, num_kv_heads, 2, block_size, head_dim]`` each.
+    """The KV cache of both tiers, each in its format; :meth:`~swiftllm.kv.format.KVFormat.pool_shape` has the shapes.
 
     ``layers[tier][layer]`` is one layer's view. Only the first ``num_written`` blocks of each tier are initialised.
     """
 
-    def __init__(self, model: ModelConfig, plan: KVPlan, device: torch.device, dtype: torch.dtype) -> None:
-        self.plan = plan
+    def __init__(
+        self, model: ModelConfig, plan: KVPlan, device: torch.device, formats: Mapping[Tier, KVFormat]
+    ) -> None:
+        self.plan, self.formats = plan, formats
 
-        def shape(tier: Tier) -> tuple[int, ...]:
-            blocks = plan.num_blocks[tier]
-            return (model.num_layers, blocks, model.num_kv_heads, 2, plan.block_size, model.head_dim)
+        def pool(tier: Tier) -> torch.Tensor:
+            shape, dtype = formats[tier].pool_shape(model, plan.num_blocks[tier], plan.block_size), formats[tier].dtype
+            if tier is Tier.GPU and device.type != "cpu":
+                return torch.empty(shape, dtype=dtype, device=device)
+            return host_tensor(shape, dtype)
 
-        on_host = device.type == "cpu"
-        self.tensors = {
-            Tier.GPU: host_tensor(shape(Tier.GPU), dtype)
-            if on_host
-            else torch.empty(shape(Tier.GPU), dtype=dtype, device=device),
-            Tier.CPU: host_tensor(shape(Tier.CPU), dtype),
-        }
+        self.tensors = {tier: pool(tier) for tier in (Tier.GPU, Tier.CPU)}
         self.layers = {tier: list(tensor.unbind(0)) for tier, tensor in self.tensors.items()}
         self.num_written = 0
 

@@ -24,6 +24,7 @@ from swiftllm.core.request import Request
 from swiftllm.device import open_device
 from swiftllm.engine.backend import RankFailed, Ticket, TicketTimes
 from swiftllm.kv.budget import plan_blocks
+from swiftllm.kv.format import check_heads
 from swiftllm.machine import available_host_bytes
 from swiftllm.model.config import ModelConfig
 from swiftllm.parallel.group import Group
@@ -203,14 +204,16 @@ def open_sharded_backend(
             f"tensor_parallel={size} needs as many GPUs and torch sees {torch.cuda.device_count()}: lower it, or "
             "take device='cpu'"
         )
-    Shard(ModelConfig.from_folder(config.model), 0, size)  # before processes start
+    model = ModelConfig.from_folder(config.model)
+    check_heads(config, model)  # before processes start
+    Shard(model, 0, size)
     group = Group(0, size, hardware)
     team = Team(config, group, launcher or SpawnedRanks(), threaded=make_worker is not InlineWorker)
     try:
         team.start()
         loaded = load_rank(config, hardware, group)
         free_bytes = team.least_free_bytes(loaded.free_bytes)
-        plan = plan_blocks(config, loaded.kv_bytes_per_block, available_host_bytes() // size, free_bytes)
+        plan = plan_blocks(config, loaded.bytes_per_block, available_host_bytes() // size, free_bytes)
         team.admit(plan)
         group.join(0)
         own = serve_loaded(loaded, plan, make_worker)

@@ -166,7 +166,7 @@ def open_rank(
     pipe.send("loaded", loaded.free_bytes)
     _, num_gpu_blocks, num_cpu_blocks, epoch = pipe.receive()
     group.join(epoch)
-    plan = KVPlan({Tier.GPU: num_gpu_blocks, Tier.CPU: num_cpu_blocks}, config.block_size, loaded.kv_bytes_per_block)
+    plan = KVPlan({Tier.GPU: num_gpu_blocks, Tier.CPU: num_cpu_blocks}, config.block_size, loaded.bytes_per_block)
     worker = CpuWorker if threaded else InlineWorker
     return serve_loaded(loaded, plan, lambda runner: worker(ReportingRunner(runner, pipe))), group
 

@@ -91,7 +91,7 @@ class KVTransfers:
         self.await_swaps()
         self._device.swap.wait(self._device.compute.mark())  # earlier writes of sources and reads of targets are done
         num_layers, num_blocks = len(self._pools.layers[Tier.GPU]), sum(len(swap.source_blocks) for swap in swaps)
-        layer_bytes = self._pools.plan.bytes_per_block // num_layers
+        layer_bytes = self._pools.plan.bytes_per_block[Tier.GPU] // num_layers
         at_once = max(1, CHUNK_BYTES // max(1, num_blocks * layer_bytes))  # layers
         pieces = list(self._pieces(swaps, max(1, CHUNK_BYTES // (at_once * layer_bytes))))
         for first in range(0, num_layers, at_once):

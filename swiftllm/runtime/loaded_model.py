@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from swiftllm.config import EngineConfig
+from swiftllm.kv.format import block_bytes, tier_formats
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
 from swiftllm.model.loaded_weights import LoadedWeights
@@ -24,7 +25,7 @@ class LoadedModel:
         model_config: of the whole model; ``model.config`` has the sizes of what this process computes of it.
         placement: where the weights are.
         graphs: the memory of captured graphs, which are not captured yet; None where there can be none.
-        kv_bytes_per_block: of all layers.
+        kv_formats, bytes_per_block: how each tier holds K and V; bytes of a block of it, in all layers.
         free_bytes: of the device, beside what the widest iteration needs. None: the device's memory is the host's.
     """
 
@@ -51,7 +52,8 @@ class LoadedModel:
         self.model = LlamaModel(sizes, weights, processors.ops, longest)
         self.sampler = Sampler(config.seed, hardware)
         self.prompt_scorer = PromptScorer(model_config.vocab_size, hardware)
-        self.kv_bytes_per_block = sizes.kv_bytes_per_token(dtype.itemsize) * config.block_size
+        self.kv_formats = tier_formats(config, dtype)
+        self.bytes_per_block = block_bytes(self.kv_formats, sizes, config.block_size)
         self.graphs: LayerGraphs | None = None
         if hardware.can_capture:
             most = {"max_rows": config.max_num_seqs, "max_blocks": -(-longest // config.block_size)}

@@ -10,6 +10,7 @@ import torch
 from swiftllm.config import EngineConfig
 from swiftllm.device.cuda import CONTEXT_BYTES, DEVICE_HEADROOM
 from swiftllm.kv.budget import HOST_HEADROOM_BYTES, MemoryBudget
+from swiftllm.kv.format import cpu_format
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import FFN_ELEMENTS_AT_ONCE
 from swiftllm.model.sizes import WeightSizes
@@ -48,6 +49,7 @@ def estimate_memory(
         host_bytes=host_bytes,
         weight_bytes=sizes.total,
         bytes_per_block=model.kv_bytes_per_token(dtype.itemsize) * config.block_size,
+        cpu_bytes_per_block=cpu_format(config, dtype).block_bytes(model, config.block_size),
         activation_bytes=activations,
         reserved_bytes=HOST_HEADROOM_BYTES if on_host else int(DEVICE_HEADROOM * device_bytes) + CONTEXT_BYTES,
         host_headroom_bytes=0 if on_host else HOST_HEADROOM_BYTES,

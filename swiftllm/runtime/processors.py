@@ -70,7 +70,7 @@ def resolve_kernel(config: EngineConfig, dtype: torch.dtype) -> str:
     Raises:
         ValueError: the kernel asked for cannot run here; the message says why.
     """
-    kernel = config.cpu_kernel or pacpu.default_kernel(dtype)
+    kernel = config.cpu_kernel or ("native" if config.cpu_kv_dtype == "int8" else pacpu.default_kernel(dtype))
     usable = pacpu.kernels(dtype)
     if kernel not in usable:
         why = pacpu.unavailable().get(kernel, "there is no such kernel")

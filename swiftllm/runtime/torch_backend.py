@@ -15,6 +15,7 @@ from swiftllm.device import open_device
 from swiftllm.device.device import Device
 from swiftllm.engine.backend import Ticket
 from swiftllm.kv.budget import KVPlan, check_weights, plan_blocks
+from swiftllm.kv.format import check_heads
 from swiftllm.kv.pools import KVPools
 from swiftllm.machine import available_host_bytes
 from swiftllm.model.config import ModelConfig
@@ -49,7 +50,9 @@ class TorchBackend:
         device, dtype: the torch device of ``hardware``; the dtype of weights, activations and KV cache.
         cpu_kernel: pacpu's kernel for attention over the CPU tier.
         kv_plan, kv_pools: the KV cache, its size and its memory.
-        num_gpu_blocks, num_cpu_blocks, block_size, kv_bytes_per_block: the same; a block's bytes span all layers.
+        num_gpu_blocks, num_cpu_blocks, block_size: the same.
+        kv_bytes_per_block, cpu_kv_bytes_per_block: bytes of a block of each tier, in all layers.
+        cpu_kv_format: how the CPU tier holds K and V.
         cpu_tier, attention_hosts: the CPU tier, other hosts' part included; the same, or None if they hold none.
     """
 
@@ -60,8 +63,10 @@ class TorchBackend:
         self.model_config, self.model, self.placement = loaded.model_config, loaded.model, loaded.placement
         self.sampler, self._prompt_scorer, self.graphs = loaded.sampler, loaded.prompt_scorer, loaded.graphs
         self.kv_pools, self.kv_plan = kv_pools, kv_pools.plan
-        self.block_size, self.kv_bytes_per_block = self.kv_plan.block_size, self.kv_plan.bytes_per_block
-        self.num_gpu_blocks, self.num_cpu_blocks = map(self.kv_plan.num_blocks.get, (Tier.GPU, Tier.CPU))
+        self.block_size, self.cpu_kv_format = self.kv_plan.block_size, kv_pools.formats[Tier.CPU]
+        tiers = Tier.GPU, Tier.CPU
+        self.kv_bytes_per_block, self.cpu_kv_bytes_per_block = map(self.kv_plan.bytes_per_block.get, tiers)
+        self.num_gpu_blocks, self.num_cpu_blocks = map(self.kv_plan.num_blocks.get, tiers)
         self.block_tables: Mapping[str, Sequence[int]] = {}
         self._local_tier = cpu_tier
         self.cpu_tier: CpuTier = cpu_tier
@@ -350,19 +355,20 @@ def open_torch_backend(
     hardware = hardware or open_device(config.device)
     processors = Processors(config, hardware)
     model = ModelConfig.from_folder(config.model)
+    check_heads(config, model)
     placement = placement or all_resident(model.num_layers)
     host_bytes = None if hardware.torch_device.type == "cpu" else available_host_bytes()
     check_weights(model, processors.dtype, hardware.free_bytes(), placement, host_bytes=host_bytes)
     weights = open_weights(config, model, processors.dtype, processors.ops, placement, hardware, processors.host_ops)
     loaded = LoadedModel(config, processors, model, model, weights, placement)
-    plan = plan_blocks(config, loaded.kv_bytes_per_block, available_host_bytes(), loaded.free_bytes)
+    plan = plan_blocks(config, loaded.bytes_per_block, available_host_bytes(), loaded.free_bytes)
     return serve_loaded(loaded, plan, make_worker)
 
 
 def serve_loaded(loaded: LoadedModel, kv_plan: KVPlan, make_worker: MakeWorker) -> TorchBackend:
     """Give a loaded model its KV cache, captured graphs and workers. Ranks have met before."""
     processors = loaded.processors
-    pools = KVPools(loaded.model.config, kv_plan, processors.hardware.torch_device, processors.dtype)
+    pools = KVPools(loaded.model.config, kv_plan, processors.hardware.torch_device, loaded.kv_formats)
     runner = TaskRunner(pools.tensors[Tier.CPU], kernel=processors.cpu_kernel, num_threads=processors.cores.cpu_threads)
     if loaded.graphs is not None:
         loaded.graphs.capture(pools.layers[Tier.GPU])

@@ -63,7 +63,7 @@ class BlocksWrite:
     """Whole blocks of some layers."""
 
     layers: range
-    content: torch.Tensor  # [layers, blocks, num_kv_heads, 2, block_size, head_dim]
+    content: torch.Tensor  # [layers, blocks, num_kv_heads, 2, block_size, head_dim] of elements, or as the tier's
     blocks: torch.Tensor  # [blocks]
 
 
@@ -82,7 +82,7 @@ class BlocksRead:
 
     layers: range
     blocks: torch.Tensor  # [blocks]
-    out: torch.Tensor  # [layers, blocks, num_kv_heads, 2, block_size, head_dim]; overwritten
+    out: torch.Tensor  # [layers, blocks, num_kv_heads, 2, block_size, head_dim] of elements; overwritten
 
 
 HostWrite = RowsWrite | BlocksWrite
@@ -98,12 +98,12 @@ class TaskRunner:
     """
 
     def __init__(self, pool: torch.Tensor, *, kernel: str, num_threads: int) -> None:
-        """``pool [num_layers, num_blocks, num_kv_heads, 2, block_size, head_dim]``, ``kernel``: one of pacpu's."""
+        """``pool``: see :meth:`~swiftllm.kv.format.KVFormat.pool_shape`. ``kernel``: one of pacpu's."""
         self.num_threads = num_threads
         self._pool = pool
         self._layers = pool.unbind(0)
         self._kernel = kernel
-        self._num_kv_heads, self._scale = pool.shape[2], pool.shape[-1] ** -0.5
+        self._num_kv_heads = pool.shape[2]
 
     def run_task(self, task: CpuTask) -> None:
         """Raises ValueError where a task names blocks or shapes that the pool does not have."""
@@ -113,7 +113,8 @@ class TaskRunner:
                 heads = task.out.shape[1], self._num_kv_heads, self._num_kv_heads
                 addressed = self._layers[task.layer], *task.rows, task.out
                 new = task.qkv.split(heads, dim=1)
-                pacpu.paged_attention(*new, *addressed, self._scale, kernel=self._kernel, **threads)
+                scale = task.out.shape[-1] ** -0.5
+                pacpu.paged_attention(*new, *addressed, scale, kernel=self._kernel, **threads)
             case RowsWrite():
                 k, v = task.content.chunk(2, 1)
                 rows.store_kv(k, v, self._layers[task.layer], task.blocks, task.offsets, **threads)

@@ -24,10 +24,11 @@ MAX_CACHED = 256
 
 
 class CompiledGrammar:
-    """A compiled grammar. Threads may share it."""
+    """A compiled grammar. Threads may share it. ``source``: its kind and text, for a compiler in another process."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, source: tuple[Kind, str]) -> None:
         self._matcher = matcher
+        self.source = source
 
     def start(self) -> Progress:
         """An output that has no tokens yet."""
@@ -87,7 +88,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._vocabulary, grammar_from(kind, text), log_level=0)
         if matcher.is_error():
             raise ValueError(matcher.get_error().partition("\n<state>")[0])
-        return CompiledGrammar(matcher)
+        return CompiledGrammar(matcher, (kind, text))
 
 
 def depth_of(text: str) -> int:

@@ -48,7 +48,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Ministral3 alone": {"kind": Ministral3Config, "head_dim": 16, "rope_parameters": YARN},
     "Phi3": {"kind": Phi3Config, "pad_token_id": None, "partial_rotary_factor": 0.5},
     "Phi3 whole": {"kind": Phi3Config, "pad_token_id": None},
-    "Glm": {"kind": GlmConfig, **GLM},
+    "Glm": {"kind": GlmConfig, **GLM, "head_dim": 16, "num_attention_heads": 32},  # 16 on each KV head
     "Glm4": {"kind": Glm4Config, **GLM, "partial_rotary_factor": 0.25},
     "SmolLM3": {"kind": SmolLM3Config, "no_rope_layers": [1, 0, 1], "pad_token_id": None, "tie_word_embeddings": True},
     "Granite": {"kind": GraniteConfig, **GRANITE, "tie_word_embeddings": True},

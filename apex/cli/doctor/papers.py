@@ -65,7 +65,7 @@ def _found(setting: PaperSetting, product_name: str, fit: MemoryBudget) -> tuple
         card = load_gpu(setting.gpu).name
         pool = f"{product_name} instead of {card}: same workload, up to {fit.max_gpu_blocks:,} GPU blocks"
     is_whole = fit.max_cpu_blocks >= setting.num_cpu_blocks
-    held_gb = min(setting.num_cpu_blocks, fit.max_cpu_blocks) * fit.bytes_per_block / 1e9
+    held_gb = min(setting.num_cpu_blocks, fit.max_cpu_blocks) * fit.host_block_bytes / 1e9
     host = f"holds {'' if is_whole else 'only '}{held_gb:.1f} of {setting['cpu_kv_gb']:g} GB of KV cache"
     return f"{setting.hub_name}, {pool}; host memory {host}", "ok" if is_own and is_whole else "note"
 

@@ -85,7 +85,7 @@ def figures_of_bound(engine: Engine, num_requests: int) -> dict[str, float | Non
     if model is None:
         return {}
     backend, profile = engine.backend, model.table
-    bytes_per_token = backend.kv_bytes_per_block / backend.block_size
+    bytes_per_token = backend.cpu_kv_bytes_per_block / backend.block_size
     rate = attention_rate(profile.cpu_attention)
     batches = [n for n in (*map(int, profile.linear.sizes), num_requests) if n <= num_requests]
     return {

@@ -15,7 +15,7 @@ from swiftllm.scheduling.admission import context_limit
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.protocol import ChatMessage, GenerationRequest, TemplateOptions
 from swiftllm.server.formats.calls import FORMATS
-from swiftllm.server.service.service import EngineService
+from swiftllm.server.service.client import EngineClient
 from swiftllm.server.settings import ServerSettings
 
 LONG_TEXT_CHARS = 2000  # takes about 1 ms to tokenize; longer texts would delay the event loop too much
@@ -31,22 +31,22 @@ class ServingContext:
     ``tokenizer`` is None if the model folder has none: prompts are token ids and answers have no text.
     """
 
-    def __init__(self, service: EngineService, settings: ServerSettings) -> None:
-        engine = service.engine
+    def __init__(self, service: EngineClient, settings: ServerSettings) -> None:
+        ready = service.ready
         self.service = service
         self.settings = settings
-        self.model_path = str(engine.describe().get("model", "model"))
+        self.model_path = str(ready.description.get("model", "model"))
         self.model_name = settings.served_model_name or model_name(self.model_path)
-        self.longest_request = engine.residents.longest_request
-        self.caches_prefixes = engine.kv.names is not None
-        self.longest_of = engine.residents.longest_of
+        self.longest_of = ready.admission.longest_of
+        self.longest_request = ready.admission.longest_request
+        self.caches_prefixes = ready.caches_prefixes
         self.created = int(time.time())
-        self.tokenizer = engine.tokenizer
+        self.tokenizer = service.tokenizer
         self.sampling_defaults = settings.sampling_defaults(self.model_path)
         self._chat_template = settings.read_chat_template()
         self.formats = settings.formats(self.tokenizer)
         if self.tokenizer is not None:
-            self._compiler = GrammarCompiler(self.tokenizer, engine.vocab_size, engine.eos_token_ids)
+            self._compiler = GrammarCompiler(self.tokenizer, ready.admission.vocab_size, ready.eos_token_ids)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
 
     def check_model(self, name: str | None) -> None:

@@ -19,7 +19,7 @@ from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.output_text import OutputText, Piece, ReadText
 from swiftllm.server.api.protocol import GenerationRequest
 from swiftllm.server.formats.parts import Reader
-from swiftllm.server.service.service import NewRequest
+from swiftllm.server.service.limits import NewRequest
 from swiftllm.server.service.token_streams import Delta, TokenStream
 
 # Of request ids. A generator of its own, which no library seeds; uuid4 would give up the interpreter's lock each time.
@@ -52,7 +52,7 @@ class Generation:
 
     Raises:
         ApiError: there are more outputs than the server accepts at once, or one of them can never be served.
-        QueueFull, ServiceStopping: see :meth:`EngineService.submit`. After any error no output has been started.
+        QueueFull, ServiceStopping: see :meth:`EngineClient.submit`. After any error no output has been started.
     """
 
     def __init__(

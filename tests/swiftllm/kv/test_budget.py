@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from quantise import write_folder
 from transformers import Qwen2Config, Qwen3Config
 
+from apex.simulator.hardware import load_model_config
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.device.host import HostDevice
 from swiftllm.kv.budget import check_weights, plan_blocks
+from swiftllm.kv.format import INT8, block_bytes, tier_formats
+from swiftllm.kv.pools import KVPools
 from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.sizes import weight_bytes
 from swiftllm.model.weights import load_weights
+from swiftllm.runtime.memory_estimate import estimate_memory
 from swiftllm.runtime.torch_backend import open_torch_backend
 from swiftllm.runtime.widest_iteration import widest_iteration
 from tests.reference.backend_driver import BackendDriver
@@ -27,11 +32,12 @@ from tests.reference.fake_gpu import fake_gpu
 
 MIB = 1 << 20
 BLOCK = 2 * MIB
+EXACT = dict.fromkeys(Tier, BLOCK)
 
 
-def plan(device_gib: float | None, host_gib: float, **options):
+def plan(device_gib: float | None, host_gib: float, each=EXACT, **options):
     config = EngineConfig("model", **options)
-    return plan_blocks(config, BLOCK, int(host_gib * GIB), None if device_gib is None else int(device_gib * GIB))
+    return plan_blocks(config, each, int(host_gib * GIB), None if device_gib is None else int(device_gib * GIB))
 
 
 def test_a_gpu_gets_what_is_left_and_the_host_half():
@@ -102,6 +108,30 @@ def test_the_bytes_of_quantised_weights_are_those_that_get_loaded(tiny_model_dir
             taken += sum(part.nbytes for part in parts)
             taken -= 4 * sum(part.in_features for part in parts[1:] if act_order)  # orders that differ are few
     assert weight_bytes(model, torch.float16) == taken
+
+
+def test_a_host_tier_of_int8_holds_about_twice_the_blocks():
+    """Of the plan, of the estimate, and of what its tensors take."""
+    model = replace(load_model_config("llama-2-7b"), num_layers=2)
+    config = EngineConfig("m", cpu_kv_dtype="int8", num_gpu_blocks=3)
+    each = block_bytes(tier_formats(config, torch.float16), model, 16)
+    assert each[Tier.GPU] == model.kv_bytes_per_token(2) * 16
+    assert each[Tier.CPU] == INT8.token_bytes(model) * 16 == each[Tier.GPU] * 264 // 512  # a scale is 4 of 132 bytes
+    for device_gib in (1.0, None):
+        ways = dict.fromkeys(Tier, each[Tier.GPU]), each
+        exact, small = (plan(device_gib, 4, way, num_gpu_blocks=3).num_blocks[Tier.CPU] for way in ways)
+        assert small / exact > 1.93
+        sizes = {"device_bytes": device_gib and 8 * GIB, "host_bytes": 16 * GIB}
+        ways = replace(config, cpu_kv_dtype="auto"), config
+        wide, fit = (estimate_memory(way, model, torch.float16, **sizes) for way in ways)
+        assert fit.max_cpu_blocks / wide.max_cpu_blocks > 1.93 and fit.max_gpu_blocks == wide.max_gpu_blocks
+        fit.check(0, fit.max_cpu_blocks)
+        with pytest.raises(InsufficientMemory):
+            fit.check(0, fit.max_cpu_blocks + 1)
+    needed = 3 * each[Tier.GPU] + 5 * each[Tier.CPU]
+    chosen, formats = plan(None, 4, each, num_gpu_blocks=3, num_cpu_blocks=5), tier_formats(config, torch.float16)
+    pools = KVPools(model, chosen, torch.device("cpu"), formats)
+    assert sum(pool.nbytes for pool in pools.tensors.values()) == needed
 
 
 def test_a_model_that_is_too_large_says_by_how_much(tiny_model_dir):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from transformers import CONFIG_MAPPING
@@ -20,6 +21,10 @@ SIZES = {
 }
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+MINISTRAL3 = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+MISTRAL3 = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 UNSUPPORTED = (
@@ -43,6 +48,14 @@ UNSUPPORTED = (
     ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8'"),
     ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
     ({"num_key_value_heads": 0}, "num_kv_heads=0 must be at least 1"),
+    ({**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8}}, "longrope.*supported are default"),
+    ({**PHI3, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "yarn"),
+    ({**PHI3, "partial_rotary_factor": 0.2}, "rotary_dim=3 is odd"),
+    ({**SMOLLM3, "use_sliding_window": True, "sliding_window": 9}, "sliding_window=9"),
+    ({**MINISTRAL3, "rope_parameters": {"rope_type": "default"}}, "lacks 'llama_4_scaling_beta'"),
+    ({**MISTRAL3, "text_config": {**SIZES, "model_type": "qwen2"}}, "around a text model with model_type='qwen2'"),
+    ({**MISTRAL3, "text_config": {"model_type": "ministral3"}}, "lacks '"),
+    ({**MISTRAL3, "text_config": {**SIZES, "sliding_window": 4}}, "sliding_window=4"),
     ({"rms_norm_eps": None}, "makes no sense"),
 )
 
@@ -136,3 +149,31 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(read, tmp_pat
 def test_a_folder_without_config_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         ModelConfig.from_folder(tmp_path)
+
+
+def test_a_request_may_not_reach_where_queries_are_scaled(read):
+    """Ministral 3's own 16,384 tokens, or those that its rope_parameters name."""
+    config = read({**MINISTRAL3, **SIZES})
+    assert (config.longest_request(None), config.longest_request(16384)) == (16384, 16384)
+    with pytest.raises(ValueError, match=r"exceeds 16384 tokens.*made for 262144, scales the queries"):
+        config.longest_request(16385)
+    rope = {**ARCHITECTURES["Ministral3ForCausalLM"].own["rope_parameters"], "llama_4_scaling_beta": 0.0}
+    assert read({**MINISTRAL3, **SIZES, "rope_parameters": rope}).longest_request(None) == 262144
+
+
+def test_layers_without_rotary_positions_are_listed_or_every_fourth(read):
+    def without(**raw):
+        return read({**SMOLLM3, **SIZES, "num_hidden_layers": 8} | raw).layers_without_rotary
+
+    assert without() == {3, 7}
+    assert without(no_rope_layer_interval=3) == {2, 5}
+    assert without(no_rope_layers=[1, 1, 0, 1, 0, 1, 1, 1]) == {2, 4}
+
+
+def test_the_configurations_beside_the_code_are_those_of_models_of_these_sizes(read):
+    """Billions of parameters, as their cards say."""
+    sizes = {"mistral-small-3": 23.57, "ministral-3-8b": 8.49, "phi-4": 14.66, "glm-4-9b": 9.40, "smollm3-3b": 3.08}
+    for name, billions in (sizes | {"granite-3.3-8b": 8.17}).items():
+        assert ModelConfig.from_folder(Path("configs/models") / name).num_parameters / 1e9 == pytest.approx(
+            billions, abs=0.005
+        )

@@ -147,7 +147,7 @@ def test_the_engine_starts_with_the_pools_of_the_papers(name, card):
     fit = fit_of(setting, card[0])
     fit.check(**pools)
     with started(setting.model_config, card, config) as start:
-        plan = plan_blocks(config, fit.bytes_per_block, fit.host_bytes, start.left_free)
+        plan = plan_blocks(config, dict.fromkeys(Tier, fit.bytes_per_block), fit.host_bytes, start.left_free)
         assert plan.num_blocks == {Tier.GPU: setting.num_gpu_blocks, Tier.CPU: setting.num_cpu_blocks}
         most = start.left_free // fit.bytes_per_block
         assert 0.9 * most <= fit.max_gpu_blocks <= most  # never more than the engine then allows
