@@ -75,8 +75,8 @@ def activation_bytes(
         held += SNAPSHOTS * rows * 2 * model.num_kv_heads * model.head_dim * itemsize
 
     own_attention = held + 2 * attended
-    pieces = max(1, -(-rows * 2 * model.intermediate_size // FFN_ELEMENTS_AT_ONCE))
-    gate_up = -(-rows // pieces) * 2 * model.intermediate_size * itemsize
+    pieces = max(1, -(-rows * model.ffn_width // FFN_ELEMENTS_AT_ONCE))
+    gate_up = -(-rows // pieces) * model.ffn_width * itemsize
     crossing = held + attended + hidden + max(hidden, gate_up + gate_up // 2, qkv)
     if model.quantisation is not None:
         crossing = max(crossing, held + attended + hidden + _written_out(model, itemsize, hidden, gate_up, qkv))
@@ -107,6 +107,7 @@ def _written_out(model: ModelConfig, itemsize: int, hidden: int, gate_up: int, q
     return max(
         sum(matrix.out_features) * matrix.in_features * itemsize + beside[matrix.name]
         for matrix in fused_matrices(model)
+        if model.experts is None or matrix.name in ("qkv", "o")  # experts' codes are multiplied as they are
     )
 
 
