@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from swiftllm.ops.int8_blocks import codes_and_scales
 from swiftllm.runtime.workers import AttentionTask, BlocksWrite, CpuTask, RowsWrite, TaskRunner
-from tests.pacpu.int8_cases import quantise
 from tests.reference.paged_attention import paged_attention, store_new_tokens
 
 
@@ -18,7 +18,7 @@ def poison_of(tensor: torch.Tensor) -> float:
 
 def as_codes_and_back(x: torch.Tensor) -> torch.Tensor:
     """Rows ``[..., head_dim]`` as they come out of an int8 tier."""
-    codes, scales = quantise(x)
+    codes, scales = codes_and_scales(x)
     return (codes.float() * scales[..., None]).to(x.dtype)
 
 

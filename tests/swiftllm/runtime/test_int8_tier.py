@@ -10,8 +10,8 @@ import torch
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
+from swiftllm.ops.int8_blocks import pack, unpack
 from swiftllm.runtime.torch_backend import open_torch_backend
-from tests.pacpu.int8_cases import pack, unpack
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.int8_tier import SlowInt8Runner, poison_of
