@@ -62,7 +62,7 @@ def hardware_profile(
     Args:
         dtype: of weights, activations and KV caches: float16, or bfloat16 where the GPU has it.
         cpu_kernel: native, ispc or llamafile.
-        cpu_kv_dtype: the format of the CPU tier, auto for ``dtype``. Blocks cross PCIe in ``dtype``.
+        cpu_kv_dtype: the format of the CPU tier, auto for ``dtype``.
         cpu_bandwidth_gb_s: bandwidth of CPU attention; by default that of :func:`cpu_attention_gb_s`.
         block_size: tokens of a KV block.
         max_tokens: the largest batch that the linear and prefill curves must cover.
@@ -87,7 +87,9 @@ def hardware_profile(
     pcie_gb_s = effective_pcie_gb_s(gpu, host)
     tokens = _up_to(TOKENS, max_tokens)
     latency_s = gpu["transfer_latency_us"] * 1e-6
-    block_bytes = model_config.kv_bytes_per_token(itemsize) * block_size / tensor_parallel  # of each GPU
+    block_bytes = (
+        in_host.block_bytes(model_config, block_size) / tensor_parallel
+    )  # of each GPU; codes cross PCIe as such
     linear = linear_curve(gpu, shard, itemsize, max_tokens)
     scheme = model_config.quantisation
     if scheme is not None:
