@@ -18,13 +18,12 @@ from swiftllm.scheduling.admission import as_token_ids
 from swiftllm.server.service.front_end_link import SERVED
 from swiftllm.server.service.limits import NewRequest, ServiceLimits
 from swiftllm.server.service.messages import (
+    Alive,
     Ask,
     End,
     Ends,
     Frames,
-    HealthChanged,
     Message,
-    More,
     NotBuilt,
     Ready,
     Report,
@@ -38,7 +37,7 @@ from swiftllm.server.service.messages import (
 )
 from swiftllm.server.service.places import Places, ServiceStopping
 from swiftllm.server.service.snapshot import Health, Snapshot
-from swiftllm.server.service.token_streams import Delta, RequestFailed, TokenStream
+from swiftllm.server.service.token_streams import Delta, Failure, TokenStream
 from swiftllm.server.service.watchdog import MAX_INTERVAL_S, PAST_DEADLINE, PATIENCE
 
 logger = logging.getLogger(__name__)
@@ -199,8 +198,7 @@ class EngineClient(asyncio.Protocol):
         """End these requests with an error, without waiting for the engine."""
         for stream in streams:
             self.end_request(stream.request_id, reason)
-            # Each has an error of its own, since raising one adds to its traceback.
-            stream.push_delta(Delta(error=RequestFailed(reason, message)))
+            stream.push_delta(Delta(failure=Failure(reason, message)))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes: requests submitted later find none of them."""
@@ -304,7 +302,7 @@ class EngineClient(asyncio.Protocol):
                 case Step():
                     self._num_steps += 1
                     self._take_step(message, deltas)
-                case HealthChanged():
+                case Alive():
                     self._told = message.health
                 case Report():
                     self._report = message
@@ -312,9 +310,9 @@ class EngineClient(asyncio.Protocol):
         if self._num_steps == num_steps:
             return
         for observer in self.observers:
-            observer.on_arrival(deltas, self._clock())
+            observer.on_arrival([stream for stream, delta in deltas.items() if delta.token_ids], self._clock())
         for stream, delta in deltas.items():
-            if (delta.finish_reason is not None or delta.error is not None) and stream.number in self._open:
+            if delta.is_last and stream.number in self._open:
                 self._ended(stream)
             stream.push_delta(delta)
         # After the callbacks that the listeners have scheduled.
@@ -327,27 +325,17 @@ class EngineClient(asyncio.Protocol):
 
     def _take_step(self, step: Step, deltas: dict[TokenStream, Delta]) -> None:
         """Add what a step has brought. What has ended here meanwhile gets nothing."""
-        streams = self._open
-        for number, token in zip(step.numbers, step.tokens, strict=True):
-            stream = streams.get(number)
-            if stream is not None:
-                earlier, new = deltas.get(stream), Delta((token,))
-                deltas[stream] = new if earlier is None else earlier.merged_with(new)
-        for more in step.more:
-            stream = streams.get(more.number)
-            if stream is not None:
-                earlier, new = deltas.get(stream), as_delta(more)
-                stream.num_cached_tokens = more.num_cached_tokens
-                if more.prompt_logprobs:
-                    stream.prompt_logprobs = more.prompt_logprobs
-                deltas[stream] = new if earlier is None else earlier.merged_with(new)
+        for delta in step.deltas:
+            stream = self._open.get(delta.number)
+            if stream is None:
+                continue
+            stream.num_cached_tokens = delta.num_cached_tokens
+            stream.prompt_logprobs = stream.prompt_logprobs or delta.prompt_logprobs
+            if stream in deltas:
+                deltas[stream].append(delta)
+            else:
+                deltas[stream] = delta
 
     def _tell_served(self, num_steps: int, start_s: float) -> None:
         with suppress(OSError):  # the engine's process has ended, or reads nothing
             self._ends.served.send(SERVED.pack(num_steps, time.perf_counter() - start_s))
-
-
-def as_delta(more: More) -> Delta:
-    """A part of a step as its stream gets it."""
-    error = None if more.error is None else RequestFailed(*more.error)
-    return Delta(more.token_ids, more.logprobs, more.finish_reason, error)
