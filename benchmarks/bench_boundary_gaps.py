@@ -2,7 +2,7 @@
 
 The engine is that of bench_server_overhead.py, with boundaries that take a millisecond. Scheduler, service, HTTP server
 and sockets are real. In each round 64 clients stream; first nothing else happens, then another process sends long
-prompts at a rate, which are refused (the queue is full) or queued (as best-effort requests without blocks).
+prompts at a rate, which are refused (the queue is full) or queued (as best-effort requests, for which the streams leave no place).
 
 The gaps are times between the ends of two boundaries on the engine's thread, in the same server before and after the
 bodies begin. They are shown with and without the time in which the thread was ready and the kernel gave it no core
@@ -112,7 +112,8 @@ def compute_half_the_time() -> None:
 
 def build_service(options: Options, fate: str, path: Path) -> EngineService:
     """What the engine's process runs. ``path`` gets the times at which boundaries ended."""
-    engine = zero_time_engine(EngineOptions(options.system, options.streams, most_tokens(options)), NUM_LAYERS)
+    sizes = EngineOptions(options.system, options.streams, most_tokens(options))
+    engine = zero_time_engine(sizes, NUM_LAYERS, max_num_seqs=options.streams)
     boundary, close, ends = engine.backend.boundary, engine.close, []
     delay = ThreadDelay()
 

@@ -99,7 +99,8 @@ class EngineClient(asyncio.Protocol):
         self._num_submitted = self._num_refused = 0
         self._num_steps = 0
         self._all_ended = asyncio.Event()
-        self._told, self._own = Health(), Health()  # what the engine has said, and what is known here
+        self._told = Health()
+        self._silence = ""  # for how long nothing has come from the engine's process, if that is too long
         self._is_stopping = self._is_closed = False
         self._num_silent = 0  # looks since something has come from the engine
         self._report = Report(Snapshot(), [], [], None)
@@ -225,15 +226,15 @@ class EngineClient(asyncio.Protocol):
     @property
     def health(self) -> Health:
         """Whether new requests are accepted, and why not."""
-        states = [self._own, self._told]
-        states.sort(key=lambda health: ("failed", "stalled", "stopping", "ok").index(health.status))
-        if states[0].status != "failed" and self._is_stopping:
+        if self._told.status == "failed":
+            return self._told
+        if self._is_stopping:
             return Health("stopping", "the server is shutting down")
-        return states[0]
+        return Health("stalled", self._silence) if self._silence else self._told
 
     async def report(self, wants_timeline: bool = False) -> Report:
         """The engine after its last step; after ``REPORT_TIMEOUT_S`` without an answer, as it was last told of."""
-        if self._own.status == "ok":
+        if self._transport is not None and not self._silence:
             answered = asyncio.get_running_loop().create_future()
             self._asked.append(answered)
             self._send(Ask(wants_timeline))
@@ -259,9 +260,9 @@ class EngineClient(asyncio.Protocol):
             if silent_s < timeout_s + interval_s:
                 continue
             why = f"the engine's process has said nothing for {silent_s:.0f} s"
-            if self._own.status == "ok":
+            if not self._silence:
                 logger.critical(why)
-                self._own = Health("stalled", why)
+            self._silence = why
             now_s, streams = self._clock(), list(self._open.values())
             overdue = [stream for stream in streams if stream.deadline_s is not None and stream.deadline_s <= now_s]
             self._fail(overdue, *PAST_DEADLINE)
@@ -271,19 +272,19 @@ class EngineClient(asyncio.Protocol):
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def _send(self, message: Message) -> None:
-        if self._transport is not None and self._own.status != "failed":
+        if self._transport is not None:
             self._transport.write(frame(message))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
+        self._transport = None
+        self._watching.cancel()
         if self._is_closed:
             return
         reason = f"the engine's process is gone: {self._why_gone()}"
-        self._own = Health("failed", reason)
+        self._told = Health("failed", reason)
         if self._open:
             logger.critical(reason)
         self._fail(list(self._open.values()), "engine_error", reason)
@@ -291,9 +292,7 @@ class EngineClient(asyncio.Protocol):
             self._answered()
 
     def data_received(self, data: bytes) -> None:
-        self._num_silent = 0
-        if self._own.status == "stalled":
-            self._own = Health()
+        self._num_silent, self._silence = 0, ""
         start_s = time.perf_counter()
         deltas: dict[TokenStream, Delta] = {}
         num_steps = self._num_steps
