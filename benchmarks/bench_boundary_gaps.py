@@ -2,7 +2,8 @@
 
 The engine is that of bench_server_overhead.py, with boundaries that take a millisecond. Scheduler, service, HTTP server
 and sockets are real. In each round 64 clients stream; first nothing else happens, then another process sends long
-prompts at a rate, which are refused (the queue is full) or queued (as best-effort requests, for which the streams leave no place).
+prompts at a rate. They are refused, as the queue is full, or queued as best-effort requests, for which the streams
+leave no place.
 
 The gaps are times between the ends of two boundaries on the engine's thread, in the same server before and after the
 bodies begin. They are shown with and without the time in which the thread was ready and the kernel gave it no core
