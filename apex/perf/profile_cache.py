@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 
 import pacpu
@@ -17,6 +17,7 @@ from apex.perf.workbench import MOST_BLOCKS, Workbench
 from swiftllm.config import EngineConfig
 from swiftllm.files import cache_dir
 from swiftllm.machine import cpu_model, usable_cores
+from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Place, Placement
 from swiftllm.runtime.build import scheduler_limits
 from swiftllm.runtime.torch_backend import TorchBackend
@@ -69,7 +70,11 @@ def make_workbench(config: EngineConfig, backend: TorchBackend) -> Workbench:
 
 def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, str]:
     """What a profile table depends on; a table is refused wherever one of these differs."""
-    model = asdict(backend.model_config)
+    # What a model has beyond Llama: tables of models that lack it keep their hash.
+    defaults = {field.name: field.default for field in fields(ModelConfig) if field.name != "quantisation"}
+    model = {
+        name: value for name, value in asdict(backend.model_config).items() if value != defaults.get(name, MISSING)
+    }
     # Not part of the hash, but told by name: tables of other weights keep their hash.
     quantised = {"weights": backend.weights_name} if model.pop("quantisation") else {}
     placement = backend.placement

@@ -55,6 +55,8 @@ class Architecture:
     norms_heads: bool = False
     norms_outputs: bool = False
     interleaved_rotary: bool = False
+    expert_size: str | None = None
+    """The field that tells the FFN's size of an expert, in models with experts."""
     ignored: tuple[str, ...] = ()
     """Fields that transformers does not read either."""
     rope_kinds: tuple[RopeKind, ...] = ROPE_KINDS
@@ -67,6 +69,7 @@ class Architecture:
         return {**COMMON, **self.own}
 
 
+TRAINS_ROUTERS = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 WITHOUT_BIAS: dict[str, Any] = {"qkv_bias": False, "o_bias": False, "mlp_bias": False}
 GLM = {
     "num_key_value_heads": 2,
@@ -152,6 +155,38 @@ ARCHITECTURES = {
             "logits_scaling": 1.0,
         },
     ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe",
+        {
+            **QWEN,
+            "num_key_value_heads": 4,
+            "attention_bias": False,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_local_experts": None,  # the name of num_experts from transformers 5 on
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "mlp_only_layers": None,
+            "decoder_sparse_step": 1,
+        },
+        mlp_bias=False,
+        norms_heads=True,
+        expert_size="moe_intermediate_size",
+        ignored=TRAINS_ROUTERS,
+    ),
+    "MixtralForCausalLM": Architecture(
+        "mixtral",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        **WITHOUT_BIAS,
+        expert_size="intermediate_size",
+        ignored=TRAINS_ROUTERS,
+    ),
 }
 WRAPPERS = {"Mistral3ForConditionalGeneration": ("MistralForCausalLM", "Ministral3ForCausalLM")}
 """Models of text and images whose text part is one of these; the first where the part does not say."""
@@ -203,6 +238,8 @@ def recognise(raw: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
         raise Unsupported(f"sliding_window={fields['sliding_window']}")
     if set(fields["layer_types"] or ()) - {"full_attention"}:
         raise Unsupported(f"layer_types={sorted(set(fields['layer_types']))}")
+    if fields.get("mlp_only_layers") or fields.get("decoder_sparse_step", 1) != 1:
+        raise Unsupported("a model of which some layers only have experts")
     read = {*row.defaults, *row.ignored, *SIZES, *WITHOUT_EFFECT}
     for name, value in raw.items():
         if name not in read and CHANGES_OUTPUT.search(name) and not _is_neutral(value):

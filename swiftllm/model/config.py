@@ -16,12 +16,32 @@ from swiftllm.model.rope import RopeScaling
 
 
 @dataclass(frozen=True)
+class ExpertSizes:
+    """Of a model whose FFNs are of experts; ``per_token`` of them are computed for a row."""
+
+    num_experts: int
+    per_token: int
+    normalises: bool
+    """Whether the likelihoods of a row's experts are divided by their sum."""
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> ExpertSizes:
+        """Raises: ValueError: a number makes no sense."""
+        told = fields["num_local_experts"]
+        sizes = int(fields["num_experts"] if told is None else told), int(fields["num_experts_per_tok"])
+        if not 1 <= sizes[1] <= sizes[0]:
+            raise ValueError(f"{sizes[1]} of {sizes[0]} experts")
+        return cls(*sizes, normalises=bool(fields.get("norm_topk_prob", True)))
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder of the Llama family. Sizes are elements; ``max_position_embeddings`` is tokens."""
 
     num_layers: int
     hidden_size: int
     intermediate_size: int
+    """Of the FFN; of one expert in models with experts."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -55,6 +75,8 @@ class ModelConfig:
     logits_multiplier: float = 1.0
     is_wrapped: bool = False
     """Whether the checkpoint has a part for images, which is not read, beside the text model."""
+    experts: ExpertSizes | None = None
+    """None: the FFN is dense."""
     named_positions: int | None = None
     """``max_position_embeddings`` of a checkpoint that scales the queries behind those that are given here."""
 
@@ -119,7 +141,7 @@ class ModelConfig:
             config = cls(
                 num_layers=int(fields["num_hidden_layers"]),
                 hidden_size=hidden_size,
-                intermediate_size=int(fields["intermediate_size"]),
+                intermediate_size=int(fields[row.expert_size or "intermediate_size"]),
                 num_heads=num_heads,
                 num_kv_heads=num_heads if num_kv_heads is None else int(num_kv_heads),
                 head_dim=resolved_head_dim,
@@ -140,6 +162,7 @@ class ModelConfig:
                 interleaved_rotary=row.interleaved_rotary,
                 layers_without_rotary=_layers_without_rotary(fields) if "no_rope_layers" in row.own else frozenset(),
                 norms_outputs=row.norms_outputs,
+                experts=ExpertSizes.from_fields(fields) if row.expert_size else None,
                 is_wrapped=text is not None,
                 named_positions=named_positions,
             )
@@ -179,9 +202,19 @@ class ModelConfig:
         """Weights without biases; tied embeddings count once."""
         attention = (self.qkv_size + self.num_heads * self.head_dim) * self.hidden_size
         num_norms = 4 if self.norms_outputs else 2
-        layer = attention + (3 * self.intermediate_size + num_norms) * self.hidden_size
+        ffn = 3 * self.intermediate_size
+        if self.experts is not None:
+            ffn = self.experts.num_experts * (ffn + 1)  # and a row of the router
+        layer = attention + (ffn + num_norms) * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
+
+    @property
+    def ffn_width(self) -> int:
+        """Elements of a row where the FFN is widest."""
+        if self.experts is None:
+            return 2 * self.intermediate_size
+        return self.experts.per_token * max(2 * self.intermediate_size, self.hidden_size)
 
     def shard(self, ranks: int) -> ModelConfig:
         """The sizes of one of ``ranks`` equal parts: heads, KV heads and FFN divided, and the vocabulary, rounded up.

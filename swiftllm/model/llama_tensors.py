@@ -19,6 +19,7 @@ TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
+MIXTRAL_NAMES = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
 TO_RESIDUAL = ("o_proj", "down_proj")
@@ -53,6 +54,13 @@ def as_llama(config: ModelConfig, tensors: Iterable[tuple[str, StoredTensor]]) -
                 continue
             prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
             name = TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        if config.experts is not None:
+            name = ".".join(MIXTRAL_NAMES.get(word, word) for word in name.split("."))
+            if ".mlp.gate." in name and not name.endswith(".gate.weight"):
+                raise WeightsError(f"{name}: routers that are quantised are not supported")
+            if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+                yield from _experts_of(name, stored, config)
+                continue
         place, _, kind = name.rpartition(".")
         block, _, module = place.rpartition(".")
         parts = fused.get(module)
@@ -71,6 +79,41 @@ def as_llama(config: ModelConfig, tensors: Iterable[tuple[str, StoredTensor]]) -
                 own = _Part(stored, axis, range(start, stop))
             yield f"{block}.{part}.{kind}", own
             first += size
+
+
+def _experts_of(name: str, stored: StoredTensor, config: ModelConfig) -> Iterator[tuple[str, StoredTensor]]:
+    """The matrices in a stack ``[num_experts, out, in]``; gate is above up.
+
+    Raises:
+        WeightsError: it has another shape.
+    """
+    block, _, module = name.rpartition(".")
+    hidden, ffn, experts = config.hidden_size, config.intermediate_size, config.experts.num_experts
+    shape, parts = [experts, hidden, ffn], {"down_proj": range(hidden)}
+    if module == "gate_up_proj":
+        shape, parts = [experts, 2 * ffn, hidden], {"gate_proj": range(ffn), "up_proj": range(ffn, 2 * ffn)}
+    if stored.get_shape() != shape:
+        raise WeightsError(f"{name} has shape {stored.get_shape()}, config.json asks for {shape}")
+    for expert in range(experts):
+        for part, rows in parts.items():
+            yield f"{block}.{expert}.{part}.weight", _Part(_OfExpert(stored, expert), 0, rows)
+
+
+@dataclass(frozen=True)
+class _OfExpert:
+    """A matrix of a stored stack."""
+
+    stored: StoredTensor
+    expert: int
+
+    def get_shape(self) -> list[int]:
+        return list(self.stored.get_shape()[1:])
+
+    def get_dtype(self) -> str:
+        return self.stored.get_dtype()
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
+        return self.stored[(slice(self.expert, self.expert + 1), *slices)][0]
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,18 @@ def fused_matrices(config: ModelConfig) -> tuple[FusedMatrix, ...]:
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv_sizes = q_size, kv_size, kv_size
     hidden, ffn = config.hidden_size, config.intermediate_size
+    gate_up, down, of_ffn = ("gate_proj", "up_proj"), ("down_proj",), 1
+    if config.experts is not None:  # expert below expert
+        of_ffn = config.experts.num_experts
+        gate_up, down = (
+            tuple(f"experts.{expert}.{module}" for expert in range(of_ffn) for module in modules)
+            for modules in (gate_up, down)
+        )
     return (
         FusedMatrix("qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), qkv_sizes, hidden, config.qkv_bias),
         FusedMatrix("o", "self_attn", ("o_proj",), (hidden,), q_size, config.o_bias),
-        FusedMatrix("gate_up", "mlp", ("gate_proj", "up_proj"), (ffn, ffn), hidden, config.mlp_bias),
-        FusedMatrix("down", "mlp", ("down_proj",), (hidden,), ffn, config.mlp_bias),
+        FusedMatrix("gate_up", "mlp", gate_up, (ffn, ffn) * of_ffn, hidden, config.mlp_bias),
+        FusedMatrix("down", "mlp", down, (hidden,) * of_ffn, ffn, config.mlp_bias),
     )
 
 
@@ -90,6 +97,8 @@ class LayerWeights:
     o_norm: torch.Tensor | None = None
     """Of attention's output, and ``down_norm`` of the FFN's, in models that norm these before they add them."""
     down_norm: torch.Tensor | None = None
+    router: torch.Tensor | None = None
+    """``[num_experts, hidden_size]``, in models with experts; it stays on the device."""
     qkv: Matrix | PackedTensor | None = None
     o: Matrix | PackedTensor | None = None
     gate_up: Matrix | PackedTensor | None = None
@@ -136,7 +145,8 @@ class LlamaWeights:
         for index in range(config.num_layers):
             of_heads = [new(config.head_dim) if config.norms_heads else None for _ in "qk"]
             of_outputs = [new(hidden) if config.norms_outputs else None for _ in ("o", "down")]
-            layers.append(LayerWeights(new(hidden), new(hidden), *of_heads, *of_outputs))
+            router = None if config.experts is None else new((config.experts.num_experts, hidden))
+            layers.append(LayerWeights(new(hidden), new(hidden), *of_heads, *of_outputs, router))
             for matrix in fused_matrices(config):
                 allocate, rows = on_host.get(matrix.boundary(index), new), sum(matrix.out_features)
                 if config.quantisation is None:
@@ -170,6 +180,8 @@ class LlamaWeights:
             if config.norms_outputs:
                 places[prefix + "post_self_attn_layernorm.weight"] = layer.o_norm
                 places[prefix + "post_mlp_layernorm.weight"] = layer.down_norm
+            if layer.router is not None:
+                places[prefix + "mlp.gate.weight"] = layer.router
             for matrix in fused_matrices(config):
                 for kind, name in (("weight", matrix.name), ("bias", f"{matrix.name}_bias")):
                     tensor = getattr(layer, name)

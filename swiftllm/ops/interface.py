@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from swiftllm.ops.experts import ExpertByExpert, Experts, ExpertWeights
+from swiftllm.ops.int8_blocks import pack, unpack
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 
 Linear = Callable[..., torch.Tensor]
@@ -91,6 +93,15 @@ class Ops:
         """The same for a quantised matrix; ``x`` has its inputs in their own order. The matrix stays packed."""
         return lambda x, out=None: multiply(x, matrix.dequantise().t(), bias, out)
 
+    def make_experts(self, weights: ExpertWeights) -> Experts:
+        """A function of rows; see :data:`~swiftllm.ops.experts.Experts`."""
+
+        def make_linear(matrix: torch.Tensor | QuantisedMatrix) -> Linear:
+            is_plain = isinstance(matrix, torch.Tensor)
+            return self.make_linear(matrix, None) if is_plain else self.make_quantised_linear(matrix, None)
+
+        return ExpertByExpert(weights, make_linear, self.silu_and_mul)
+
     def make_crossing(self, parts: CrossingParts) -> Crossing | None:
         """All parts in one call, with the bits of the separate calls; None where there is no such call.
 
@@ -159,6 +170,15 @@ class Ops:
         # On a CPU index_copy_ copies single elements, which takes four times as long in 16 bits.
         for place, block in enumerate(blocks.tolist()):
             pool[:, block].copy_(staging[:, place])
+
+    def quantise_blocks(self, pool: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor) -> None:
+        """The same as ``gather_blocks``, with codes for elements: ``staging`` is uint8 ``[num_layers, len(blocks),
+        num_kv_heads, head_bytes]``, as :mod:`pacpu.int8` lays it out, bit by bit."""
+        staging.copy_(pack(pool.index_select(1, blocks)))
+
+    def dequantise_blocks(self, staging: torch.Tensor, pool: torch.Tensor, blocks: torch.Tensor) -> None:
+        """The reverse: elements of codes, rounded to the pool's dtype."""
+        self.scatter_blocks(unpack(staging, pool.shape[-1]).to(pool.dtype), pool, blocks)
 
     def prefill_attention(self, chunks: Sequence[ChunkAttention], scale: float) -> None:
         """Attention of chunks of several requests; writes the ``out`` of each."""

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from swiftllm.core.request import RequestRefused, SamplingParams
-from swiftllm.sampling.grammar import CompiledGrammar
+from swiftllm.sampling.trial import TriedGrammar
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.output_text import OutputText, Piece, ReadText
@@ -62,7 +62,7 @@ class Generation:
         body: GenerationRequest,
         prompts: Sequence[Prompt],
         max_tokens: int | None,
-        grammar: CompiledGrammar | None = None,
+        grammar: TriedGrammar | None = None,
         make_reader: Callable[[], Reader | None] = lambda: None,
     ) -> None:
         """``max_tokens``: output tokens of each prompt, cut to what fits beside it; None is all that fits.
