@@ -97,6 +97,18 @@ def norms_of_one(places: dict[str, torch.Tensor], norm: str) -> dict[str, torch.
     return places
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_less_exact_than_transformers(folders, expected, dtype) -> None:
+    """Whatever was folded into weights of these dtypes."""
+    for name in ("Granite", "Granite untied", "Glm4", "Ministral3 alone"):
+        folder = folders[name]
+        logits = logits_of(folder, ModelConfig.from_folder(folder), CpuOps(), dtype)
+        with torch.inference_mode():
+            judge = tiny_judge(folder, name).to(dtype)(input_ids=torch.tensor([TOKENS])).logits[0]
+        error, error_of_judge = ((x.float() - expected[name]).square().mean().sqrt() for x in (logits, judge))
+        assert 0 < error < 1.2 * error_of_judge, name
+
+
 def test_a_crossing_in_one_call_has_the_bits_of_the_separate_calls(folders) -> None:
     """In bfloat16, where pacpu multiplies."""
 

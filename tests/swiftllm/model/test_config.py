@@ -82,6 +82,7 @@ def test_fields_that_switch_a_part_off_are_no_reason_to_refuse(read):
     off = {
         "sliding_window": None,
         "rope_interleaved": False,
+        "num_local_experts": 0,
         "embedding_multiplier": 1.0,
         "attn_logit_softcapping": None,
         "layer_types": ["full_attention"] * 3,
