@@ -13,9 +13,11 @@ from math import ceil, hypot, inf
 
 import torch
 
+from apex.perf.experts import flat_from_tokens
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.perf.operator_tables import OperatorTable
 from apex.simulator.cpu_hosts import RemoteHosts
+from apex.simulator.expert_layers import weights_of_a_step, with_experts
 from apex.simulator.hardware import (
     GEMM_TILE_TOKENS,
     POWER_ERRORS,
@@ -36,6 +38,7 @@ BITS_PER_BYTE = 8
 ITEMSIZES = {"float16": 2, "bfloat16": 2}
 # Powers of two and their middles: between neighbours a straight line is at most 4% off a square.
 TOKENS = (1, *sorted({2**i for i in range(4, 15)} | {3 * 2**i for i in range(4, 13)}))
+WIDE_GROUP = 8  # query heads on a KV head: twice the arithmetic for a byte of K and V that groups of 4 have
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # Decode attention and swaps are linear in either size, so the corners of the grid suffice.
 REQUESTS = (1, 4096)
@@ -94,6 +97,8 @@ def hardware_profile(
     scheme = model_config.quantisation
     if scheme is not None:
         linear = with_quantised_weights(linear, gpu, shard, itemsize, scheme)
+    if shape.num_experts:
+        linear = with_experts(linear, gpu, shard, itemsize, scheme)
     if tensor_parallel > 1:
         linear = with_all_reduces(linear, link, shape, itemsize)
     identity = {
@@ -132,9 +137,10 @@ def hardware_profile(
                 host, shape, itemsize, cpu_token_bytes, cpu_gb_s, pcie_gb_s, n, context, tensor_parallel
             ),
         ),
-        first_share=shape.qkv_size * shape.hidden_size / shape.gemm_weights,
+        first_share=shape.qkv_size * shape.hidden_size / weights_of_a_step(shape),
         # Submitting a ticket is assumed to cost the lane nothing: cpu_attention_s includes the hand-over.
         iteration=_curve(REQUESTS, lambda _: host["iteration_overhead_ms"] * 1e-3),
+        flat_from_tokens=flat_from_tokens(shape.num_experts, shape.per_token),
     )
     measured = measured_operators_of(gpu, model_config)
     if measured is None or scheme is not None or tensor_parallel > 1:
@@ -305,6 +311,8 @@ def cpu_attention_gb_s(host: Host, cpu_kernel: str, shape: LayerShape, cpu_kv_dt
         ValueError: there is no figure for the kernel; the message lists the known kernels.
     """
     heads = "gqa" if shape.num_kv_heads < shape.num_heads else "mha"
+    if shape.num_experts and shape.num_heads >= WIDE_GROUP * shape.num_kv_heads:
+        heads = f"gqa{WIDE_GROUP}"  # dense models keep the figure with which their results were recorded
     figure = f"{cpu_kernel}_{host.isa}_{heads}"
     if figure not in host.figures:
         ending = f"_{host.isa}_{heads}"
