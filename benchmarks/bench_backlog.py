@@ -22,6 +22,7 @@ import socket
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, Literal
@@ -121,9 +122,14 @@ def timed_engine(options: Options) -> Engine:
     return engine
 
 
+def build_service(options: Options) -> EngineService:
+    """What the engine's process runs."""
+    return EngineService(timed_engine(options))
+
+
 def serve(options: Options, port: int) -> None:
     """The server's process."""
-    run_server(EngineService(timed_engine(options)), ServerSettings(port=port, served_model_name="simulated"))
+    run_server(partial(build_service, options), ServerSettings(port=port, served_model_name="simulated"))
 
 
 def loop_s(pid: int) -> float:
@@ -234,7 +240,7 @@ def measure(options: Options) -> dict[str, Any]:
     """
     context, port = multiprocessing.get_context("spawn"), free_port()
     begin, end = context.Event(), context.Event()
-    server = context.Process(target=serve, args=(options, port), daemon=True)
+    server = context.Process(target=serve, args=(options, port))
     bodies = context.Process(target=send_bodies, args=(options, port, begin, end), daemon=True)
     server.start()
     bodies.start()

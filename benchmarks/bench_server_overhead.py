@@ -21,13 +21,16 @@ python benchmarks/bench_server_overhead.py [--help]
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import sys
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +106,19 @@ class TooFewTokens(ValueError):
 
 
 class TimedEngine:
-    """Wraps an engine: keeps a pace where a device would be waited for, and records when tokens returned from steps."""
+    """Wraps an engine: keeps a pace where a device would be waited for, and records when tokens returned from steps.
 
-    def __init__(self, engine: Engine, pace_s: float) -> None:
+    The times are in the file ``path`` when the engine has been closed.
+    """
+
+    def __init__(self, engine: Engine, pace_s: float, path: Path) -> None:
         self.ready: dict[str, list[float]] = defaultdict(list)
+        self._close, self._path = engine.close, path
         self._step, self._boundary = engine.step, engine.backend.boundary
         self._last_layer = engine.backend.num_layers - 1
         self._pace_s = pace_s
         self._next_s = 0.0
-        engine.step, engine.backend.boundary = self.step, self.boundary
+        engine.step, engine.backend.boundary, engine.close = self.step, self.boundary, self.close
 
     def boundary(self, layer: int, batches: Sequence[Any]) -> Mapping[str, int]:
         tokens = self._boundary(layer, batches)
@@ -128,15 +135,20 @@ class TimedEngine:
                 self.ready[output.request_id].append(now_s)
         return outputs
 
+    def close(self) -> None:
+        self._close()
+        self._path.write_text(json.dumps(self.ready))
 
-def zero_time_engine(options: Options) -> Engine:
+
+def zero_time_engine(options: Options, num_layers: int = NUM_LAYERS, max_num_seqs: int = 256) -> Engine:
     """An engine whose operations take no time, with GPU blocks for all streams. Its output is real text."""
     blocks = options.streams * (2 + (PROMPT_LEN + options.output_len) // BLOCK_SIZE)
     free = Surface((1, 2), (FREE, FREE))
     table = ProfileTable({}, linear=FREE, ends=FREE, swap=FREE, prefill_attention=free, gpu_attention=free,
                          cpu_attention=free)  # fmt: skip
-    sizes = {"num_gpu_blocks": blocks, "num_cpu_blocks": blocks, "block_size": BLOCK_SIZE, "vocab_size": VOCAB_SIZE}
-    engine = build_simulated(options.system, table, NUM_LAYERS, **sizes)
+    sizes = {"num_gpu_blocks": blocks, "num_cpu_blocks": blocks, "block_size": BLOCK_SIZE, "vocab_size": VOCAB_SIZE,
+             "max_num_seqs": max_num_seqs}  # fmt: skip
+    engine = build_simulated(options.system, table, num_layers, **sizes)
     model = options.model or default_model()
     engine.tokenizer = Tokenizer.from_folder(model)
     boundary, text = engine.backend.boundary, itertools.cycle(load_prompt_tokens(model).text_ids or (1,))
@@ -148,12 +160,41 @@ def zero_time_engine(options: Options) -> Engine:
     return engine
 
 
-def serve(options: Options, pace_s: float, port: int, results: Connection) -> None:
-    """The server's process: serve until SIGTERM, then send the times at which each request's tokens were ready."""
+def build_service(options: Options, pace_s: float, path: Path) -> EngineService:
+    """What the engine's process runs. ``path`` gets the times at which each request's tokens were ready."""
     service = EngineService(zero_time_engine(options))
-    timed = TimedEngine(service.engine, pace_s)
-    run_server(service, ServerSettings(port=port, served_model_name="simulated"))
-    results.send(dict(timed.ready))
+    TimedEngine(service.engine, pace_s, path)
+    return service
+
+
+def serve(build: Callable[[], EngineService], port: int) -> None:
+    """The server's process: serve until SIGTERM."""
+    run_server(build, ServerSettings(port=port, served_model_name="simulated"))
+
+
+@dataclass
+class RunningServer:
+    port: int
+    process: multiprocessing.process.BaseProcess
+
+    def end(self) -> None:
+        """Let it end as after SIGTERM."""
+        self.process.terminate()
+        self.process.join()
+
+
+@contextmanager
+def running(build: Callable[[], EngineService]) -> Iterator[RunningServer]:
+    """A server with this engine."""
+    port = free_port()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(build, port))
+    process.start()
+    try:
+        connect_server("simulated", f"http://127.0.0.1:{port}", 60.0)
+        yield RunningServer(port, process)
+    finally:
+        process.kill()
+        process.join()
 
 
 def measure(options: Options, pace_ms: float) -> dict[str, Any]:
@@ -163,20 +204,13 @@ def measure(options: Options, pace_ms: float) -> dict[str, Any]:
         RuntimeError: some token has not arrived.
         TooFewTokens: no token came while all streams were open.
     """
-    context, port = multiprocessing.get_context("spawn"), free_port()
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=serve, args=(options, pace_ms / 1e3, port, there), daemon=True)
-    process.start()
-    try:
-        connect_server("simulated", f"http://127.0.0.1:{port}", 60.0)
-        stream_all(port, options.streams, options.output_len)  # first calls pay for lazy initialisation
-        streams = stream_all(port, options.streams, options.output_len)
-        process.terminate()
-        ready = here.recv()
-    finally:
-        process.kill()
-        process.join()
-    return summarise(options, pace_ms, streams, ready)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "ready.json")
+        with running(partial(build_service, options, pace_ms / 1e3, path)) as server:
+            stream_all(server.port, options.streams, options.output_len)  # first calls pay for lazy initialisation
+            streams = stream_all(server.port, options.streams, options.output_len)
+            server.end()
+        return summarise(options, pace_ms, streams, json.loads(path.read_text()))
 
 
 def summarise(

@@ -55,19 +55,25 @@ class Stream:
         return name, arrived_s
 
 
+def completion_request(prompt: list[int], output_len: int, **fields: object) -> bytes:
+    """A request for a stream of so many tokens. ``fields`` go into its body, too."""
+    body = {
+        "prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "temperature": 0.0, "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True}, **fields,
+    }  # fmt: skip
+    data = json.dumps(body).encode()
+    kind = "Content-Type: application/json"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{kind}\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
 def stream_all(port: int, num_streams: int, output_len: int) -> list[Stream]:
     """Send all requests and read until all streams end. Nothing else runs meanwhile.
 
     Raises:
         RuntimeError: nothing has arrived for TIMEOUT_S.
     """
-    body = {
-        "prompt": [5] * PROMPT_LEN, "max_tokens": output_len, "ignore_eos": True, "temperature": 0.0, "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }  # fmt: skip
-    data = json.dumps(body).encode()
-    kind = "Content-Type: application/json"
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{kind}\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    data = completion_request([5] * PROMPT_LEN, output_len)
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
         streams = []
         for _ in range(num_streams):
@@ -77,7 +83,7 @@ def stream_all(port: int, num_streams: int, output_len: int) -> list[Stream]:
             selector.register(connection, selectors.EVENT_READ, streams[-1])
         for stream in streams:
             stream.sent_s = time.time()
-            stream.connection.sendall(head + data)
+            stream.connection.sendall(data)
         left = num_streams
         while left:
             ready = selector.select(TIMEOUT_S)

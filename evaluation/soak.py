@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
+import multiprocessing
+import os
 import random
 import signal
 import subprocess
@@ -24,7 +27,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
@@ -38,8 +41,11 @@ from evaluation.measure.soak_requests import RequestSource, Unexpected, send_req
 from evaluation.results.paths import REPO_ROOT
 from evaluation.results.progress import format_s
 from swiftllm.config import EngineConfig
-from swiftllm.server.service.service import ServiceLimits
+from swiftllm.server.service.limits import ServiceLimits
 from swiftllm.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from swiftllm.server.service.service import EngineService
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
@@ -109,13 +115,26 @@ def make_tiny_model(folder: Path) -> None:
 
 def serve() -> None:
     """Serve until SIGTERM. SIGUSR1 kills the CPU attention worker, like a crash in native code."""
-    from apex.strategy import StrategyConfig
-    from apex.systems import build_system
     from swiftllm.server.run import run_server
-    from swiftllm.server.service.service import EngineService
 
     logging.basicConfig(level=logging.WARNING)
     model, system, *_, port = sys.argv[1:]
+    signal.signal(signal.SIGUSR1, pass_on)
+    run_server(functools.partial(build_service, model, system), ServerSettings(port=int(port)))
+
+
+def pass_on(number: int, frame: object) -> None:
+    """Send a signal to the engine's process, too."""
+    for process in multiprocessing.active_children():
+        os.kill(process.pid, number)
+
+
+def build_service(model: str, system: str) -> EngineService:
+    """What the engine's process runs."""
+    from apex.strategy import StrategyConfig
+    from apex.systems import build_system
+    from swiftllm.server.service.service import EngineService
+
     limits = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 128, "max_num_seqs": 32}
     config = EngineConfig(
         model, device="cpu", dtype="float32", load_format="dummy", lane_threads=1, cpu_threads=1, **POOLS, **limits
@@ -125,7 +144,7 @@ def serve() -> None:
     worker = engine.backend.cpu_tier.worker
     signal.signal(signal.SIGUSR1, lambda *_: worker.kill())
     limits = ServiceLimits(max_queued_requests=MAX_QUEUED, max_queued_best_effort=MAX_QUEUED)
-    run_server(EngineService(engine, limits), ServerSettings(port=int(port)))
+    return EngineService(engine, limits)
 
 
 # -- the clients -------------------------------------------------------------------------------------------------------

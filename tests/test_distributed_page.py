@@ -38,8 +38,6 @@ def test_the_proxy_sends_to_the_ports_of_the_replicas() -> None:
     assert ports == [serve.server.port for serve in serves]
     assert int(re.search(r"listen (\d+);", config)[1]) not in ports
     service = FakeService()
-    residents, service.engine.tokenizer = service.engine.residents, None
-    residents.longest_request, residents.longest_of = 100, lambda service_class: 100
     routes = create_app(service, ServerSettings()).routes
     for location in re.findall(r"location (?:= )?(/\S+) {", config):
         path = location + "models" * location.endswith("/")

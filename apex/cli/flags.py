@@ -208,15 +208,14 @@ class TimelineFlags:
         print(f"timeline: {trace} (for ui.perfetto.dev), {picture}")
 
 
-@contextmanager
-def running_engine(
+def start_engine(
     system: SystemName,
     config: EngineConfig,
     strategy: StrategyConfig,
     profile: Path | None,
     workload: Workload | None = None,
-) -> Iterator[Engine]:
-    """The engine that a command's flags ask for; prints its pools and threads, and closes it at the end.
+) -> Engine:
+    """The engine that a command's flags ask for; prints its pools and threads.
 
     ``workload``: see :func:`apex.systems.build_system`.
 
@@ -227,14 +226,18 @@ def running_engine(
         from apex.systems import build_system
 
         engine = build_system(system, config, strategy, profile=profile, workload=workload)
-    with closing(engine):
-        description = engine.describe()
-        lane = f"Lane: {description['lane']}"
-        weights = [f"Weights: {line}" for line in (description.get("weights_placement"),) if line]
-        hosts = [f"Attention host {host}" for host in description.get("attention_hosts", ())]
-        print(
-            *weights, *description["kv_cache"], *hosts, lane, cpu_attention_line(description), sep="\n", file=sys.stderr
-        )
+    description = engine.describe()
+    lane = f"Lane: {description['lane']}"
+    weights = [f"Weights: {line}" for line in (description.get("weights_placement"),) if line]
+    hosts = [f"Attention host {host}" for host in description.get("attention_hosts", ())]
+    print(*weights, *description["kv_cache"], *hosts, lane, cpu_attention_line(description), sep="\n", file=sys.stderr)
+    return engine
+
+
+@contextmanager
+def running_engine(*what: Any) -> Iterator[Engine]:
+    """The engine of :func:`start_engine`, closed at the end."""
+    with closing(start_engine(*what)) as engine:
         yield engine
 
 

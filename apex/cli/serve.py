@@ -5,19 +5,25 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError, input_errors
-from apex.cli.flags import EngineFlags, ModelName, ProfileFile, StrategyFlags, SystemName, Unchecked, running_engine
+from apex.cli.flags import EngineFlags, ModelName, ProfileFile, StrategyFlags, SystemName, Unchecked, start_engine
 from apex.source_tree import SETUP
-from swiftllm.server.service.service import EngineService, ServiceLimits
+from apex.strategy import StrategyConfig
+from swiftllm.server.service.limits import ServiceLimits
 from swiftllm.server.settings import ServerSettings
 from swiftllm.share import Share, take_share
 
 if TYPE_CHECKING:
-    from swiftllm.engine.engine import Engine
+    from swiftllm.config import EngineConfig
+    from swiftllm.server.service.client import EngineClient
+    from swiftllm.server.service.service import EngineService
 
 
 @dataclass(frozen=True)
@@ -73,17 +79,37 @@ class Serve(ConfigFile):
         settings = replace(settings, port=free_port(settings.host, settings.port))
         try:
             from swiftllm.server.run import run_server
+            from swiftllm.server.service.client import EngineNotBuilt
         except ModuleNotFoundError as error:
             raise InputError(f"the server needs the package {error.name}: {SETUP}") from error
-        with running_engine(self.system, config, strategy, self.profile) as engine:
-            from apex.timeline.live import LiveTimeline
 
-            recorder = LiveTimeline(engine)
-            service = EngineService(engine, limits)
-            service.add_observer(recorder)
-            print(start_message(engine, settings, limits, defaults), flush=True)
-            run_server(service, settings, recorder)
+        def announce(client: EngineClient) -> None:
+            with suppress(OSError):  # a full disk does not keep it from serving
+                print(start_message(client, settings, defaults), flush=True)
+
+        try:
+            run_server(partial(build_service, self.system, config, strategy, self.profile, limits), settings, announce)
+        except EngineNotBuilt as error:
+            raise InputError(str(error)) from None
         return 0
+
+
+def build_service(
+    system: str, config: EngineConfig, strategy: StrategyConfig, profile: Path | None, limits: ServiceLimits
+) -> EngineService:
+    """What the engine's process runs.
+
+    Raises:
+        ValueError: the engine cannot be built; the message says what to do.
+    """
+    from apex.timeline.live import LiveTimeline
+    from swiftllm.server.service.service import EngineService
+
+    try:
+        engine = start_engine(system, config, strategy, profile)
+    except InputError as error:
+        raise ValueError(str(error)) from None
+    return EngineService(engine, limits, LiveTimeline(engine))
 
 
 def free_port(host: str, port: int) -> int:
@@ -113,27 +139,25 @@ def why_not(error: OSError) -> str:
     return advice.get(error.errno, error.strerror or str(error))
 
 
-def start_message(
-    engine: Engine, settings: ServerSettings, limits: ServiceLimits, defaults: Mapping[str, float]
-) -> str:
+def start_message(client: EngineClient, settings: ServerSettings, defaults: Mapping[str, float]) -> str:
     """The text printed at the start: system, model, limits, the model's sampling ``defaults`` and addresses."""
-    description, residents = engine.describe(), engine.residents
-    longest, at_once = residents.longest_request, residents.limits.max_num_seqs
+    ready, tokenizer = client.ready, client.tokenizer
+    description, limits = ready.description, ready.limits
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     url = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
     weights = "" if description["weights"] == description["dtype"] else f", weights: {description['weights']}"
     values = ", ".join(f"{name}={value}" for name, value in defaults.items())
     by_default = f"sampling by default, as generation_config.json says: {values} (--generation-config none: OpenAI's)\n"
-    formats = settings.formats(engine.tokenizer)
+    formats = settings.formats(tokenizer)
     calls, reasoning = formats.calls.name if formats.calls else "none", "think" if formats.has_reasoning else "none"
     no_text = "the model folder has no tokenizer: prompts are lists of token ids, and answers have no text\n"
     return (
         f"{description['system']} serves {description['model']} ({description['dtype']}{weights}) "
         f"on {description['device']}\n"
-        f"limits: {longest:,} tokens a request, {at_once} requests with KV cache at once, "
+        f"limits: {ready.admission.longest_request:,} tokens a request, {ready.max_num_seqs} with KV cache at once, "
         f"{limits.max_queued_requests} running or waiting, {limits.max_queued_best_effort} best-effort ones\n"
         f"{by_default if defaults else ''}"
-        f"{no_text if engine.tokenizer is None else ''}"
+        f"{no_text if tokenizer is None else ''}"
         f"tool calls: {calls} (--tool-call-parser)    reasoning: {reasoning} (--reasoning-parser)\n"
         f"API: {url}/v1    status page: {url}/    metrics: {url}/metrics    Ctrl-C stops"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,10 +15,11 @@ from apex.cli.output import stdout_console
 from apex.cli.systems_command import SystemsCommand
 from apex.replay.loop import check_requests
 from apex.replay.records import REFUSED, Replay, ReplayRequest
+from apex.simulator.bound import decode_bound
 from apex.simulator.build import build_simulated
 from apex.simulator.runtime import VLLM, VLLM_DEFAULTS, vllm_runtime
 from apex.strategy import StrategyConfig
-from swiftllm.config import EngineConfig
+from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.systems import find_system
 
@@ -75,6 +76,8 @@ class Simulate(SystemsCommand):
     the highest predicted throughput. By default all weights must fit."""
     cpu_kernel: str = "native"
     """CPU attention kernel: native, ispc or llamafile."""
+    cpu_kv_dtype: CpuKVDtype = "auto"
+    """K and V in the CPU tier: auto as --dtype; int8, with a scale per token and head, in about half of the bytes."""
     cpu_bandwidth_gb_s: float | None = None
     """GB/s at which CPU attention reads the KV cache; by default the host's, times the kernel's share of it."""
     num_requests: int = 200
@@ -119,6 +122,7 @@ class Simulate(SystemsCommand):
                 network_gbps=self.network_gbps,
                 weights=self.weights,
                 cpu_kernel=self.cpu_kernel,
+                cpu_kv_dtype=self.cpu_kv_dtype,
                 cpu_bandwidth_gb_s=self.cpu_bandwidth_gb_s,
                 block_size=self.block_size,
                 max_tokens=self.max_num_batched_tokens,
@@ -150,6 +154,10 @@ class Simulate(SystemsCommand):
             why_none.append(all_refused_line(system, replay))
             gpu_blocks, cpu_blocks = blocks[system]
             records.append(measured | {"num_gpu_blocks": gpu_blocks, "num_cpu_blocks": cpu_blocks})
+        bound = None
+        if self.weights_gpu_memory is None and not self.best_effort_words:
+            bound = self._bound(machine, blocks.values())
+            records = [record | {"bound_tokens_per_s": bound[0]} for record in records]
         console = stdout_console()
         console.print(f"\n[bold]SIMULATED[/]: {machine.description}", soft_wrap=True)
         console.print(f"{machine.gpu.name} is known from {machine.how_known}", soft_wrap=True, highlight=False)
@@ -157,14 +165,21 @@ class Simulate(SystemsCommand):
             console.print(f"{VLLM}: {VLLM_DEFAULTS}", soft_wrap=True, highlight=False)
         outside = sorted({name for record in records for name in record["extrapolated"]})
         self.report(records, f"outside the measured sizes, extrapolated: {', '.join(outside)}" if outside else "")
+        if bound is not None:
+            print("bound: {:,.0f} tok/s, decodes alone with GPU and CPU overlapped, {} + {} of them".format(*bound))
         for line in filter(None, why_none):
             print(f"apex: {line}", file=sys.stderr)
         return 1 if any(why_none) else 0
 
+    def _bound(self, machine: PredictedMachine, blocks: Iterable[tuple[int, int]]) -> tuple[float, int, int]:
+        tokens = tuple(self.block_size * max(of_tier) for of_tier in zip(*blocks, strict=True))
+        context, most = self.input_len + self.output_len / 2, min(self.max_num_seqs, self.num_requests)
+        return decode_bound(machine.table, machine.model.num_layers, context, tokens, most)
+
     def check_flags(self) -> None:
         super().check_flags()
         of_engine = ("block_size", "max_num_batched_tokens", "max_num_seqs", "tensor_parallel", "num_gpu_blocks",
-                     "num_cpu_blocks")  # fmt: skip
+                     "num_cpu_blocks", "cpu_kv_dtype", "cpu_kernel")  # fmt: skip
         with input_errors(of_engine=False):
             EngineConfig(self.model, **{name: getattr(self, name) for name in of_engine})
             EngineConfig(self.model, weights_gpu_memory=self.weights_gpu_memory)

@@ -6,10 +6,11 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 
 import pacpu
+from apex.perf.experts import flat_from_tokens
 from apex.perf.model import TABLE_VERSION, ProfileTable, attention_rate
 from apex.perf.profiler import Grid, measure_seconds, table_from_seconds
 from apex.perf.progress import progress_bar
@@ -17,6 +18,7 @@ from apex.perf.workbench import MOST_BLOCKS, Workbench
 from swiftllm.config import EngineConfig
 from swiftllm.files import cache_dir
 from swiftllm.machine import cpu_model, usable_cores
+from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Place, Placement
 from swiftllm.runtime.build import scheduler_limits
 from swiftllm.runtime.torch_backend import TorchBackend
@@ -53,8 +55,10 @@ def measure_profile(config: EngineConfig, backend: TorchBackend) -> ProfileTable
         (seconds,) = measure_seconds(bench, most, Grid(), progress=progress)
         table = table_from_seconds(seconds, profile_identity(config, backend))
         heads = backend.model_config.num_heads, backend.model_config.num_kv_heads
+        experts = backend.model_config.experts
         return replace(
             table,
+            flat_from_tokens=1.0 if experts is None else flat_from_tokens(experts.num_experts, experts.per_token),
             shared_row_cost=pacpu.shared_row_cost(backend.dtype, "GQA" if heads[0] > heads[1] else "MHA"),
             rows_per_read=float(pacpu.rows_per_read(*heads)),
         )
@@ -69,7 +73,11 @@ def make_workbench(config: EngineConfig, backend: TorchBackend) -> Workbench:
 
 def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, str]:
     """What a profile table depends on; a table is refused wherever one of these differs."""
-    model = asdict(backend.model_config)
+    # What a model has beyond Llama: tables of models that lack it keep their hash.
+    defaults = {field.name: field.default for field in fields(ModelConfig) if field.name != "quantisation"}
+    model = {
+        name: value for name, value in asdict(backend.model_config).items() if value != defaults.get(name, MISSING)
+    }
     # Not part of the hash, but told by name: tables of other weights keep their hash.
     quantised = {"weights": backend.weights_name} if model.pop("quantisation") else {}
     placement = backend.placement

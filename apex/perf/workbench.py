@@ -33,6 +33,9 @@ SHORT_S = 2e-3
 """So do boundaries of any size that take no longer than this."""
 HAND_OVERS = 3
 """Pairs of boundaries a sample: a hand-over is a small difference of two times."""
+PROMPTS = 1 << 14
+"""Places of the random tokens at which a prompt may begin. Requests with equal tokens would have equal rows, which pick
+equal experts: the weights of all others would not be read."""
 
 
 class Workbench:
@@ -49,7 +52,9 @@ class Workbench:
         self.tables: dict[str, list[int]] = {}
         self._synchronize = torch.cuda.synchronize if backend.device.type == "cuda" else lambda: None
         self._random = random.Random(0)
-        self._tokens = self._random.choices(range(backend.model_config.vocab_size), k=max_model_len + 1)
+        self._prompts = random.Random(0)  # of its own: block tables do not depend on tokens
+        vocabulary = range(backend.model_config.vocab_size)
+        self._tokens = self._prompts.choices(vocabulary, k=PROMPTS + max_model_len)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -202,8 +207,9 @@ class Workbench:
         return max(self.num_blocks, key=lambda tier: self.num_blocks[tier])
 
     def _request(self, tokens: int, tier: Tier) -> Request:
-        """A request of ``tokens`` tokens, with blocks at random places of its tier."""
-        prompt = tuple(self._tokens[:tokens])
+        """A request of ``tokens`` random tokens, with blocks at random places of its tier."""
+        start = self._prompts.randrange(PROMPTS)
+        prompt = tuple(self._tokens[start : start + tokens])
         request = Request(f"profile-{len(self.tables)}", prompt, SamplingParams(max_tokens=1), tier=tier)
         count = -(-tokens // self.block_size)
         pool = self._pool(tier, count)

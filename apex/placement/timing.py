@@ -139,9 +139,10 @@ def _copy(weights: LoadedWeights) -> None:
 
 
 def _crossing(model: LlamaModel, device: Device, dtype: torch.dtype, rows: int) -> Callable[[], object]:
+    """Of random rows: equal ones would pick equal experts, and the weights of all others would not be read."""
     config, where = model.config, {"device": device.torch_device, "dtype": dtype}
-    attention_out = torch.zeros(rows, config.num_heads, config.head_dim, **where)
-    residual = torch.zeros(rows, config.hidden_size, **where)
+    attention_out = torch.randn(rows, config.num_heads, config.head_dim, **where)
+    residual = torch.randn(rows, config.hidden_size, **where)
     rotary_rows = model.rotary_table[torch.zeros(rows, dtype=torch.int64, device=device.torch_device)]
     return lambda: model.cross(SAMPLE_LAYER, attention_out, residual, rotary_rows)
 

@@ -72,7 +72,8 @@ class WeightPlacer:
         model, identity, itemsize = machine.model, machine.table.identity, ITEMSIZES[machine.dtype]
         shape, scheme = LayerShape.from_config(model), model.quantisation
         self._budget = machine.budget(block_size)
-        self.kv_bytes_per_token = self.cpu_kv_bytes_per_token = model.kv_bytes_per_token(itemsize)
+        self.kv_bytes_per_token = model.kv_bytes_per_token(itemsize)
+        self.cpu_kv_bytes_per_token = self._budget.host_block_bytes // block_size
         layer_bytes = shape.gemm_weights * itemsize if scheme is None else packed_bytes(shape, scheme)
         first, layers = machine.table.first_share, model.num_layers
         self.boundary_bytes = (first * layer_bytes, *[layer_bytes] * (layers - 1), (1 - first) * layer_bytes)

@@ -112,6 +112,12 @@ def kernel(setting: PaperSetting, system: str, name: str) -> PaperSetting:
 
 
 @axis(SETTING, has_cpu_attention)
+def cpu_kv_dtype(setting: PaperSetting, system: str, name: str) -> PaperSetting:
+    """The format of the CPU tier: auto or int8, which the native kernel reads."""
+    return replace(setting, cpu_kv_dtype=name)
+
+
+@axis(SETTING, has_cpu_attention)
 def cpu_bandwidth_gb_s(setting: PaperSetting, system: str, gb_s: float) -> PaperSetting:
     """The rate at which CPU attention reads KV cache, whatever the kernel."""
     return replace(setting, cpu_bandwidth_gb_s=gb_s)

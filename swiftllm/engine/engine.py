@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swiftllm.core.plan import IterationPlan, StepResult
-from swiftllm.core.request import Request, RequestOutput, RequestRefused, ServiceClass, first_of
-from swiftllm.core.sampling_params import SamplingParams, whole_number
+from swiftllm.core.request import Request, RequestOutput, ServiceClass, Tier
+from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.backend import Backend, HostDied
 from swiftllm.engine.executor import Executor
 from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.scheduling.admission import Admission, as_token_ids
 from swiftllm.scheduling.policy import Policy
 from swiftllm.scheduling.residents import Residents
 
@@ -126,6 +127,14 @@ class Engine:
     def kv(self) -> KVCacheManager:
         return self.residents.kv
 
+    @property
+    def admission(self) -> Admission:
+        """All by which :meth:`make_request` refuses requests. Constant."""
+        residents, kv = self.residents, self.kv
+        num_blocks = {tier: kv.capacity(tier) for tier in Tier}
+        tiers = {service_class: residents.rules.tiers_of(service_class) for service_class in ServiceClass}
+        return Admission(self.vocab_size, residents.limits.max_model_len, kv.block_size, num_blocks, tiers)
+
     def make_request(
         self,
         request_id: str,
@@ -134,32 +143,17 @@ class Engine:
         arrival_s: float | None = None,
         service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE,
         cache_salt: str | None = None,
+        is_checked: bool = False,
     ) -> Request:
         """A checked request for :meth:`add`. Reads only what never changes, so any thread may call this.
 
         ``arrival_s`` is a time of the engine's clock, by default :meth:`now`. Only requests with one ``cache_salt``
-        share cached prefixes.
+        share cached prefixes. ``is_checked``: :attr:`admission` has let it pass, maybe in another process.
 
         Raises:
             RequestRefused: it can never be served; the message names the limit it hits.
         """
-        try:
-            prompt = tuple(prompt_token_ids)
-            if set(map(type, prompt)) != {int}:  # a tenth of the time of a check of each
-                prompt = tuple(whole_number("token id", token) for token in prompt)
-        except ValueError as error:
-            raise RequestRefused(str(error), "prompt") from None
-        for about, tokens in (
-            ("prompt", prompt),
-            ("logit_bias", [token for token, _ in sampling.logit_bias]),
-            ("stop_token_ids", sampling.stop_token_ids),
-            ("bad_words", [token for word in sampling.bad_words for token in word]),
-            ("allowed_token_ids", sampling.allowed_token_ids or ()),
-        ):
-            if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
-                unknown = list(dict.fromkeys(t for t in tokens if not 0 <= t < self.vocab_size))
-                ids = f"token id {unknown[0]} is" if len(unknown) == 1 else f"token ids {first_of(unknown)} are"
-                raise RequestRefused(f"{about}: {ids} outside the vocabulary of {self.vocab_size} tokens", about)
+        prompt = tuple(prompt_token_ids) if is_checked else as_token_ids(prompt_token_ids)
         arrival_s = self.now() if arrival_s is None else arrival_s
         request = Request(
             request_id,
@@ -171,7 +165,8 @@ class Engine:
             service_class=service_class,
             cache_salt=cache_salt,
         )
-        self.residents.check(request)
+        if not is_checked:
+            self.admission.check(request)
         self.kv.name_prompt(request)
         return request
 

@@ -27,6 +27,17 @@ class StoredTensor(Protocol):
     def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor: ...
 
 
+def tensor_names(folder: Path) -> set[str]:
+    """Of a folder's tensors; none if there are no weights, or they cannot be read."""
+    indices = sorted(folder.glob(INDEX_FILES))
+    if indices:
+        return set(json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"])
+    try:
+        return {name for name, _ in read_tensors(folder)}
+    except (FileNotFoundError, WeightsError):
+        return set()
+
+
 def read_tensors(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
     """Names of tensors, and what reads slices of each.
 

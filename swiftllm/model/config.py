@@ -9,17 +9,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from swiftllm.model.architectures import SUPPORTED, Unsupported, recognise, text_part
+from swiftllm.model.checkpoint import tensor_names
 from swiftllm.model.quantised.scheme import QuantisationScheme
 from swiftllm.model.rope import RopeScaling
 
-# Architectures that differ from Llama in biases and norms only, and their model_type.
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-SUPPORTED = f"supported are {', '.join(ARCHITECTURES)} with SiLU and full attention"
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Of a model whose FFNs are of experts; ``per_token`` of them are computed for a row."""
+
+    num_experts: int
+    per_token: int
+    normalises: bool
+    """Whether the likelihoods of a row's experts are divided by their sum."""
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> ExpertSizes:
+        """Raises: ValueError: a number makes no sense."""
+        told = fields["num_local_experts"]
+        sizes = int(fields["num_experts"] if told is None else told), int(fields["num_experts_per_tok"])
+        if not 1 <= sizes[1] <= sizes[0]:
+            raise ValueError(f"{sizes[1]} of {sizes[0]} experts")
+        return cls(*sizes, normalises=bool(fields.get("norm_topk_prob", True)))
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,7 @@ class ModelConfig:
     num_layers: int
     hidden_size: int
     intermediate_size: int
+    """Of the FFN; of one expert in models with experts."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -47,6 +60,25 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     quantisation: QuantisationScheme | None = None
     """How the layers' matrices are quantised; None: they are not."""
+    rotary_dim: int | None = None
+    """Elements of a head that turn; None: all."""
+    interleaved_rotary: bool = False
+    """Whether in the checkpoint neighbours turn together; otherwise elements of two halves do."""
+    layers_without_rotary: frozenset[int] = frozenset()
+    norms_outputs: bool = False
+    """Whether the outputs of attention and FFN are normed before they are added."""
+    embedding_multiplier: float = 1.0
+    score_multiplier: float = 1.0
+    """On attention scores, beside ``head_dim ** -0.5``."""
+    residual_scale: float = 1.0
+    """A power of two by which ``o`` and ``down`` are multiplied when they are read."""
+    logits_multiplier: float = 1.0
+    is_wrapped: bool = False
+    """Whether the checkpoint has a part for images, which is not read, beside the text model."""
+    experts: ExpertSizes | None = None
+    """None: the FFN is dense."""
+    named_positions: int | None = None
+    """``max_position_embeddings`` of a checkpoint that scales the queries behind those that are given here."""
 
     def longest_request(self, asked: int | None) -> int:
         """Prompt and output tokens of a request at most: those ``asked`` for, by default the model's own.
@@ -54,6 +86,11 @@ class ModelConfig:
         Raises:
             ValueError: the model was made for fewer.
         """
+        if asked is not None and asked > self.max_position_embeddings and self.named_positions is not None:
+            raise ValueError(
+                f"max_model_len={asked} exceeds {self.max_position_embeddings} tokens, and the model, made for "
+                f"{self.named_positions}, scales the queries behind them, which is not supported"
+            )
         if asked is not None and asked > self.max_position_embeddings:
             raise ValueError(
                 f"max_model_len={asked} exceeds the {self.max_position_embeddings} tokens the model was made for"
@@ -75,32 +112,62 @@ class ModelConfig:
         raw = _read_object(path)
         generation_path = folder / "generation_config.json"
         generation = _read_object(generation_path) if generation_path.is_file() else {}
-        kind = _supported_kind(raw, path)
-        quantisation = QuantisationScheme.from_config(raw, folder)
         try:
-            num_heads = int(raw["num_attention_heads"])
-            hidden_size = int(raw["hidden_size"])
+            text = text_part(raw)
+            if text is not None and (names := tensor_names(folder)):  # the two parts may contradict each other
+                text["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in names)
+            row, fields = recognise(raw if text is None else text)
+        except Unsupported as what:
+            raise ValueError(f"{path}: {what} is not supported; {SUPPORTED}") from None
+        quantisation = QuantisationScheme.from_config(fields, folder)
+        try:
+            num_heads = int(fields["num_attention_heads"])
+            hidden_size = int(fields["hidden_size"])
+            num_kv_heads, head_dim = fields["num_key_value_heads"], fields["head_dim"]
+
+            def has_bias(told: bool | str) -> bool:
+                return told if isinstance(told, bool) else bool(fields[told])
+
+            resolved_head_dim = hidden_size // num_heads if head_dim is None else int(head_dim)
+            rope = _rope_parameters(fields)
+            rotary_dim = resolved_head_dim
+            if "partial_rotary_factor" in row.own:
+                rotary_dim = int(rotary_dim * float(rope.pop("partial_rotary_factor")))
+            num_positions, named_positions = int(fields["max_position_embeddings"]), None
+            if row.scales_queries and float(rope.pop("llama_4_scaling_beta")):
+                unscaled = int(rope["original_max_position_embeddings"])
+                if unscaled < num_positions:
+                    num_positions, named_positions = unscaled, num_positions
             config = cls(
-                num_layers=int(raw["num_hidden_layers"]),
+                num_layers=int(fields["num_hidden_layers"]),
                 hidden_size=hidden_size,
-                intermediate_size=int(raw["intermediate_size"]),
+                intermediate_size=int(fields[row.expert_size or "intermediate_size"]),
                 num_heads=num_heads,
-                num_kv_heads=num_heads if raw.get("num_key_value_heads") is None else int(raw["num_key_value_heads"]),
-                head_dim=int(raw.get("head_dim") or (128 if kind == "qwen3" else hidden_size // num_heads)),
-                vocab_size=int(raw["vocab_size"]),
-                max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
-                rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-                rope_theta=_rope_theta(raw),
-                rope_scaling=RopeScaling.from_config(_rope_parameters(raw)),
-                tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-                qkv_bias=bool(raw.get("attention_bias", kind == "qwen2")),
-                o_bias=bool(raw.get("attention_bias", False)),
-                mlp_bias=bool(raw.get("mlp_bias", False)),
-                norms_heads=kind == "qwen3",
-                initializer_range=float(raw.get("initializer_range", 0.02)),
-                eos_token_ids=_eos_token_ids(generation, raw),
+                num_kv_heads=num_heads if num_kv_heads is None else int(num_kv_heads),
+                head_dim=resolved_head_dim,
+                vocab_size=int(fields["vocab_size"]),
+                max_position_embeddings=num_positions,
+                rms_norm_eps=float(fields["rms_norm_eps"]),
+                rope_theta=float(rope["rope_theta"]),
+                rope_scaling=RopeScaling.from_config(rope, row.rope_kinds),
+                tie_word_embeddings=bool(fields["tie_word_embeddings"]),
+                qkv_bias=has_bias(row.qkv_bias),
+                o_bias=has_bias(row.o_bias),
+                mlp_bias=has_bias(row.mlp_bias),
+                norms_heads=row.norms_heads,
+                initializer_range=float(fields["initializer_range"]),
+                eos_token_ids=_eos_token_ids(generation, fields),
                 quantisation=quantisation,
+                rotary_dim=None if rotary_dim == resolved_head_dim else rotary_dim,
+                interleaved_rotary=row.interleaved_rotary,
+                layers_without_rotary=_layers_without_rotary(fields) if "no_rope_layers" in row.own else frozenset(),
+                norms_outputs=row.norms_outputs,
+                experts=ExpertSizes.from_fields(fields) if row.expert_size else None,
+                is_wrapped=text is not None,
+                named_positions=named_positions,
             )
+            if "residual_multiplier" in row.own:
+                config = _with_multipliers(config, fields)
         except KeyError as error:
             raise ValueError(f"{path} lacks {error}; {SUPPORTED}") from None
         except (TypeError, ValueError, ZeroDivisionError) as error:
@@ -120,8 +187,9 @@ class ModelConfig:
                     quantisation.group_size_of(in_features)
                 except ValueError as error:
                     raise ValueError(f"{path}: {error}") from None
-        if config.head_dim % 2:
-            raise ValueError(f"{path}: head_dim={config.head_dim} is odd; rotary positions turn pairs")
+        for name, size in (("head_dim", config.head_dim), ("rotary_dim", config.rotary_dim or 0)):
+            if size % 2:
+                raise ValueError(f"{path}: {name}={size} is odd; rotary positions turn pairs")
         return config
 
     @property
@@ -133,9 +201,20 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Weights without biases; tied embeddings count once."""
         attention = (self.qkv_size + self.num_heads * self.head_dim) * self.hidden_size
-        layer = attention + (3 * self.intermediate_size + 2) * self.hidden_size
+        num_norms = 4 if self.norms_outputs else 2
+        ffn = 3 * self.intermediate_size
+        if self.experts is not None:
+            ffn = self.experts.num_experts * (ffn + 1)  # and a row of the router
+        layer = attention + (ffn + num_norms) * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
+
+    @property
+    def ffn_width(self) -> int:
+        """Elements of a row where the FFN is widest."""
+        if self.experts is None:
+            return 2 * self.intermediate_size
+        return self.experts.per_token * max(2 * self.intermediate_size, self.hidden_size)
 
     def shard(self, ranks: int) -> ModelConfig:
         """The sizes of one of ``ranks`` equal parts: heads, KV heads and FFN divided, and the vocabulary, rounded up.
@@ -180,37 +259,39 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _supported_kind(raw: Mapping[str, Any], path: Path) -> str:
-    """One of the values of ``ARCHITECTURES``.
+def _rope_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the rotary embedding; beside those of its scaling, ``rope_theta`` and, where a model has it,
+    ``original_max_position_embeddings``, which transformers prefers there."""
+    beside = {"rope_theta": fields["rope_theta"], "partial_rotary_factor": fields.get("partial_rotary_factor", 1.0)}
+    parameters = beside | dict(fields["rope_scaling"] or fields["rope_parameters"] or {})
+    if "original_max_position_embeddings" in fields:
+        parameters["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
+    return parameters
 
-    Raises:
-        ValueError: the model is none of them, or has a part that is not supported.
-    """
-    architectures = raw.get("architectures") or [
-        name for name, kind in ARCHITECTURES.items() if kind == raw.get("model_type")
-    ]
-    kind = ARCHITECTURES.get(architectures[0]) if len(architectures) == 1 else None
-    # Qwen gives a window and, beside it, whether it is used; Mistral has one unless it is null.
-    window = raw.get("sliding_window", 4096 if kind == "mistral" else None)
-    has_window = window is not None and raw.get("use_sliding_window", kind not in ("qwen2", "qwen3"))
-    reasons = (
-        (kind is None, f"architectures={raw.get('architectures')} with model_type={raw.get('model_type')!r}"),
-        (raw.get("hidden_act", "silu") != "silu", f"hidden_act={raw.get('hidden_act')!r}"),
-        (has_window, f"sliding_window={window}"),
+
+def _layers_without_rotary(fields: Mapping[str, Any]) -> frozenset[int]:
+    """Those that ``no_rope_layers`` has a 0 for, or every ``no_rope_layer_interval``-th one."""
+    layers = range(int(fields["num_hidden_layers"]))
+    has_rotary, interval = fields["no_rope_layers"], int(fields["no_rope_layer_interval"])
+    if has_rotary is None:
+        return frozenset(layers[interval - 1 :: interval])
+    return frozenset(layer for layer in layers if not has_rotary[layer])
+
+
+def _with_multipliers(config: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
+    """Granite's multipliers. A norm does not change if the residual is multiplied by a number and ``rms_norm_eps`` by
+    its square. So instead of each layer's output, the embedding is multiplied: by a power of two that layers keep, over
+    ``residual_multiplier``. The residual then is at most 1.5 times as large or small, and no matrix is rounded."""
+    residual = float(fields["residual_multiplier"])
+    scale = 2.0 ** round(math.log2(residual))
+    return replace(
+        config,
+        embedding_multiplier=float(fields["embedding_multiplier"]) * scale / residual,
+        score_multiplier=float(fields["attention_multiplier"]) * math.sqrt(config.head_dim),
+        residual_scale=scale,
+        rms_norm_eps=config.rms_norm_eps * (scale / residual) ** 2,
+        logits_multiplier=1 / float(fields["logits_scaling"]),
     )
-    for applies, what in reasons:
-        if applies:
-            raise ValueError(f"{path}: {what} is not supported; {SUPPORTED}")
-    return kind
-
-
-def _rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The scaling fields: transformers up to 4 writes ``rope_scaling``, from 5 on ``rope_parameters``."""
-    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-
-
-def _rope_theta(raw: Mapping[str, Any]) -> float:
-    return float(_rope_parameters(raw).get("rope_theta") or raw.get("rope_theta") or 10000.0)
 
 
 def _eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:

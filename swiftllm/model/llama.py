@@ -37,6 +37,8 @@ class LlamaModel:
             config.head_dim,
             config.rope_theta,
             config.rope_scaling,
+            config.rotary_dim,
+            config.score_multiplier,
         )
         self.rotary_table = table.to(weights.boundary(-1).norm.device)
 
@@ -62,10 +64,12 @@ class LlamaModel:
         residual: torch.Tensor,
         rotary_rows: torch.Tensor,
         out: torch.Tensor | None = None,
+        num_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The rest of ``layer`` and the beginning of the next one: what :meth:`enter` returns.
 
         ``attention_out [rows, num_heads, head_dim]``; ``residual [rows, hidden_size]`` is the next layer's afterwards.
+        ``num_rows``, int32 ``[1]`` on the device: rows from that one on are padding, which goes to no expert.
         """
         weights = self.weights.boundary(layer)
         if weights.in_one_call is not None:
@@ -73,18 +77,21 @@ class LlamaModel:
                 1, (-1, self.config.head_dim)
             )
             return qkv if out is None else out.copy_(qkv)
-        normed = self._norm_of_sum(self._ffn(weights.ffn, attention_out, residual), residual, weights.norm)
+        normed = self._norm_of_sum(self._ffn(weights.ffn, attention_out, residual, num_rows), residual, weights.norm)
         return self._qkv(weights, normed, rotary_rows, out)
 
-    def leave(self, attention_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def leave(
+        self, attention_out: torch.Tensor, residual: torch.Tensor, num_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The rest of the last layer, final norm and vocabulary: logits ``[rows, num_logits]`` in the model's dtype.
 
         ``attention_out [rows, num_heads, head_dim]``; ``residual [rows, hidden_size]`` is overwritten.
+        ``num_rows``: see :meth:`cross`.
         """
         weights = self.weights.boundary(self._last)
         if weights.in_one_call is not None:
             return weights.in_one_call(attention_out.flatten(1), residual, None)
-        ffn = self._ffn(weights.ffn, attention_out, residual)
+        ffn = self._ffn(weights.ffn, attention_out, residual, num_rows)
         return weights.projection(self._norm_of_sum(ffn, residual, weights.norm))
 
     def split_qkv(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -105,20 +112,35 @@ class LlamaModel:
         q_and_k = heads[:, : config.num_heads + config.num_kv_heads]  # neighbours: one call for both
         if weights.head_norms is not None:
             self.ops.norm_heads_(q_and_k, weights.head_norms, config.rms_norm_eps)
-        self.ops.rotary_(q_and_k, rotary_rows)
+        if weights.rotates:
+            self.ops.rotary_(q_and_k, rotary_rows)
         return heads
 
-    def _ffn(self, weights: FfnWeights, attention_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def _ffn(
+        self,
+        weights: FfnWeights,
+        attention_out: torch.Tensor,
+        residual: torch.Tensor,
+        num_rows: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Adds the layer's attention to the residual; returns the FFN's output, which is still to be added."""
-        rows = self._norm_of_sum(weights.o(attention_out.reshape(len(residual), -1)), residual, weights.norm)
-        # Gate and up are by far the widest activations, so that many rows cross in pieces. Nested calls: no variable
-        # keeps an activation longer than it is needed.
-        num_pieces = -(-len(rows) * 2 * self.config.intermediate_size // FFN_ELEMENTS_AT_ONCE)
-        if num_pieces <= 1:
-            return weights.down(self.ops.silu_and_mul(weights.gate_up(rows)))
+        # Nested calls: no variable keeps an activation longer than it is needed.
+        attended = attention_out.reshape(len(residual), -1)
+        rows = self._norm_of_sum(self._normed(weights.o(attended), weights.o_norm), residual, weights.norm)
+        return self._normed(self._mlp(weights, rows, num_rows), weights.down_norm)
+
+    def _mlp(self, weights: FfnWeights, rows: torch.Tensor, num_rows: torch.Tensor | None) -> torch.Tensor:
+        """Overwrites ``rows``."""
+        # Gate and up are by far the widest activations, so that many rows cross in pieces.
+        num_pieces = -(-len(rows) * self.config.ffn_width // FFN_ELEMENTS_AT_ONCE)
+        if num_pieces <= 1 or num_rows is not None:
+            return weights.mlp(rows, num_rows)
         for piece in rows.chunk(num_pieces):
-            piece.copy_(weights.down(self.ops.silu_and_mul(weights.gate_up(piece))))
+            piece.copy_(weights.mlp(piece))
         return rows
+
+    def _normed(self, rows: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        return rows if norm is None else self.ops.rms_norm(rows, norm, self.config.rms_norm_eps)
 
     def _norm_of_sum(self, addend: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         return self.ops.add_rms_norm_(residual, addend, norm, self.config.rms_norm_eps)

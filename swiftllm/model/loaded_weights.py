@@ -4,6 +4,7 @@ CPU, which then computes their products."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from swiftllm.model.placement import Place, Placement, all_resident
 from swiftllm.model.providers import BoundaryWeights, make_boundary, make_linear
 from swiftllm.model.weight_slots import CHUNK_BYTES, WeightSlots
 from swiftllm.model.weights import NONE_ON_HOST, LlamaWeights, ModelPart, dummy_weights, load_weights
+from swiftllm.ops.experts import Experts, ExpertWeights
 from swiftllm.ops.interface import Linear, Ops
 from swiftllm.ops.quantised_matrix import Matrix
 
@@ -52,11 +54,13 @@ class LoadedWeights:
         for boundary, place in enumerate(places, -1):
             if place is Place.STREAMED:
                 linears = lay_out(streamed[boundary], self.slots.slot_of(boundary))
-                make = partial(make_linear, ops.in_place)  # slots change
+                make = partial(make_linear, ops.in_place), ops.in_place.make_experts  # slots change
             else:
                 linears = weights.take_linears(boundary)
-                make = partial(make_linear, ops) if place is Place.RESIDENT else partial(_cpu_linear, device, host_ops)
-            self.boundaries.append(make_boundary(ops, config, weights, boundary, linears, make))
+                make = partial(make_linear, ops), ops.make_experts
+                if place is Place.CPU:
+                    make = partial(_cpu_linear, device, host_ops), partial(_cpu_experts, device, host_ops)
+            self.boundaries.append(make_boundary(ops, config, weights, boundary, linears, *make))
 
     def enter(self, layer: int) -> None:
         """Work launched from now on reads the matrices of this boundary. Call it outside of captures."""
@@ -125,5 +129,17 @@ def _cpu_linear(device: Device, host_ops: Ops, weight: Matrix, bias: torch.Tenso
         stream.mark().synchronize()
         product = stream.send(linear(rows))
         return product if out is None else out.copy_(product)
+
+    return compute_on_cpu
+
+
+def _cpu_experts(device: Device, host_ops: Ops, weights: ExpertWeights) -> Experts:
+    """The same for an FFN of experts."""
+    experts, stream = host_ops.make_experts(replace(weights, router=weights.router.cpu())), device.compute
+
+    def compute_on_cpu(x: torch.Tensor, num_rows: torch.Tensor | None = None) -> torch.Tensor:
+        rows, count = stream.fetch(x), None if num_rows is None else stream.fetch(num_rows)
+        stream.mark().synchronize()
+        return stream.send(experts(rows, count))
 
     return compute_on_cpu

@@ -11,11 +11,13 @@ import torch.nn.functional as F
 
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.weights import LayerWeights, LinearTensors, LlamaWeights
+from swiftllm.ops.experts import Experts, ExpertWeights
 from swiftllm.ops.interface import Crossing, CrossingParts, Linear, Ops
 from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
 
 MakeLinear = Callable[[Matrix, torch.Tensor | None], Linear]
 """From a matrix and a bias to their linear."""
+MakeExperts = Callable[[ExpertWeights], Experts]
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,11 @@ class FfnWeights:
 
     o: Linear
     norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Experts
+    """Dense, or of experts. Only the latter look at ``num_rows``."""
+    o_norm: torch.Tensor | None = None
+    """Of the output of ``o``, and ``down_norm`` of that of ``down``, in models that norm these before they add them."""
+    down_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class BoundaryWeights:
     """QKV of the next layer; at the last boundary the vocabulary's."""
     head_norms: torch.Tensor | None
     """``[num_heads + num_kv_heads, head_dim]``: a norm for each head of Q and K, in models that have them."""
+    rotates: bool = True
+    """Whether Q and K of the next layer are rotated."""
     in_one_call: Crossing | None = None
     """All of the above but the embedding, where the operations have it."""
 
@@ -71,8 +78,10 @@ def make_boundary(
     boundary: int,
     linears: dict[str, LinearTensors],
     make_layers_linear: MakeLinear,
+    make_experts: MakeExperts,
 ) -> BoundaryWeights:
-    """A boundary that ``ops`` compute. Its ``linears``, without the vocabulary's, are made by ``make_layers_linear``.
+    """A boundary that ``ops`` compute. ``make_layers_linear`` and ``make_experts`` make its ``linears``, without the
+    vocabulary's.
 
     A matrix is taken from ``linears`` when its linear is made: so a packed copy does not double a boundary's memory.
     """
@@ -82,20 +91,41 @@ def make_boundary(
 
     layers, ffn = weights.layers, None
     if boundary >= 0:
-        ffn = FfnWeights(take("o"), layers[boundary].post_norm, take("gate_up"), take("down"))
+        layer = layers[boundary]
+        o, dense = take("o"), None
+        if layer.router is None:
+            dense = take("gate_up"), take("down")
+            mlp = partial(_dense, ops, *dense)
+        else:
+            stacks, sizes = (linears.pop(name)[0] for name in ("gate_up", "down")), config.experts
+            mlp = make_experts(ExpertWeights(layer.router, *stacks, sizes.per_token, sizes.normalises))
+        ffn = FfnWeights(o, layer.post_norm, mlp, layer.o_norm, layer.down_norm)
+    rotates = boundary + 1 not in config.layers_without_rotary
     if boundary + 1 < len(layers):
         norm, projection = layers[boundary + 1].input_norm, take("qkv")
-        head_norms, rotated_heads = _head_norms(layers[boundary + 1], config), config.num_heads + config.num_kv_heads
+        head_norms = _head_norms(layers[boundary + 1], config)
+        rotated_heads = config.num_heads + config.num_kv_heads if rotates else 0
     else:
         norm, projection = weights.final_norm, make_linear(ops, weights.lm_head, None)
         head_norms, rotated_heads = None, 0
-    embed = partial(F.embedding, weight=weights.embedding) if boundary < 0 else None
+    embed = partial(_embed, weights.embedding, config.embedding_multiplier) if boundary < 0 else None
     in_one_call = None
-    if ffn is not None:
+    if ffn is not None and dense is not None and not config.norms_outputs:
         sizes = rotated_heads, config.head_dim, config.rms_norm_eps
-        parts = CrossingParts(ffn.o, ffn.norm, ffn.gate_up, ffn.down, norm, projection, head_norms, *sizes)
+        parts = CrossingParts(ffn.o, ffn.norm, *dense, norm, projection, head_norms, *sizes)
         in_one_call = ops.make_crossing(parts)
-    return BoundaryWeights(embed, ffn, norm, projection, head_norms, in_one_call)
+    return BoundaryWeights(embed, ffn, norm, projection, head_norms, rotates, in_one_call)
+
+
+def _dense(
+    ops: Ops, gate_up: Linear, down: Linear, rows: torch.Tensor, num_rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    return down(ops.silu_and_mul(gate_up(rows)))
+
+
+def _embed(weight: torch.Tensor, multiplier: float, token_ids: torch.Tensor) -> torch.Tensor:
+    hidden = F.embedding(token_ids, weight)
+    return hidden if multiplier == 1.0 else hidden.mul_(multiplier)
 
 
 def _head_norms(layer: LayerWeights, config: ModelConfig) -> torch.Tensor | None:

@@ -28,11 +28,12 @@ class Tokenizer:
     changes options of a tokenizer that other threads may be using.
     """
 
-    def __init__(self, inner: Any) -> None:
-        """``inner``: a fast tokenizer of transformers, as all of the Llama family are."""
+    def __init__(self, inner: Any, folder: str) -> None:
+        """``inner``: a fast tokenizer of transformers, as all of the Llama family are. ``folder``: where it is read."""
         from tokenizers.decoders import ByteLevel
 
         self._inner = inner
+        self.folder = folder
         self._rust = inner.backend_tokenizer
         added = self._rust.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -54,7 +55,7 @@ class Tokenizer:
         from transformers import AutoTokenizer  # takes seconds; engines fed with token ids do not need it
 
         try:
-            return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+            return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True), str(folder))
         except Exception as error:  # transformers raises many kinds, some from compiled code
             raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
 

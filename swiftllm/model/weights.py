@@ -13,6 +13,7 @@ import torch
 
 from swiftllm.model.checkpoint import WeightsError, read_tensors
 from swiftllm.model.config import ModelConfig
+from swiftllm.model.llama_tensors import Folding, as_llama
 from swiftllm.model.packed_tensor import Allocate, PackedTensor, write_rows
 from swiftllm.model.quantised.collector import QuantisedCollector
 from swiftllm.model.quantised.fused import FusedTarget
@@ -47,11 +48,18 @@ def fused_matrices(config: ModelConfig) -> tuple[FusedMatrix, ...]:
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv_sizes = q_size, kv_size, kv_size
     hidden, ffn = config.hidden_size, config.intermediate_size
+    gate_up, down, of_ffn = ("gate_proj", "up_proj"), ("down_proj",), 1
+    if config.experts is not None:  # expert below expert
+        of_ffn = config.experts.num_experts
+        gate_up, down = (
+            tuple(f"experts.{expert}.{module}" for expert in range(of_ffn) for module in modules)
+            for modules in (gate_up, down)
+        )
     return (
         FusedMatrix("qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), qkv_sizes, hidden, config.qkv_bias),
         FusedMatrix("o", "self_attn", ("o_proj",), (hidden,), q_size, config.o_bias),
-        FusedMatrix("gate_up", "mlp", ("gate_proj", "up_proj"), (ffn, ffn), hidden, config.mlp_bias),
-        FusedMatrix("down", "mlp", ("down_proj",), (hidden,), ffn, config.mlp_bias),
+        FusedMatrix("gate_up", "mlp", gate_up, (ffn, ffn) * of_ffn, hidden, config.mlp_bias),
+        FusedMatrix("down", "mlp", down, (hidden,) * of_ffn, ffn, config.mlp_bias),
     )
 
 
@@ -86,6 +94,11 @@ class LayerWeights:
     post_norm: torch.Tensor
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    o_norm: torch.Tensor | None = None
+    """Of attention's output, and ``down_norm`` of the FFN's, in models that norm these before they add them."""
+    down_norm: torch.Tensor | None = None
+    router: torch.Tensor | None = None
+    """``[num_experts, hidden_size]``, in models with experts; it stays on the device."""
     qkv: Matrix | PackedTensor | None = None
     o: Matrix | PackedTensor | None = None
     gate_up: Matrix | PackedTensor | None = None
@@ -131,7 +144,9 @@ class LlamaWeights:
         layers = []
         for index in range(config.num_layers):
             of_heads = [new(config.head_dim) if config.norms_heads else None for _ in "qk"]
-            layers.append(LayerWeights(new(hidden), new(hidden), *of_heads))
+            of_outputs = [new(hidden) if config.norms_outputs else None for _ in ("o", "down")]
+            router = None if config.experts is None else new((config.experts.num_experts, hidden))
+            layers.append(LayerWeights(new(hidden), new(hidden), *of_heads, *of_outputs, router))
             for matrix in fused_matrices(config):
                 allocate, rows = on_host.get(matrix.boundary(index), new), sum(matrix.out_features)
                 if config.quantisation is None:
@@ -162,6 +177,11 @@ class LlamaWeights:
             if config.norms_heads:
                 places[prefix + "self_attn.q_norm.weight"] = layer.q_norm
                 places[prefix + "self_attn.k_norm.weight"] = layer.k_norm
+            if config.norms_outputs:
+                places[prefix + "post_self_attn_layernorm.weight"] = layer.o_norm
+                places[prefix + "post_mlp_layernorm.weight"] = layer.down_norm
+            if layer.router is not None:
+                places[prefix + "mlp.gate.weight"] = layer.router
             for matrix in fused_matrices(config):
                 for kind, name in (("weight", matrix.name), ("bias", f"{matrix.name}_bias")):
                     tensor = getattr(layer, name)
@@ -222,17 +242,17 @@ def load_weights(
     part = part or ModelPart(config)
     weights = LlamaWeights.empty(part.sizes, device, dtype, on_host)
     places, shapes = weights.by_checkpoint_name(part.sizes), _whole_shapes(config)
-    quantised = None
+    quantised, folding = None, Folding(config)
     if config.quantisation is not None:
         targets = weights.fused_targets(part.sizes, device, on_host)
-        quantised = QuantisedCollector(config.quantisation, targets, dtype, part.slices)
-        for name, tensor in read_tensors(Path(folder)):
+        quantised = QuantisedCollector(config.quantisation, targets, dtype, part.slices, folding.matrix)
+        for name, tensor in as_llama(config, read_tensors(Path(folder))):
             quantised.look_ahead(name, tensor)
     # Old checkpoints hold recomputed buffers, or a copy of tied embeddings: neither is needed.
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     seen: set[str] = set()
     unknown: list[str] = []
-    for name, tensor in read_tensors(Path(folder)):
+    for name, tensor in as_llama(config, read_tensors(Path(folder))):
         if name in ignored or name.endswith("rotary_emb.inv_freq"):
             continue
         try:
@@ -240,7 +260,7 @@ def load_weights(
                 shape = tensor.get_shape()
                 if shape != shapes[name]:
                     raise ValueError(f"{name} has shape {shape}, config.json asks for {shapes[name]}")
-                rows = tensor[part.slices(name, shape)]
+                rows = folding.rows(name, tensor[part.slices(name, shape)])
                 write_rows(places[name], 0, rows)
                 _zero(places[name], len(rows))
                 seen.add(name)

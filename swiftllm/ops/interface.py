@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from swiftllm.ops.experts import ExpertByExpert, Experts, ExpertWeights
 from swiftllm.ops.int8_blocks import pack, unpack
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 
@@ -91,6 +92,15 @@ class Ops:
     def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
         """The same for a quantised matrix; ``x`` has its inputs in their own order. The matrix stays packed."""
         return lambda x, out=None: multiply(x, matrix.dequantise().t(), bias, out)
+
+    def make_experts(self, weights: ExpertWeights) -> Experts:
+        """A function of rows; see :data:`~swiftllm.ops.experts.Experts`."""
+
+        def make_linear(matrix: torch.Tensor | QuantisedMatrix) -> Linear:
+            is_plain = isinstance(matrix, torch.Tensor)
+            return self.make_linear(matrix, None) if is_plain else self.make_quantised_linear(matrix, None)
+
+        return ExpertByExpert(weights, make_linear, self.silu_and_mul)
 
     def make_crossing(self, parts: CrossingParts) -> Crossing | None:
         """All parts in one call, with the bits of the separate calls; None where there is no such call.

@@ -1,8 +1,8 @@
 """What each rank holds of a model, and its matrices with the sums over ranks that they need.
 
-Query, key and value heads are divided, and so are the FFN's rows of gate and up. The outputs of attention and FFN (the
-matrices ``o`` and ``down``) are sums over ranks, so each layer has two. The embedding and the vocabulary's matrix are
-divided by tokens. Norms are whole on every rank.
+Query, key and value heads are divided, and so are the rows of gate and up of the FFN, or of each expert. The outputs of
+attention and FFN (the matrices ``o`` and ``down``) are sums over ranks, so each layer has two. The embedding and the
+vocabulary's matrix are divided by tokens. Norms and routers are whole on every rank.
 
 A quantised matrix is divided in the same places: outputs and inputs in whole words of codes, inputs in whole groups.
 With act-order a rank's inputs are of all groups, so it has the scales of all.
@@ -10,7 +10,7 @@ With act-order a rank's inputs are of all groups, so it has the scales of all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -77,7 +77,7 @@ class ShardedWeights(LoadedWeights):
         self.boundaries[-1] = replace(last, projection=self._gathered(last.projection))
 
     def _completed(self, boundary: BoundaryWeights) -> BoundaryWeights:
-        ffn = replace(boundary.ffn, o=self._summed(boundary.ffn.o), down=self._summed(boundary.ffn.down))
+        ffn = replace(boundary.ffn, o=self._summed(boundary.ffn.o), mlp=self._summed(boundary.ffn.mlp))
         return replace(boundary, ffn=ffn, in_one_call=None)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -86,8 +86,8 @@ class ShardedWeights(LoadedWeights):
         hidden = self._embed_own(own.clamp(0, self._part_size - 1))
         return self._group.all_reduce(hidden.masked_fill_(others[:, None], 0))
 
-    def _summed(self, linear: Linear) -> Linear:
-        return lambda x: self._group.all_reduce(linear(x))
+    def _summed(self, of_rows: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *rows: self._group.all_reduce(of_rows(*rows))
 
     def _gathered(self, linear: Linear) -> Linear:
         """Logits ``[rows, vocab_size]`` on rank 0; elsewhere those of the rank's own tokens, which nobody reads."""

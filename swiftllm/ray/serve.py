@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
@@ -24,6 +26,8 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
+
+    from swiftllm.server.service.service import EngineService
 
 MAX_ONGOING_REQUESTS = 4096
 """Requests that Serve passes to a replica at once; the engine has a queue of its own, and refuses by name."""
@@ -64,16 +68,18 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
 
 
 def start_engine(system: str, config: EngineConfig) -> ASGIApp:
-    """Build an engine in this process, start serving it, and return its HTTP application."""
+    """Build an engine in a process beside this one, and return its HTTP application."""
     # Ray sets OMP_NUM_THREADS=1 for actors without cores of their own; attention has threads of its own.
     os.environ.pop("OMP_NUM_THREADS", None)
-    from dataclasses import replace
-
     from swiftllm.server.api.app import create_app
+    from swiftllm.server.service.engine_process import EngineProcess
+
+    return create_app(EngineProcess(partial(build_service, system, config)).connect(), ServerSettings())
+
+
+def build_service(system: str, config: EngineConfig) -> EngineService:
+    """What the engine's process runs."""
     from swiftllm.server.service.service import EngineService
     from swiftllm.systems import build_engine
 
-    engine = build_engine(system, replace(config, model=str(model_folder(config.model))))
-    service = EngineService(engine)
-    service.start()
-    return create_app(service, ServerSettings())
+    return EngineService(build_engine(system, replace(config, model=str(model_folder(config.model)))))

@@ -140,6 +140,7 @@ class LayerGraphs:
         # One for both frames: the logits are sampled before the next boundary begins.
         torch_device = model.rotary_table.device
         self._logits = torch.zeros(rows, model.num_logits, dtype=dtype, device=torch_device)
+        self._num_rows = torch.zeros(1, dtype=torch.int32, device=torch_device)
         self._likeliest = torch.zeros(rows, dtype=torch.int64, device=torch_device)
         self._gpu_layers: Sequence[torch.Tensor] = ()
         self._graphs: dict[GraphKey, Graph] = {}
@@ -226,6 +227,7 @@ class LayerGraphs:
         if graph is None:
             return None
         self._lanes.move_in(lane)
+        self._tell_rows(lane.num_rows)
         graph.replay()
         return self._logits[: lane.num_rows], self._likeliest[: lane.num_rows]
 
@@ -249,7 +251,13 @@ class LayerGraphs:
                 riders.append((batch, rows))
                 first = rows.stop
         _copy([pair for rider in riders for pair in frame.inputs(*rider)])
+        self._tell_rows(sum(batch.num_rows for batch in batches))
         return frame, bucket, riders
+
+    def _tell_rows(self, num_rows: int) -> None:
+        """Rows of the next launch that are no padding. Padding is computed, but for experts: it would read theirs."""
+        if self._model.config.experts is not None:
+            self._num_rows.fill_(num_rows)
 
     def _capture_rows(self, rows: int) -> None:
         boundaries = itertools.product((self._lanes, self._cohorts), range(-1, self._last + 1), (rows,), (0,))
@@ -259,8 +267,10 @@ class LayerGraphs:
             wholes = ()
         keys = list(itertools.starmap(GraphKey, itertools.chain(boundaries, attentions, wholes)))
         keys = [key for key in keys if key.blocks or self._placement.at(key.layer) is not Place.CPU]
+        on_device = (layer for layer in range(self._last) if self._placement.at(layer) is not Place.CPU)
+        of_each_kind = -1, 0, next(on_device, 0), self._last
         for key in keys:  # all, before a capture can fail: ranks launch the same collectives
-            if -1 <= key.layer <= 0 or key.layer == self._last:
+            if key.layer in of_each_kind:
                 # A kernel's first launch compiles and loads it, which a capture does not allow. Contexts in the frame
                 # are empty, so this launch stores nothing.
                 if not key.blocks:
@@ -299,7 +309,7 @@ class LayerGraphs:
             return
         attention_out, residual = frame.attention_out[:rows], frame.residual[:rows]
         if layer == self._last:
-            self._logits[:rows].copy_(self._model.leave(attention_out, residual))
+            self._logits[:rows].copy_(self._model.leave(attention_out, residual, self._num_rows))
             self._likeliest[:rows].copy_(most_likely(self._logits[:rows]))
             return
         rotary_rows, qkv = frame.rotary_rows[:rows], frame.qkv[:rows]
@@ -307,7 +317,7 @@ class LayerGraphs:
             residual.copy_(self._model.embed(frame.token_ids[:rows]))
             self._model.enter(residual, rotary_rows, out=qkv)
         else:
-            self._model.cross(layer, attention_out, residual, rotary_rows, out=qkv)
+            self._model.cross(layer, attention_out, residual, rotary_rows, out=qkv, num_rows=self._num_rows)
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

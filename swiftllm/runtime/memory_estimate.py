@@ -49,7 +49,7 @@ def estimate_memory(
         host_bytes=host_bytes,
         weight_bytes=sizes.total,
         bytes_per_block=model.kv_bytes_per_token(dtype.itemsize) * config.block_size,
-        cpu_bytes_per_block=cpu_format(config, dtype).block_bytes(model, config.block_size),
+        cpu_bytes_per_block=cpu_format(config.cpu_kv_dtype, dtype).block_bytes(model, config.block_size),
         activation_bytes=activations,
         reserved_bytes=HOST_HEADROOM_BYTES if on_host else int(DEVICE_HEADROOM * device_bytes) + CONTEXT_BYTES,
         host_headroom_bytes=0 if on_host else HOST_HEADROOM_BYTES,
@@ -75,8 +75,8 @@ def activation_bytes(
         held += SNAPSHOTS * rows * 2 * model.num_kv_heads * model.head_dim * itemsize
 
     own_attention = held + 2 * attended
-    pieces = max(1, -(-rows * 2 * model.intermediate_size // FFN_ELEMENTS_AT_ONCE))
-    gate_up = -(-rows // pieces) * 2 * model.intermediate_size * itemsize
+    pieces = max(1, -(-rows * model.ffn_width // FFN_ELEMENTS_AT_ONCE))
+    gate_up = -(-rows // pieces) * model.ffn_width * itemsize
     crossing = held + attended + hidden + max(hidden, gate_up + gate_up // 2, qkv)
     if model.quantisation is not None:
         crossing = max(crossing, held + attended + hidden + _written_out(model, itemsize, hidden, gate_up, qkv))
@@ -107,6 +107,7 @@ def _written_out(model: ModelConfig, itemsize: int, hidden: int, gate_up: int, q
     return max(
         sum(matrix.out_features) * matrix.in_features * itemsize + beside[matrix.name]
         for matrix in fused_matrices(model)
+        if model.experts is None or matrix.name in ("qkv", "o")  # experts' codes are multiplied as they are
     )
 
 

@@ -21,13 +21,17 @@ Kind = Literal["json_schema", "regex", "choice", "grammar"]
 MAX_SOURCE_CHARS = 100_000
 MAX_DEPTH = 64  # the parser recurses
 MAX_CACHED = 256
+# Between the marks of JSON: a space, or a line break and its indentation. Of blanks without bound weak models write no
+# end.
+BLANKS = r" |\n {0,16}"
 
 
 class CompiledGrammar:
-    """A compiled grammar. Threads may share it."""
+    """A compiled grammar. Threads may share it. ``source``: its kind and text, for a compiler in another process."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, source: tuple[Kind, str]) -> None:
         self._matcher = matcher
+        self.source = source
 
     def start(self) -> Progress:
         """An output that has no tokens yet."""
@@ -43,11 +47,18 @@ class Progress:
 
     def allowed(self, output: Sequence[int]) -> bytes:
         """One bit for each token of the vocabulary, the lowest first: whether it may come after ``output``, which has
-        grown since the last call. Where the grammar has ended, only tokens that end the output may."""
+        grown since the last call. Where the grammar has ended, only tokens that end the output may.
+
+        Raises:
+            ValueError: the output does not follow the grammar, or the parser has met a limit of its own.
+        """
         if len(output) > self._num_tokens:
             self._matcher.consume_tokens(list(output[self._num_tokens :]))
             self._num_tokens = len(output)
-        return self._matcher.compute_bitmask()
+        bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error():  # the bits would let the output end
+            raise ValueError(f"the grammar cannot be followed after {len(output)} tokens: {error_of(self._matcher)}")
+        return bits
 
 
 class GrammarCompiler:
@@ -61,33 +72,64 @@ class GrammarCompiler:
 
     def compile(self, kind: Kind, source: Any) -> CompiledGrammar:
         """The grammar of a JSON schema (a text or an object), a regular expression, a list of texts, or a text in
-        Lark's or GBNF's form. Takes milliseconds; the first one a second.
+        Lark's or GBNF's form. Takes milliseconds, but some take minutes (:mod:`swiftllm.sampling.trial` finds them);
+        the first one a second.
 
         Raises:
             ValueError: it is no such grammar, or is too large; the message says where.
         """
-        text = source if isinstance(source, str) else json.dumps(source)
-        if len(text) > MAX_SOURCE_CHARS:
-            raise ValueError(f"it has {len(text)} characters, more than {MAX_SOURCE_CHARS}")
-        if depth_of(text) > MAX_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+        key = kind, text_of(source)
         with self._lock:
-            found = self._compiled.pop((kind, text), None) or self._compile(kind, text)
-            self._compiled[kind, text] = found
+            if self._vocabulary is None:
+                self._vocabulary = vocabulary_of(self._tokenizer.written(), self._vocab_size, self._eos)
+            found = self._compiled.pop(key, None) or CompiledGrammar(compiled(self._vocabulary, *key), key)
+            self._compiled[key] = found
             if len(self._compiled) > MAX_CACHED:
                 self._compiled.popitem(last=False)
         return found
 
-    def _compile(self, kind: Kind, text: str) -> CompiledGrammar:
-        from llguidance import LLMatcher, LLTokenizer, grammar_from
 
-        if self._vocabulary is None:
-            written = self._tokenizer.written()
-            self._vocabulary = LLTokenizer(written, n_vocab=self._vocab_size, eos_token=self._eos)
-        matcher = LLMatcher(self._vocabulary, grammar_from(kind, text), log_level=0)
-        if matcher.is_error():
-            raise ValueError(matcher.get_error().partition("\n<state>")[0])
-        return CompiledGrammar(matcher)
+def vocabulary_of(written: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
+    """The vocabulary of a tokenizer that is ``written`` in JSON. Takes a second."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(written, n_vocab=vocab_size, eos_token=eos_token_ids)
+
+
+def compiled(vocabulary: LLTokenizer, kind: Kind, text: str) -> LLMatcher:
+    """The matcher of a grammar, before the first token.
+
+    Raises:
+        ValueError: it is no such grammar, or is too large; the message says where.
+    """
+    from llguidance import LLMatcher, LLParserLimits, grammar_from
+
+    if kind == "json_schema":
+        grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": BLANKS})
+    else:
+        grammar = grammar_from(kind, text)
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    if matcher.is_error():
+        raise ValueError(error_of(matcher))
+    return matcher
+
+
+def error_of(matcher: LLMatcher) -> str:
+    return matcher.get_error().partition("\n<")[0]
+
+
+def text_of(source: Any) -> str:
+    """A grammar as text.
+
+    Raises:
+        ValueError: it is too long, or too deep.
+    """
+    text = source if isinstance(source, str) else json.dumps(source)
+    if len(text) > MAX_SOURCE_CHARS:
+        raise ValueError(f"it has {len(text)} characters, more than {MAX_SOURCE_CHARS}")
+    if depth_of(text) > MAX_DEPTH:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+    return text
 
 
 def depth_of(text: str) -> int:

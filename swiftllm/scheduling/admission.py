@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from swiftllm.core.request import Request, RequestRefused, Tier
+from swiftllm.core.request import Request, RequestRefused, ServiceClass, Tier, first_of
+from swiftllm.core.sampling_params import SamplingParams, whole_number
 from swiftllm.kv.blocks import KVCacheManager
 
 
@@ -14,6 +15,91 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
+
+
+@dataclass(frozen=True)
+class Admission:
+    """All by which an engine refuses requests for ever, as a value: another process can check them."""
+
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: Mapping[Tier, int]
+    decode_tiers: Mapping[ServiceClass, tuple[Tier, ...]]
+
+    def longest_of(self, service_class: ServiceClass) -> int:
+        """Prompt and output tokens of the longest request of a class."""
+        largest_tier = max(self.num_blocks[tier] for tier in self.decode_tiers[service_class])
+        return min(self.max_model_len, largest_tier * self.block_size + 1)  # K and V of the last token are never stored
+
+    @property
+    def longest_request(self) -> int:
+        """The same of any class."""
+        return max(map(self.longest_of, ServiceClass))
+
+    def check(self, request: Request) -> None:
+        """Check that the request can be served if it is alone.
+
+        Raises:
+            RequestRefused: it can never be served; the message names the limit.
+        """
+        self._check_tokens(request.prompt_token_ids, request.sampling)
+        self._check_length(request)
+
+    def _check_tokens(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        for about, tokens in (
+            ("prompt", prompt),
+            ("logit_bias", [token for token, _ in sampling.logit_bias]),
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("bad_words", [token for word in sampling.bad_words for token in word]),
+            ("allowed_token_ids", sampling.allowed_token_ids or ()),
+        ):
+            if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
+                unknown = list(dict.fromkeys(t for t in tokens if not 0 <= t < self.vocab_size))
+                ids = f"token id {unknown[0]} is" if len(unknown) == 1 else f"token ids {first_of(unknown)} are"
+                raise RequestRefused(f"{about}: {ids} outside the vocabulary of {self.vocab_size} tokens", about)
+
+    def _check_length(self, request: Request) -> None:
+        if request.prompt_len == 0:
+            raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")
+        max_tokens = request.sampling.max_tokens
+        total = request.prompt_len + max_tokens
+        if total > self.max_model_len:
+            is_long = request.prompt_len >= self.max_model_len
+            raise RequestRefused(
+                f"{context_limit(self.max_model_len, is_long)}; {request.prompt_len} prompt + {max_tokens} output "
+                f"tokens = {total} exceed max_model_len={self.max_model_len}",
+                "prompt" if is_long else "max_tokens",
+            )
+        tiers = self.decode_tiers[request.service_class]
+        room = {tier: self.num_blocks[tier] * self.block_size for tier in tiers}
+        if request.max_kv_tokens > max(room.values()):
+            pools = " and ".join(
+                f"{room[tier]} in the {tier.value.upper()} tier ({self.num_blocks[tier]} blocks of {self.block_size})"
+                for tier in tiers
+            )
+            prompt_fits = request.prompt_len <= max(room.values())
+            limit = context_limit(self.longest_of(request.service_class), not prompt_fits)
+            raise RequestRefused(
+                f"{limit}; the request needs KV cache for {request.max_kv_tokens} tokens and there is room for {pools}"
+                ": ask for fewer tokens or raise num_gpu_blocks / num_cpu_blocks",
+                "max_tokens" if prompt_fits else "prompt",
+            )
+
+
+def as_token_ids(values: Sequence[int]) -> tuple[int, ...]:
+    """A prompt's token ids as ints. Integers of any type are accepted.
+
+    Raises:
+        RequestRefused: one is not an integer.
+    """
+    tokens = tuple(values)
+    if set(map(type, tokens)) <= {int}:  # a tenth of the time of a check of each
+        return tokens
+    try:
+        return tuple(whole_number("token id", token) for token in tokens)
+    except ValueError as error:
+        raise RequestRefused(str(error), "prompt") from None
 
 
 def check_tiers(kv: KVCacheManager, decode_tiers: Iterable[Tier]) -> None:
@@ -35,34 +121,3 @@ def context_limit(longest: int, is_prompt_too_long: bool) -> str:
     """The limit in the words by which LangChain, LiteLLM and pydantic-ai recognise that a conversation is too long."""
     about = "the prompt is too long: " if is_prompt_too_long else ""
     return f"{about}this model's maximum context length is {longest} tokens"
-
-
-def check_servable(request: Request, max_model_len: int, kv: KVCacheManager, decode_tiers: Iterable[Tier]) -> None:
-    """Check that the request can be served if it is alone. Reads only what never changes.
-
-    Raises:
-        RequestRefused: it can never be served; the message names the limit.
-    """
-    if request.prompt_len == 0:
-        raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")
-    total = request.prompt_len + request.sampling.max_tokens
-    if total > max_model_len:
-        is_long = request.prompt_len >= max_model_len
-        raise RequestRefused(
-            f"{context_limit(max_model_len, is_long)}; {request.prompt_len} prompt + {request.sampling.max_tokens} "
-            f"output tokens = {total} exceed max_model_len={max_model_len}",
-            "prompt" if is_long else "max_tokens",
-        )
-    if not any(can_hold(kv, tier, request) for tier in decode_tiers):
-        pools = " and ".join(
-            f"{kv.capacity(tier) * kv.block_size} in the {tier.value.upper()} tier "
-            f"({kv.capacity(tier)} blocks of {kv.block_size})"
-            for tier in decode_tiers
-        )
-        prompt_fits = any(kv.blocks_for(request.prompt_len) <= kv.capacity(tier) for tier in decode_tiers)
-        longest = max(map(kv.capacity, decode_tiers)) * kv.block_size + 1
-        raise RequestRefused(
-            f"{context_limit(longest, not prompt_fits)}; the request needs KV cache for {request.max_kv_tokens} tokens "
-            f"and there is room for {pools}: ask for fewer tokens or raise num_gpu_blocks / num_cpu_blocks",
-            "max_tokens" if prompt_fits else "prompt",
-        )

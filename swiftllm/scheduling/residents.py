@@ -24,7 +24,7 @@ from swiftllm.core.request import (
     append_tokens,
 )
 from swiftllm.kv.blocks import KVCacheManager, out_of_blocks
-from swiftllm.scheduling.admission import SchedulerLimits, can_hold, check_servable, check_tiers
+from swiftllm.scheduling.admission import SchedulerLimits, can_hold, check_tiers
 from swiftllm.scheduling.arrival_queue import ArrivalQueue, arrival_order
 from swiftllm.scheduling.cohorts import Cohorts
 from swiftllm.scheduling.host_pools import Fetches, pool_has_room, victims_for
@@ -76,7 +76,7 @@ class Residents:
     # -- adding and removing requests -------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request that has passed :meth:`check`. Raises RequestRefused: its id is in use."""
+        """Queue a request that :class:`Admission` has let pass. Raises RequestRefused: its id is in use."""
         if request.request_id in self.requests:
             raise RequestRefused(f"request id {request.request_id!r} is already in use; ids must be unique")
         self.requests[request.request_id] = request
@@ -84,20 +84,6 @@ class Residents:
         self._note_tier(request)
         if self.rules.plans_ahead and any(self.running.values()):
             self.look_ahead.arrives(request)
-
-    def check(self, request: Request) -> None:
-        """Check, on any thread, that a request can be served alone. Raises RequestRefused, which names the limit."""
-        check_servable(request, self.limits.max_model_len, self.kv, self.rules.tiers_of(request.service_class))
-
-    @property
-    def longest_request(self) -> int:
-        """Prompt and output tokens of the longest request that passes :meth:`check`. Constant."""
-        return max(map(self.longest_of, ServiceClass))
-
-    def longest_of(self, service_class: ServiceClass) -> int:
-        """The same of one class. Constant."""
-        largest_tier = max(map(self.kv.capacity, self.rules.tiers_of(service_class))) * self.kv.block_size
-        return min(self.limits.max_model_len, largest_tier + 1)  # K and V of the last token are never stored
 
     @property
     def open_tiers(self) -> tuple[Tier, ...]:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import os
 import resource
 import signal
+import sys
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import uvicorn
 
 from swiftllm.server.api.app import create_app
-from swiftllm.server.api.connection import LAST_BYTES_TIMEOUT_S, ClientConnection
-from swiftllm.server.garbage import without_full_collections
-from swiftllm.server.observe.status import IterationRecorder
+from swiftllm.server.api.connection import LAST_BYTES_TIMEOUT_S, UNREAD_TIMEOUT_S, ClientConnection
+from swiftllm.server.service.client import EngineClient, EngineGone
+from swiftllm.server.service.engine_process import END_GRACE_S, EngineProcess
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 
@@ -33,7 +37,7 @@ class DrainingServer(uvicorn.Server):
     been told: whoever watches it can start it again.
     """
 
-    def __init__(self, config: uvicorn.Config, service: EngineService) -> None:
+    def __init__(self, config: uvicorn.Config, service: EngineClient) -> None:
         super().__init__(config)
         self._service = service
         self._draining: asyncio.Task[None] | None = None
@@ -62,14 +66,12 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = True
 
 
-def make_server(
-    service: EngineService, settings: ServerSettings, recorder: IterationRecorder | None = None
-) -> DrainingServer:
+def make_server(service: EngineClient, settings: ServerSettings) -> DrainingServer:
     config = uvicorn.Config(
-        create_app(service, settings, recorder),
+        create_app(service, settings),
         host=settings.host,
         port=settings.port,
-        http=ClientConnection,
+        http=partial(ClientConnection, unread_timeout_s=service.limits.request_timeout_s or UNREAD_TIMEOUT_S),
         ws="none",
         backlog=MAX_UNACCEPTED,
         access_log=False,
@@ -78,26 +80,47 @@ def make_server(
     return DrainingServer(config, service)
 
 
-def run_server(service: EngineService, settings: ServerSettings, recorder: IterationRecorder | None = None) -> None:
-    """Start the service, serve it until SIGTERM or SIGINT, drain it and close it.
+def run_server(
+    build: Callable[[], EngineService],
+    settings: ServerSettings,
+    when_ready: Callable[[EngineClient], None] = lambda client: None,
+) -> None:
+    """Run ``build`` in a process of its own, and serve what it makes until SIGTERM or SIGINT.
 
-    ``recorder`` gives the status page its timeline.
+    ``when_ready`` is called before the first request is taken.
 
     Raises:
-        SystemExit: the server could not be started (the reason is in uvicorn's log), or ends with ``EXIT_FAILED``
-            because the engine has failed for good.
+        EngineNotBuilt: ``build`` has raised ValueError or OSError; this one has its message.
+        SystemExit: the server could not be started (the reason is in uvicorn's log, or in the standard error of the
+            engine's process), or ends with ``EXIT_FAILED`` because the engine has failed for good.
     """
-    server = make_server(service, settings, recorder)
-    raise_open_file_limit()
-    with without_full_collections():
-        service.start()
-        try:
-            server.run()
-            has_failed = service.health.status == "failed"
-        finally:
-            service.close()
+    engine = EngineProcess(build)
+    patience_s = 0.0
+    try:
+        leave_out_torch()
+        client = engine.connect()
+        when_ready(client)
+        raise_open_file_limit()
+        gc.freeze()
+        server = make_server(client, settings)
+        patience_s = client.limits.drain_timeout_s + 2 * END_GRACE_S
+        server.run()
+        if client.health.status in ("stalled", "failed"):
+            patience_s = END_GRACE_S
+        has_failed = client.health.status == "failed"
+    except EngineGone:
+        raise SystemExit(1) from None
+    finally:
+        engine.close(patience_s)
     if has_failed:
         raise SystemExit(EXIT_FAILED)
+
+
+def leave_out_torch() -> None:
+    """Keep torch out of this process: the library that reads tokenizers loads it where it can, which takes 300 MB."""
+    if "torch" not in sys.modules:
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        sys.modules["torch"] = None
 
 
 def raise_open_file_limit() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from quantise import write_folder
@@ -19,7 +20,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.files import cache_dir
 from swiftllm.runtime.torch_backend import open_torch_backend
-from swiftllm.server.service.service import ServiceLimits
+from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 from tests.apex.test_end_to_end import judge, serve
 from tests.reference.backend_driver import BackendDriver
@@ -72,7 +73,8 @@ def test_engine_banner_and_profile_tell_of_the_weights(tiny, tmp_path) -> None:
     for folder in (tiny, tmp_path / "awq"):
         config = EngineConfig(str(folder), device="cpu", dtype="float32", num_gpu_blocks=20, num_cpu_blocks=20)
         engine = build_system("swiftllm", config)
-        banner = start_message(engine, ServerSettings(), ServiceLimits(), {})
+        client = SimpleNamespace(ready=EngineService(engine).ready(), tokenizer=None)
+        banner = start_message(client, ServerSettings(), {})
         seen[folder] = engine.describe()["weights"], profile_identity(config, engine.backend), banner
         engine.close()
     (weights, identity, banner), (ours, our_identity, our_banner) = seen.values()

@@ -27,7 +27,8 @@ from swiftllm.parallel.launch import SpawnedRanks
 from swiftllm.runtime.batch import CohortBatch
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
 from swiftllm.runtime.workers import CpuWorker
-from swiftllm.server.service.service import EngineService, NewRequest
+from swiftllm.server.service.limits import NewRequest
+from swiftllm.server.service.service import EngineService
 from swiftllm.topology import describe_cores
 from tests.apex.rank_group import TOKENS, Group, run, run_on
 from tests.apex.test_end_to_end import (
@@ -274,7 +275,9 @@ def test_a_server_goes_on_when_a_rank_is_killed(llama: Group, monkeypatch) -> No
     sampling = SamplingParams(TOKENS)
     requests = [NewRequest(str(i), prompt, sampling) for i, prompt in enumerate(llama.prompts)]
     killer = threading.Timer(0.3, llama.peers()[0].process.kill)
-    monkeypatch.setattr(EngineService, "start", lambda self, start=EngineService.start: (killer.start(), start(self)))
+    monkeypatch.setattr(
+        EngineService, "start", lambda self, link, start=EngineService.start: (killer.start(), start(self, link))
+    )
     delay_tickets(llama.backend, 0.05, 1)
     outcomes, service = serve(engine, requests)
     delay_tickets(llama.backend, 0.0, 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 TINY = {
     "vocab_size": 128,
@@ -38,11 +38,16 @@ def make_tiny_llama(
     """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(kind(**{**TINY, **overrides})).float()
+    fill_tiny(model)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    return Path(path)
+
+
+def fill_tiny(model: PreTrainedModel) -> None:
+    """Give norms and biases values at random."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.1)
-    model.save_pretrained(path, max_shard_size=max_shard_size)
-    return Path(path)

@@ -14,6 +14,7 @@ from swiftllm.model.quantised.readers import (
     OPTIONAL,
     OUT,
     SCALES,
+    StoredMatrix,
     divisible_axes,
     open_matrix,
     required_tensors,
@@ -30,10 +31,11 @@ class QuantisedCollector:
         targets: list[FusedTarget],
         dtype: torch.dtype,
         slices: Callable[..., tuple[slice, ...]],
+        fold: Callable[[str, torch.Tensor | StoredMatrix], torch.Tensor | StoredMatrix],
     ) -> None:
         """``dtype``: of activations, and of matrices that are not quantised. ``slices``: the part that is wanted of a
-        tensor, see :meth:`swiftllm.model.weights.ModelPart.slices`."""
-        self._scheme, self._dtype, self._slices = scheme, dtype, slices
+        tensor, see :meth:`swiftllm.model.weights.ModelPart.slices`. ``fold``: what is done to a module's matrix."""
+        self._scheme, self._dtype, self._slices, self._fold = scheme, dtype, slices, fold
         self._axes = {**divisible_axes(scheme), "weight": (OUT, IN)}
         self._targets = {module: target for target in targets for module in target.modules}
         self._required = required_tensors(scheme)
@@ -72,7 +74,7 @@ class QuantisedCollector:
             if list(tensor.shape) != shape:
                 raise ValueError(f"{name} has shape {list(tensor.shape)}, config.json asks for {shape}")
             self._made.add(module)
-            target.add(module, tensor.to(target.device, self._dtype))
+            target.add(module, self._fold(module, tensor.to(target.device, self._dtype)))
             return True
         if kind in SCALES and not bool(torch.isfinite(tensor).all()):  # every token would be 0, without an error
             raise ValueError(f"{name} holds NaN or infinity: the checkpoint is damaged, download it again")
@@ -86,7 +88,7 @@ class QuantisedCollector:
             except ValueError as error:
                 raise ValueError(f"{module}: {error}") from None
             self._made.add(module)
-            target.add(module, matrix)
+            target.add(module, self._fold(module, matrix))
         return True
 
     def missing(self) -> list[str]:

@@ -14,7 +14,7 @@ A word of eight codes holds code ``j`` in bits ``4 j`` to ``4 j + 3``. The forma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -90,6 +90,26 @@ class StoredMatrix:
         step = CODES_PER_WORD * -(-self.out_features // (PIECES * CODES_PER_WORD))
         for first in range(0, self.out_features, step):
             yield first, pack_codes(self.codes_of(slice(first, min(first + step, self.out_features))))
+
+    def scaled(self, factor: float) -> StoredMatrix:
+        """The matrix times ``factor``."""
+        return replace(self, scales=self.scales * factor)
+
+    def with_heads_ordered(self, order: torch.Tensor) -> StoredMatrix:
+        """The outputs of each head in another order: the first is ``order[0]`` of them; int64 ``[head_dim]``."""
+        head_dim, order = len(order), order.to(self.scales.device)
+
+        def ordered(columns: torch.Tensor) -> torch.Tensor:
+            return columns.unflatten(-1, (-1, head_dim))[..., order].flatten(-2)
+
+        def codes_of(outputs: slice) -> torch.Tensor:
+            first = outputs.start // head_dim * head_dim
+            stored_first = first // CODES_PER_WORD * CODES_PER_WORD
+            last = -(-outputs.stop // head_dim) * head_dim
+            heads = ordered(self.codes_of(slice(stored_first, last))[:, first - stored_first :])
+            return heads[:, outputs.start - first : outputs.stop - first]
+
+        return replace(self, scales=ordered(self.scales), zeros=ordered(self.zeros), codes_of=codes_of)
 
 
 def open_matrix(

@@ -15,6 +15,7 @@ from triton import cdiv, next_power_of_2
 
 from pacpu import rows as host_rows
 from pacpu.int8 import TILE_TOKENS
+from swiftllm.ops.experts import Experts, ExpertWeights
 from swiftllm.ops.interface import Linear, Ops, multiply
 from swiftllm.ops.library import PACKAGE, LibraryLinears, how_to_install, installed_version
 from swiftllm.ops.quantised_matrix import BLOCK_INPUTS, QuantisedMatrix
@@ -24,6 +25,7 @@ from swiftllm.ops.triton.attention import (
     decode_partials_lanes_kernel,
 )
 from swiftllm.ops.triton.cache import copy_blocks_kernel, store_kv_kernel
+from swiftllm.ops.triton.grouped import GroupedExperts
 from swiftllm.ops.triton.int8_blocks import dequantise_blocks_kernel, quantise_blocks_kernel
 from swiftllm.ops.triton.quantised import (
     combine_splits_kernel,
@@ -134,6 +136,9 @@ class TritonOps(Ops):
             return multiply(x, _dequantise_transposed(matrix), bias, out)
 
         return linear
+
+    def make_experts(self, weights: ExpertWeights) -> Experts:
+        return GroupedExperts(weights, self.silu_and_mul, self._has_tensor_cores, launch)
 
     def _multiply_codes(
         self, x: torch.Tensor, matrix: QuantisedMatrix, bias: torch.Tensor | None, out: torch.Tensor | None

@@ -16,10 +16,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftllm import __version__
-from swiftllm.core.request import ServiceClass
 from swiftllm.server.api.chat import answer_chat
 from swiftllm.server.api.completions import answer_completion
-from swiftllm.server.api.connection import LIKELY_CLASS
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.errors import ApiError, handle_errors
 from swiftllm.server.api.event_writer import SERVER_SEND
@@ -31,14 +29,12 @@ from swiftllm.server.api.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
-from swiftllm.server.api.request_starts import RequestStarts
 from swiftllm.server.api.schema import json_body, schemas_of
 from swiftllm.server.api.translations import routes as translations
-from swiftllm.server.garbage import collect_at_rest
 from swiftllm.server.observe.activity import log_activity
 from swiftllm.server.observe.metrics import Metrics
-from swiftllm.server.observe.status import IterationRecorder, StatusPage
-from swiftllm.server.service.service import EngineService
+from swiftllm.server.observe.status import StatusPage
+from swiftllm.server.service.client import EngineClient
 from swiftllm.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -49,19 +45,14 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 class Application(FastAPI):
-    """Keeps overhead off the tokens: requests start one at a time, and streams get the server's own ``send``.
+    """Keeps overhead off the tokens: streams get the server's own ``send``.
 
     Every layer of Starlette wraps ``send`` to learn whether a response has begun. Each wrapper would run for every
     token of every stream.
     """
 
-    def __init__(self, request_starts: RequestStarts, **options: Any) -> None:
-        super().__init__(**options)
-        self._request_starts = request_starts
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await self._request_starts.wait_for_start(scope.get(LIKELY_CLASS, ServiceClass.LATENCY_SENSITIVE))
             scope[SERVER_SEND] = send
         await super().__call__(scope, receive, send)
 
@@ -72,20 +63,15 @@ class Application(FastAPI):
         return schema
 
 
-def create_app(service: EngineService, settings: ServerSettings, recorder: IterationRecorder | None = None) -> ASGIApp:
-    """The HTTP application of a service. ``recorder`` gives the status page its timeline."""
+def create_app(service: EngineClient, settings: ServerSettings) -> ASGIApp:
+    """The HTTP application of an engine."""
     context = ServingContext(service, settings)
     metrics = Metrics(service, context.model_name)
-
-    def is_urgent() -> bool:
-        return service.has_open(ServiceClass.LATENCY_SENSITIVE)
-
-    starts = RequestStarts(lambda: service.is_serving, is_urgent)
-    page = StatusPage(service, context.model_name, recorder)
-    lifespan = lifespan_of(page.sample_snapshots, partial(log_activity, service), partial(collect_at_rest, is_urgent))
-    app = Application(starts, title="SwiftLLM", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    page = StatusPage(service, context.model_name)
+    lifespan = lifespan_of(page.sample_snapshots, partial(log_activity, service), client=service)
+    app = Application(title="SwiftLLM", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     handle_errors(app, metrics)
-    for router in (open_routes(context), metrics.router, page.router, api_routes(context, starts, metrics)):
+    for router in (open_routes(context), metrics.router, page.router, api_routes(context, metrics)):
         app.include_router(router)
     if not settings.allowed_origins:
         return app
@@ -95,12 +81,15 @@ def create_app(service: EngineService, settings: ServerSettings, recorder: Itera
 
 
 def lifespan_of(
-    *works: Callable[[], Coroutine[Any, Any, None]],
+    *works: Callable[[], Coroutine[Any, Any, None]], client: EngineClient | None = None
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
-    """The lifespan of an application: ``works`` run as tasks on its event loop, and are cancelled at its end."""
+    """The lifespan of an application: ``works`` run as tasks on its event loop, and are cancelled at its end. So long
+    ``client`` is connected."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if client is not None:
+            await client.connect()
         tasks = [asyncio.create_task(work()) for work in works]
         for task in tasks:
             task.add_done_callback(log_failure)
@@ -110,6 +99,8 @@ def lifespan_of(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if client is not None:
+                client.close()
 
     return lifespan
 
@@ -120,7 +111,7 @@ def log_failure(task: asyncio.Task[None]) -> None:
         logger.error("a background task of the server has failed, and serving goes on without it", exc_info=error)
 
 
-def api_routes(context: ServingContext, starts: RequestStarts, metrics: Metrics) -> APIRouter:
+def api_routes(context: ServingContext, metrics: Metrics) -> APIRouter:
     """Paths that require the API key if one is set."""
 
     async def check_key(request: Request) -> None:  # async, as FastAPI would run a plain function in a thread
@@ -139,9 +130,6 @@ def api_routes(context: ServingContext, starts: RequestStarts, metrics: Metrics)
         context.check_model(body.model)
         if isinstance(body, GenerationRequest):
             body.check_fields()
-            has_waited = request.scope.get(LIKELY_CLASS) is ServiceClass.BEST_EFFORT
-            if body.service_class is ServiceClass.BEST_EFFORT and not has_waited:
-                await starts.wait_for_start(body.service_class)
         return body
 
     @router.post("/v1/completions", openapi_extra=json_body(CompletionRequest))

@@ -1,58 +1,67 @@
-"""A client's connection: uvicorn's, with a limit on header bytes, whole bodies, and a deadline at shutdown."""
+"""A client's connection: uvicorn's, with limits on header bytes and on unread answers, and a deadline at shutdown."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.api.request_starts import likely_class
 
 MAX_HEADER_BYTES = 64 * 1024  # browsers and proxies stay far below
-MAX_WAITING_BODY_BYTES = 64 * 1024  # uvicorn reads no further before the application asks for more
 LAST_BYTES_TIMEOUT_S = 5.0  # that clients get to read the last bytes after all requests have ended
-LIKELY_CLASS = "swiftllm.likely_class"  # key in an ASGI scope; absent if the request began before its body was there
+UNREAD_TIMEOUT_S = 60.0  # that a client may leave a full buffer unread, where requests have no timeout
+
+logger = logging.getLogger("uvicorn.error")
 
 
 class ClientConnection(HttpToolsProtocol):
     """Limits the bytes of request line and headers, and closes when the server shuts down.
 
-    Without the limit uvicorn's parser keeps headers of any size in memory, and takes quadratic time for a long one.
-
-    A request begins when its body is complete, or holds ``MAX_WAITING_BODY_BYTES``. So its likely service class is
-    known, and thousands of best-effort requests cost little until their turn comes.
+    Without the limit uvicorn's parser keeps headers of any size in memory, and takes quadratic time for a long one. A
+    client that leaves its answer unread is dropped: a stream would keep its KV blocks until it ends.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, unread_timeout_s: float = UNREAD_TIMEOUT_S, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._num_bytes = 0  # read since the last byte of a body
-        self._unstarted: tuple[Any, Any] | None = None  # uvicorn's cycle and application, before the body is complete
+        self._unread_timeout_s = unread_timeout_s
+        self._drop: asyncio.TimerHandle | None = None  # while the buffer is full
 
-    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        if cycle.more_body and not cycle.waiting_for_100_continue and len(cycle.body) <= MAX_WAITING_BODY_BYTES:
-            self._unstarted = cycle, app
-        else:
-            super()._start_asgi_task(cycle, app)
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._drop is None:
+            self._drop = asyncio.get_running_loop().call_later(self._unread_timeout_s, self._drop_client)
 
-    def _start_request(self) -> None:
-        if self._unstarted is not None:
-            unstarted, self._unstarted = self._unstarted, None
-            super()._start_asgi_task(*unstarted)
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._keep_client()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._keep_client()
+        super().connection_lost(exc)
+
+    def _keep_client(self) -> None:
+        if self._drop is not None:
+            self._drop.cancel()
+            self._drop = None
+
+    def _drop_client(self) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        logger.warning(
+            "%s is dropped: it has left %d bytes unread for %g s", self.client, waiting, self._unread_timeout_s
+        )
+        self.transport.abort()
 
     def on_body(self, body: bytes) -> None:
         self._num_bytes = 0
         super().on_body(body)
-        if len(self.cycle.body) > MAX_WAITING_BODY_BYTES:
-            self._start_request()
 
     def on_message_complete(self) -> None:
         self._num_bytes = 0
         super().on_message_complete()
-        if self._unstarted is not None:
-            self.scope[LIKELY_CLASS] = likely_class(self.cycle.body)
-            self._start_request()
 
     def data_received(self, data: bytes) -> None:
         self._num_bytes += len(data)

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from swiftllm.model.hub import model_name
 from swiftllm.model.tokenizer import Tokenizer
-from swiftllm.sampling.grammar import CompiledGrammar, GrammarCompiler
+from swiftllm.sampling.trial import GrammarTrials, TriedGrammar
 from swiftllm.scheduling.admission import context_limit
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.protocol import ChatMessage, GenerationRequest, TemplateOptions
 from swiftllm.server.formats.calls import FORMATS
-from swiftllm.server.service.service import EngineService
+from swiftllm.server.service.client import EngineClient
 from swiftllm.server.settings import ServerSettings
 
 LONG_TEXT_CHARS = 2000  # takes about 1 ms to tokenize; longer texts would delay the event loop too much
@@ -31,23 +31,24 @@ class ServingContext:
     ``tokenizer`` is None if the model folder has none: prompts are token ids and answers have no text.
     """
 
-    def __init__(self, service: EngineService, settings: ServerSettings) -> None:
-        engine = service.engine
+    def __init__(self, service: EngineClient, settings: ServerSettings) -> None:
+        ready = service.ready
         self.service = service
         self.settings = settings
-        self.model_path = str(engine.describe().get("model", "model"))
+        self.model_path = str(ready.description.get("model", "model"))
         self.model_name = settings.served_model_name or model_name(self.model_path)
-        self.longest_request = engine.residents.longest_request
-        self.caches_prefixes = engine.kv.names is not None
-        self.longest_of = engine.residents.longest_of
+        self.longest_of = ready.admission.longest_of
+        self.longest_request = ready.admission.longest_request
+        self.caches_prefixes = ready.caches_prefixes
         self.created = int(time.time())
-        self.tokenizer = engine.tokenizer
+        self.tokenizer = service.tokenizer
         self.sampling_defaults = settings.sampling_defaults(self.model_path)
         self._chat_template = settings.read_chat_template()
         self.formats = settings.formats(self.tokenizer)
         if self.tokenizer is not None:
-            self._compiler = GrammarCompiler(self.tokenizer, engine.vocab_size, engine.eos_token_ids)
+            self._trials = GrammarTrials(self.tokenizer, ready.admission.vocab_size, ready.eos_token_ids)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+        self._trying = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def check_model(self, name: str | None) -> None:
         """Check the model that a client names; None and "" are the served model, as in vLLM.
@@ -70,8 +71,8 @@ class ServingContext:
             raise ApiError(400, message, "prompt", "no_tokenizer")
         return self.tokenizer
 
-    async def grammar_of(self, body: GenerationRequest) -> CompiledGrammar | None:
-        """The compiled grammar that the output of a request must follow, if there is one.
+    async def grammar_of(self, body: GenerationRequest) -> TriedGrammar | None:
+        """The grammar that the output of a request must follow, if there is one.
 
         Raises:
             ApiError: there is no tokenizer, or it is no grammar.
@@ -82,7 +83,7 @@ class ServingContext:
         name, kind, source = wanted
         self.require_tokenizer()
         try:
-            return await self.run_in_thread(self._compiler.compile, kind, source)
+            return await asyncio.get_running_loop().run_in_executor(self._trying, self._trials.check, kind, source)
         except ValueError as error:
             raise ApiError(400, f"{name}: {error}", name, "invalid_grammar") from None
 

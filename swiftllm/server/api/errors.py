@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from swiftllm.core.request import RequestRefused
 from swiftllm.server.observe.metrics import Metrics
-from swiftllm.server.service.open_requests import QueueFull, ServiceStopping
+from swiftllm.server.service.places import QueueFull, ServiceStopping
 from swiftllm.server.service.token_streams import RequestFailed
 
 ERROR_TYPES = {

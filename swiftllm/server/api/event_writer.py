@@ -21,8 +21,8 @@ class EventWriter:
     """The body of one response. Headers go before the first event.
 
     Text written in one pass of the event loop is sent in the next one. So the texts of all streams of a step are made
-    before the first is sent, which suits the processor's caches. Text for a slow client is kept here; the request's
-    token limit bounds it.
+    before the first is sent, which suits the processor's caches. Text for a slow client is kept here, until its
+    connection is dropped (``ClientConnection``).
     """
 
     def __init__(self, send: Send) -> None:

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from swiftllm.server.service.service import EngineService
+    from swiftllm.server.service.client import EngineClient
     from swiftllm.server.service.snapshot import Snapshot
 
 INTERVAL_S = 10.0
@@ -15,12 +15,12 @@ INTERVAL_S = 10.0
 logger = logging.getLogger("uvicorn.error")  # uvicorn's logger for all but access lines
 
 
-async def log_activity(service: EngineService) -> None:
+async def log_activity(service: EngineClient) -> None:
     """Log lines until it is cancelled: each compares a snapshot with the one before."""
-    before = service.snapshot()
+    before = await service.snapshot()
     while True:
         await asyncio.sleep(INTERVAL_S)
-        after = service.snapshot()
+        after = await service.snapshot()
         if after.iterations > before.iterations or after.waiting:
             logger.info(activity_line(before, after))
         before = after

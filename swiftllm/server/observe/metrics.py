@@ -1,16 +1,14 @@
 """`/metrics` for Prometheus: vLLM's names where the meaning is the same, `apex:` names for the rest.
 
-Gauges and counters are read from the service's snapshot at a scrape. Only the histograms are updated on the engine's
-thread, once for each token and each request that ends.
+Times to tokens are measured here, as clients see them. All else is the engine's report, asked for at each scrape.
 """
 
 from __future__ import annotations
 
-import threading
-from bisect import bisect_left
+import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, chain
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Response
@@ -18,14 +16,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from swiftllm.core.plan import IterationPlan, StepResult
-from swiftllm.core.request import FinishReason, Request, RequestOutput, RequestStatus, ServiceClass
+from swiftllm.server.service.histograms import LATENCY_SENSITIVE, TOKEN_S, Histogram
 
 if TYPE_CHECKING:
-    from swiftllm.server.service.service import EngineService
+    from swiftllm.server.service.client import EngineClient
+    from swiftllm.server.service.messages import Report
     from swiftllm.server.service.snapshot import Counts, Snapshot
+    from swiftllm.server.service.token_streams import TokenStream
 
-WAITING = RequestStatus.WAITING.value
 # vLLM counts an abort as a success too; failures have their own counter.
 NOT_ADMITTED = ("queue_full", "slo_unattainable")  # codes of requests refused for the load, not for what they are
 # Labels, and what they show of the engine's description.
@@ -33,203 +31,106 @@ CACHE_CONFIG = {"block_size": "block_size", "num_gpu_blocks": "num_gpu_blocks", 
                 "cache_dtype": "dtype", "cpu_cache_dtype": "cpu_kv_dtype"}  # fmt: skip
 FINISHED_WELL = ("stop", "length", "abort")
 
-# Upper bounds of the buckets, equal to vLLM's, so that one dashboard serves both.
+# Upper bounds of the buckets, equal to vLLM's.
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
                  40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
-TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
-           40.0, 80.0)  # fmt: skip
-REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
-             960.0, 1920.0, 7680.0)  # fmt: skip
-ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 CHOICES = (1, 2, 5, 10, 20)
-OVER_PREDICTION = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
-
-LATENCY_SENSITIVE = ServiceClass.LATENCY_SENSITIVE
 
 Values = Mapping[tuple[str, ...], float]  # a value for each set of labels
 Series = tuple[str, str, float | tuple[tuple[str, ...], Values]]  # name, description, value; or names of labels, values
 
 
-class Histogram:
-    """Counts of observations by bucket; ``bounds`` are the buckets' upper bounds.
-
-    It costs a fifth of the library's own, which takes a lock for each number. Here the caller holds one for many.
-    With ``by_class`` there are counts for each service class that has been observed, and always for the default one.
-    """
-
-    def __init__(self, name: str, documentation: str, bounds: Sequence[float], by_class: bool = False) -> None:
-        self._name = name
-        self._documentation = documentation
-        self._bounds = tuple(bounds)
-        self._by_class = by_class
-        self._counts = {service_class: [0] * (len(bounds) + 1) for service_class in ServiceClass}
-        self._sums = dict.fromkeys(ServiceClass, 0.0)
-
-    def observe(self, value: float, service_class: ServiceClass = LATENCY_SENSITIVE) -> None:
-        self._counts[service_class][bisect_left(self._bounds, value)] += 1
-        self._sums[service_class] += value
-
-    def family(self, labels: Mapping[str, str]) -> HistogramMetricFamily:
-        names = [*labels, "service_class"] if self._by_class else list(labels)
-        family = HistogramMetricFamily(self._name, self._documentation, labels=names)
-        bounds = [*map(str, map(float, self._bounds)), "+Inf"]
-        for service_class, counts in self._counts.items():
-            if service_class is LATENCY_SENSITIVE or any(counts):
-                buckets = list(zip(bounds, accumulate(counts), strict=True))
-                values = [*labels.values(), service_class.value][: len(names)]
-                family.add_metric(values, buckets, self._sums[service_class])
-        return family
+def family_of(histogram: Histogram, labels: Mapping[str, str]) -> HistogramMetricFamily:
+    """A histogram as the library writes it."""
+    names = [*labels, "service_class"] if histogram.by_class else list(labels)
+    family = HistogramMetricFamily(histogram.name, histogram.documentation, labels=names)
+    bounds = [*map(str, map(float, histogram.bounds)), "+Inf"]
+    for service_class, counts in histogram.counts.items():
+        if service_class is LATENCY_SENSITIVE or any(counts):
+            buckets = list(zip(bounds, accumulate(counts), strict=True))
+            values = [*labels.values(), service_class.value][: len(names)]
+            family.add_metric(values, buckets, histogram.sums[service_class])
+    return family
 
 
-def one_two_five(largest: int) -> list[int]:
-    """1, 2, 5, 10, 20, ... up to ``largest``."""
-    numbers = (step * 10**power for power in range(len(str(largest))) for step in (1, 2, 5))
-    return [number for number in numbers if number <= largest]
-
-
-class Metrics(Collector):
-    """Observes a service and answers `/metrics`. All series have the label ``model_name``.
+class Metrics:
+    """Observes an engine's client and answers `/metrics`. All series have the label ``model_name``.
 
     Each instance has its own registry, so several servers may run in one process.
     """
 
-    def __init__(self, service: EngineService, model_name: str) -> None:
+    def __init__(self, service: EngineClient, model_name: str) -> None:
         self._service = service
         self._labels = {"model_name": model_name}
         self._refused: Counter[int] = Counter()
         self._not_admitted: Counter[str] = Counter(dict.fromkeys(NOT_ADMITTED, 0))
-        self._slo_outcomes: Counter[tuple[str, str]] = Counter()  # by target and outcome
-        self._lock = threading.Lock()  # the engine's thread writes, the server's reads
-        lengths = one_two_five(service.engine.residents.limits.max_model_len)
         self._first_token = Histogram(
             "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", FIRST_TOKEN_S, True
         )
         self._between_tokens = Histogram(
-            "vllm:inter_token_latency_seconds", "From a token of a request to its next.", TOKEN_S, True
-        )
-        self._per_token = Histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time between tokens of a request that ended.", TOKEN_S
-        )
-        self._latency = Histogram(
-            "vllm:e2e_request_latency_seconds", "From a request's arrival to its end, whatever the reason.", REQUEST_S
-        )
-        self._queued = Histogram(
-            "vllm:request_queue_time_seconds", "From a request's arrival to its first KV blocks.", REQUEST_S
-        )
-        self._prefill = Histogram(
-            "vllm:request_prefill_time_seconds", "From a request's first KV blocks to its first token.", REQUEST_S
-        )
-        self._decode = Histogram(
-            "vllm:request_decode_time_seconds", "From a request's first token to its last.", REQUEST_S
-        )
-        self._inference = Histogram(
-            "vllm:request_inference_time_seconds", "From a request's first KV blocks to its last token.", REQUEST_S
-        )
-        self._preempted = Histogram(
-            "vllm:request_num_preemptions", "Preemptions of each request that ended.", PREEMPTIONS
+            "vllm:inter_token_latency_seconds", "From tokens of a request to its next ones.", TOKEN_S, True
         )
         self._choices = Histogram("vllm:request_params_n", "The parameter n of HTTP requests answered.", CHOICES)
-        self._most_tokens = Histogram(
-            "vllm:request_params_max_tokens", "The parameter max_tokens of requests that ended.", lengths
-        )
-        self._prompt = Histogram("vllm:request_prompt_tokens", "Prompt tokens of requests that ended.", lengths)
-        self._output = Histogram("vllm:request_generation_tokens", "Output tokens of requests that ended.", lengths)
-        self._iteration = Histogram(
-            "vllm:iteration_tokens_total", "Tokens prefilled and sampled in an iteration.", ITERATION_TOKENS
-        )
-        about = "Measured time of an iteration divided by its predicted time."
-        self._over_prediction = Histogram("apex:iteration_over_predicted", about, OVER_PREDICTION)
-        self._histograms = [histogram for histogram in vars(self).values() if isinstance(histogram, Histogram)]
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
-        ProcessCollector(registry=self.registry)
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
         self.router = APIRouter()
         self.router.add_api_route("/metrics", self._answer, methods=["GET"], include_in_schema=False)
-        service.add_observer(self)
+        service.observers.append(self)
 
     def count_refusal(self, status_code: int, code: str | None = None) -> None:
-        """Count a request that was answered with an error status, and the error's code. Any thread."""
-        with self._lock:
-            self._refused[status_code] += 1
-            if code in NOT_ADMITTED:
-                self._not_admitted[code] += 1
+        """Count a request that was answered with an error status, and the error's code."""
+        self._refused[status_code] += 1
+        if code in NOT_ADMITTED:
+            self._not_admitted[code] += 1
 
     def count_choices(self, n: int) -> None:
-        """Count an HTTP request that asked for ``n`` outputs of each prompt. Any thread."""
-        with self._lock:
-            self._choices.observe(n)
+        """Count an HTTP request that asked for ``n`` outputs of each prompt."""
+        self._choices.observe(n)
 
-    def _answer(self) -> Response:  # not async: FastAPI runs it in a thread, as a scrape has a thousand lines
-        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+    def on_arrival(self, streams: Iterable[TokenStream], now_s: float) -> None:
+        """Record new tokens, as clients see them."""
+        for stream in streams:
+            histogram = self._first_token if stream.is_new else self._between_tokens
+            histogram.observe(now_s - stream.new_s, stream.service_class)
+            stream.new_s, stream.is_new = now_s, False
 
-    # -- on the engine's thread ------------------------------------------------------------------------------------
+    async def _answer(self) -> Response:
+        families = self.families(await self._service.report())
+        text = await asyncio.to_thread(self._text, families)  # a scrape has a thousand lines
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    def on_step(self, plan: IterationPlan, result: StepResult, outputs: Sequence[RequestOutput]) -> None:
-        """Record an iteration, and the tokens it sampled, in the histograms."""
-        predicted_s = plan.predicted.get("iteration_s", 0.0)
-        num_tokens = len(result.tokens) + sum(item.num_tokens for item in plan.prefills)
-        with self._lock:
-            if num_tokens:
-                self._iteration.observe(num_tokens)
-            if predicted_s > 0.0:
-                self._over_prediction.observe(result.duration_s / predicted_s)
-            for request in requests_with_new_tokens(plan, result):
-                times_s = request.token_times_s
-                if len(times_s) > 1:
-                    self._between_tokens.observe(times_s[-1] - times_s[-2], request.service_class)
-                elif times_s:
-                    self._first_token.observe(times_s[0] - request.arrival_s, request.service_class)
+    def _text(self, families: Sequence[Metric]) -> bytes:
+        registry = CollectorRegistry()
+        registry.register(Families(families))
+        return generate_latest(registry) + generate_latest(self._process)
 
-    def on_finish(self, request: Request, reason: str) -> None:
-        """Record a request that has ended, for any ``reason``, in the histograms."""
-        times_s = request.token_times_s
-        with self._lock:
-            self._prompt.observe(request.prompt_len)
-            self._output.observe(request.output_len)
-            self._most_tokens.observe(request.sampling.max_tokens)
-            self._preempted.observe(request.num_preemptions)
-            # A stop string or an error of the service ends a request before the engine does.
-            end_s = request.finish_s if request.finish_s is not None else times_s[-1] if times_s else None
-            if end_s is not None:
-                self._latency.observe(end_s - request.arrival_s)
-            if admissions_s := [time_s for time_s, tier in request.tier_history if tier != WAITING]:
-                self._queued.observe(admissions_s[0] - request.arrival_s)
-                if times_s:
-                    self._prefill.observe(times_s[0] - admissions_s[0])
-                    self._decode.observe(times_s[-1] - times_s[0])
-                    self._inference.observe(times_s[-1] - admissions_s[0])
-            if len(times_s) > 1:
-                self._per_token.observe((times_s[-1] - times_s[0]) / (len(times_s) - 1))
-            slo = self._service.engine.policy.slo
-            if slo is None or request.service_class is not LATENCY_SENSITIVE:
-                return
-            if reason == "slo_unattainable":
-                self._slo_outcomes["ttft", "refused"] += 1
-            for target, is_met in slo.met_by(request).items():
-                self._slo_outcomes[target, "met" if is_met else "missed"] += 1
-
-    # -- on a scrape -----------------------------------------------------------------------------------------------
-
-    def describe(self) -> list[Metric]:
-        """Nothing, so that the library does not collect once at registration to learn the names."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        with self._lock:
-            refused = {(str(status),): count for status, count in sorted(self._refused.items())}
-            families = [histogram.family(self._labels) for histogram in self._histograms]
-            outcomes, not_admitted = dict(self._slo_outcomes), dict(self._not_admitted)
-        yield from families
-        now, description = self._service.snapshot(), self._service.engine.describe()
-        counted, gauged = counters(now, refused, outcomes, not_admitted), gauges(now, description)
+    def families(self, report: Report) -> list[Metric]:
+        """All series, with those of the engine as it reports them."""
+        refused = {(str(status),): count for status, count in sorted(self._refused.items())}
+        outcomes = {(target, outcome): count for target, outcome, count in report.slo_outcomes}
+        histograms = [self._first_token, self._between_tokens, self._choices, *report.histograms]
+        families: list[Metric] = [family_of(histogram, self._labels) for histogram in histograms]
+        now = report.snapshot
+        counted = counters(now, refused, outcomes, dict(self._not_admitted))
+        gauged = gauges(now, self._service.ready.description)
         for kind, rows in ((GaugeMetricFamily, gauged), (CounterMetricFamily, counted)):
             for name, documentation, values in rows:
                 names, by_label = values if isinstance(values, tuple) else ((), {(): values})
                 family = kind(name, documentation, labels=[*self._labels, *names])
                 for of_labels, value in by_label.items():
                     family.add_metric([*self._labels.values(), *of_labels], float(value))
-                yield family
+                families.append(family)
+        return families
+
+
+class Families(Collector):
+    """Series that are known already."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 def by_label(name: str, values: Mapping[str, float]) -> tuple[tuple[str], Values]:
@@ -306,12 +207,3 @@ def counters(now: Snapshot, refused: Values, slo_outcomes: Values, not_admitted:
         ("apex:slo_requests", "Latency-sensitive requests that ended, by target and outcome.",
          (("slo", "outcome"), slo_outcomes)),
     ]  # fmt: skip
-
-
-def requests_with_new_tokens(plan: IterationPlan, result: StepResult) -> Iterator[Request]:
-    """Requests for which the iteration sampled a token; a cohort's get theirs when it has crossed all layers."""
-    finished = (cohort.requests for cohort in plan.cohorts if cohort.cohort_id not in result.boundaries)
-    for request in chain(plan.decodes, (item.request for item in plan.prefills), *finished):
-        # A request aborted during the iteration does not get its token.
-        if request.request_id in result.tokens and request.finish_reason is not FinishReason.ABORT:
-            yield request

@@ -11,10 +11,9 @@ import base64
 import hashlib
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, JSONResponse
@@ -22,7 +21,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from swiftllm.core.plan import Strategy
 
 if TYPE_CHECKING:
-    from swiftllm.server.service.service import EngineService
+    from swiftllm.server.service.client import EngineClient
     from swiftllm.server.service.snapshot import Snapshot
 
 PAGE_DIR = Path(__file__).parent / "page"
@@ -38,20 +37,12 @@ ENGINE_FACTS = (
 )  # fmt: skip
 
 
-class IterationRecorder(Protocol):
-    """Records single iterations of the engine. Another package implements it."""
-
-    def latest(self) -> Mapping[str, Any] | None:
-        """The last recorded iteration, in the page's format; requests the next one. Never blocks; any thread."""
-
-
 class StatusPage:
-    """Serves the page and its data. ``model_name`` is shown as it is; ``recorder`` provides the timeline."""
+    """Serves the page and its data. ``model_name`` is shown as it is."""
 
-    def __init__(self, service: EngineService, model_name: str, recorder: IterationRecorder | None = None) -> None:
+    def __init__(self, service: EngineClient, model_name: str) -> None:
         self._service = service
         self._model_name = model_name
-        self._recorder = recorder
         self._history: deque[list[float]] = deque(maxlen=HISTORY_SAMPLES)
         self._page, policy = assemble_page()
         self._headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
@@ -62,7 +53,7 @@ class StatusPage:
     async def sample_snapshots(self) -> None:
         """Take a snapshot a second until it is cancelled, so that a newly opened page shows the last minutes."""
         while True:
-            self._history.append(sample(self._service.snapshot()))
+            self._history.append(sample(await self._service.snapshot()))
             await asyncio.sleep(SAMPLE_INTERVAL_S)
 
     async def _html(self) -> HTMLResponse:
@@ -70,21 +61,21 @@ class StatusPage:
 
     async def _json(self, since_s: float = float("-inf"), iteration: int = -1) -> JSONResponse:
         """The current state, samples later than ``since_s``, and the timeline unless it is that of ``iteration``."""
-        timeline = self._recorder.latest() if self._recorder else None
+        ready, report = self._service.ready, await self._service.report(wants_timeline=True)
+        timeline = report.timeline
         if timeline is not None and timeline["iteration"] == iteration:
             timeline = None
-        description = self._service.engine.describe()
+        description = ready.description
         engine = {name: description[name] for name in ENGINE_FACTS if name in description}
         engine["decodes_on_cpu"] = "strategy" in description  # systems without strategies at most store KV cache there
-        slo = self._service.engine.policy.slo
-        engine["slo"] = asdict(slo) if slo else None
+        engine["slo"] = asdict(ready.slo) if ready.slo else None
         answer = {
             "model": self._model_name,
             "engine": engine,
-            "now": asdict(self._service.snapshot()) | {"time_s": time.monotonic()},
+            "now": asdict(report.snapshot) | {"time_s": time.monotonic()},
             "columns": COLUMNS,
             "history": [row for row in list(self._history) if row[0] > since_s],
-            "records": self._recorder is not None,
+            "records": ready.records,
             "timeline": timeline,
         }
         return JSONResponse(answer, headers={"Cache-Control": "no-store"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -14,10 +14,12 @@ from swiftllm.core.request import Request, RequestOutput, RequestRefusedForNow
 from swiftllm.engine.engine import Engine, EngineStalled
 from swiftllm.scheduling.arrival_queue import arrival_order
 from swiftllm.server.service.fault_isolation import FaultIsolation
-from swiftllm.server.service.open_requests import OpenRequest, OpenRequests, Order, ResetPrefixCache
+from swiftllm.server.service.front_end_link import FrontEndLink
+from swiftllm.server.service.messages import Alive, Step
+from swiftllm.server.service.open_requests import OpenRequest, OpenRequests, Order, ResetOrder
 from swiftllm.server.service.snapshot import Health, Snapshot, take_snapshot
 from swiftllm.server.service.state_dump import dump_state
-from swiftllm.server.service.token_streams import Delta, DeltaDispatcher, RequestFailed, StreamDelta
+from swiftllm.server.service.token_streams import Delta, Failure
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,8 @@ class Observer(Protocol):
         """Called after every iteration."""
 
     def on_finish(self, request: Request, reason: str) -> None:
-        """Called when a request has ended. ``reason``: stop, length, abort, or one of :class:`RequestFailed`."""
+        """Called when a request has ended. ``reason``: stop, length, abort, or one of
+        :class:`~swiftllm.server.service.token_streams.RequestFailed`."""
 
 
 class EngineLoop:
@@ -39,16 +42,16 @@ class EngineLoop:
 
     Attributes:
         observers: called after every step and every end of a request.
+        link: to the front end; set before :meth:`run` begins.
         busy_since_s: start of the current pass of the loop, by ``clock``; None while the thread waits.
     """
 
-    def __init__(
-        self, engine: Engine, open_requests: OpenRequests, clock: Callable[[], float], stall_timeout_s: float
-    ) -> None:
+    def __init__(self, engine: Engine, clock: Callable[[], float], stall_timeout_s: float) -> None:
         self.observers: list[Observer] = []
+        self.link: FrontEndLink | None = None
         self.busy_since_s: float | None = None
         self.engine = engine
-        self.open_requests = open_requests
+        self.open_requests = OpenRequests(self.tell_health)
         self.clock = clock
         self.stall_timeout_s = stall_timeout_s
         self._isolation = FaultIsolation(engine)
@@ -115,7 +118,7 @@ class EngineLoop:
                 self._isolation.release_request(order)
                 self.engine.abort(order)
                 continue
-            if isinstance(order, ResetPrefixCache):
+            if isinstance(order, ResetOrder):
                 self.engine.reset_prefix_cache()
                 continue
             if order.deadline_s is not None:
@@ -144,45 +147,48 @@ class EngineLoop:
     # -- after a step -----------------------------------------------------------------------------------------------
 
     def _deliver(self, request_ids: Iterable[str]) -> None:
-        """Deliver the new tokens of these requests.
+        """Send the new tokens of these requests.
 
         The requests themselves hold the tokens, so an exception in a step loses none."""
-        deltas: list[StreamDelta] = []
+        deltas = []
         with self.open_requests.lock:
             for request_id in request_ids:
                 entry = self.open_requests.entries.get(request_id)
                 if entry is None:
                     continue
                 request, start = entry.request, entry.num_delivered
-                entry.stream.num_cached_tokens = request.num_cached_tokens
-                reason = request.finish_reason.value if request.finish_reason else None
-                deltas.append((entry.stream, Delta(request.output_token_ids[start:], request.logprobs[start:], reason)))
-                entry.num_delivered = request.output_len
-                if reason is not None:
-                    self.open_requests.end_request(entry, reason)
-            dispatchers = self._post(deltas)
-        for dispatcher in dispatchers:
-            dispatcher.apply_backpressure()
+                delta = Delta(
+                    request.output_token_ids[start:],
+                    request.logprobs[start:],
+                    number=entry.number,
+                    num_cached_tokens=request.num_cached_tokens,
+                )
+                if not start:
+                    delta.prompt_logprobs = request.prompt_logprobs
+                entry.num_delivered += len(delta.token_ids)
+                if request.finish_reason is not None:
+                    delta.finish_reason = request.finish_reason.value
+                    self.open_requests.end_request(entry, delta.finish_reason)
+                deltas.append(delta)
+            if not deltas:
+                return
+            self.link.post_step(Step(deltas))
+        self.link.apply_backpressure()
 
     def fail_requests(
         self, entries: Iterable[OpenRequest], reason: str, message: str, retry_after_s: float | None = None
     ) -> None:
-        """End the streams of these requests with an error and abort them in the engine. From any thread."""
+        """End these requests with an error and abort them in the engine. From any thread."""
         with self.open_requests.lock:
             failed = [entry for entry in entries if self.open_requests.end_request(entry, reason)]
             self.open_requests.abort_requests([entry.request.request_id for entry in failed])
-            # Each has an error of its own, since raising one adds to its traceback.
-            self._post((e.stream, Delta(error=RequestFailed(reason, message, retry_after_s))) for e in failed)
+            if failed:
+                failure = Failure(reason, message, retry_after_s)
+                self.link.post_step(Step([Delta(failure=failure, number=entry.number) for entry in failed]))
 
-    def _post(self, deltas: Iterable[StreamDelta]) -> Collection[DeltaDispatcher]:
-        """Post deltas to the event loops of their streams. Returns the dispatchers."""
-        by_dispatcher: dict[DeltaDispatcher, list[StreamDelta]] = {}
-        for stream, delta in deltas:
-            by_dispatcher.setdefault(stream.dispatcher, []).append((stream, delta))
-        for dispatcher, of_loop in by_dispatcher.items():
-            if not dispatcher.post_deltas(of_loop):  # the event loop is closed, so these streams have no reader
-                self.open_requests.abort_requests([stream.request_id for stream, _ in of_loop])
-        return by_dispatcher.keys()
+    def tell_health(self, health: Health) -> None:
+        """Tell the front end that this process runs, and how. From any thread."""
+        self.link.send(Alive(health))
 
     def _notify_observers(self, what: str, *event: Any) -> None:
         for observer in self.observers:
@@ -216,7 +222,7 @@ class EngineLoop:
         reason = f"the engine has failed: {error}"
         logger.critical("%s\n%s", reason, dump_state(self.engine), exc_info=error)
         with self.open_requests.lock:
-            self.open_requests.health = Health("failed", reason)
+            self.open_requests.set_health(self.open_requests.health.status, Health("failed", reason))
             self.fail_requests(list(self.open_requests.entries.values()), "engine_error", reason)
 
     def _watch_progress(self, has_outputs: bool) -> None:
@@ -252,5 +258,5 @@ class EngineLoop:
         """The state after the last pass of the loop, and what other threads have changed since. From any thread."""
         there = self.open_requests
         with there.lock:
-            changes = {"health": there.health, "finished": dict(there.finished), "refused": there.num_refused}
+            changes = {"health": there.health, "finished": dict(there.finished)}
         return replace(self._snapshot, uptime_s=self.clock() - self._start_s, **changes)

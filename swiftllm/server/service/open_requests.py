@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from swiftllm.core.request import Request, RequestRefused, ServiceClass
+from swiftllm.core.request import Request
 from swiftllm.server.service.snapshot import Health
-from swiftllm.server.service.token_streams import TokenStream
-
-MAX_RETRY_AFTER_S = 60
-
-
-class QueueFull(RuntimeError):
-    """As many requests of a class as allowed are waiting or running.
-
-    ``retry_after_s`` estimates when there is room, from the rate at which the last ones of the class ended.
-    """
-
-    def __init__(
-        self, limit: int, retry_after_s: int, service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE
-    ) -> None:
-        kind = "best-effort requests" if service_class is ServiceClass.BEST_EFFORT else "requests"
-        super().__init__(f"{limit} {kind} are waiting or running and no more are accepted: try again later")
-        self.limit = limit
-        self.retry_after_s = retry_after_s
-
-
-class ServiceStopping(RuntimeError):
-    """The service accepts no new requests: it stops, or its engine is stalled or has failed. The message says which."""
 
 
 @dataclass(eq=False, slots=True)
 class OpenRequest:
-    """A request and its client's stream. ``deadline_s`` is a time of the service's clock."""
+    """A request and its number in messages. ``deadline_s`` is a time of the service's clock."""
 
     request: Request
-    stream: TokenStream
+    number: int
     deadline_s: float | None
     num_delivered: int = 0
 
@@ -47,69 +24,46 @@ class OpenRequest:
         return self.deadline_s is not None and self.deadline_s <= now_s
 
 
-class ResetPrefixCache:
+class ResetOrder:
     """The order to forget all cached prefixes."""
 
 
-Order = OpenRequest | str | ResetPrefixCache
+Order = OpenRequest | str | ResetOrder
 """A new request for the engine, the id of one to abort, or a reset of the prefix cache."""
 
 
 class OpenRequests:
     """Shared by all threads. Hold ``lock`` around any read that a write depends on."""
 
-    def __init__(self, most_open: Callable[[ServiceClass], int], clock: Callable[[], float]) -> None:
-        """``most_open`` is the maximum number of open requests of a class."""
+    def __init__(self, on_health: Callable[[Health], None]) -> None:
+        """``on_health`` is called with each new health."""
         self.lock = threading.Condition(threading.RLock())
         self.entries: dict[str, OpenRequest] = {}
         self.health = Health()
         self.finished: Counter[str] = Counter()
-        self.num_refused = 0
-        self._most_open = most_open
-        self._num_open: Counter[ServiceClass] = Counter()
-        self._clock = clock
+        self._on_health = on_health
+        self._ids: dict[int, str] = {}
         self._orders: list[Order] = []
         self._ended: list[tuple[Request, str]] = []
-        self._end_times_s = {service_class: deque[float](maxlen=64) for service_class in ServiceClass}
         self._is_closed = False
 
     # -- from any thread --------------------------------------------------------------------------------------------
 
-    def add(self, entries: Sequence[OpenRequest]) -> None:
-        """Accept all of them or none, and order the engine to queue them.
-
-        Raises:
-            ServiceStopping, QueueFull, RequestRefused: see :meth:`EngineService.submit`.
-        """
+    def add(self, entries: Sequence[OpenRequest]) -> bool:
+        """Order the engine to queue these requests; False if it has failed for good."""
         with self.lock:
-            if self.health.status != "ok":
-                raise ServiceStopping(self.health.reason)
-            ids = [entry.request.request_id for entry in entries]
-            taken = next((i for n, i in enumerate(ids) if i in self.entries or i in ids[:n]), None)
-            if taken is not None:
-                raise RequestRefused(f"request id {taken!r} is already in use; ids must be unique")
-            new = Counter(entry.request.service_class for entry in entries)
-            for service_class, count in new.items():
-                limit = self._most_open(service_class)
-                too_many = self._num_open[service_class] + count - limit
-                if too_many > 0:
-                    raise QueueFull(limit, self._retry_after_s(too_many, service_class), service_class)
-            self._num_open += new
-            self.entries.update(zip(ids, entries, strict=True))
+            if self.health.status == "failed":
+                return False
+            for entry in entries:
+                request_id = entry.request.request_id
+                self.entries[request_id], self._ids[entry.number] = entry, request_id
             self._orders += entries
             self.lock.notify_all()
+            return True
 
-    def has_open(self, service_class: ServiceClass) -> bool:
-        """Whether requests of a class are open."""
-        return self._num_open[service_class] > 0
-
-    def _retry_after_s(self, num_requests: int, service_class: ServiceClass) -> int:
-        """Seconds that so many requests take to end at the rate of the last of their class; 1 before any has ended."""
-        end_times_s = self._end_times_s[service_class]
-        if not end_times_s:
-            return 1
-        elapsed_s = self._clock() - end_times_s[0]
-        return max(1, min(MAX_RETRY_AFTER_S, math.ceil(num_requests * elapsed_s / len(end_times_s))))
+    def numbered(self, number: int) -> OpenRequest | None:
+        """The open request of this number, if it is still open."""
+        return self.entries.get(self._ids.get(number, ""))
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Order these requests aborted; unknown and finished ones are ignored."""
@@ -120,7 +74,7 @@ class OpenRequests:
     def reset_prefix_cache(self) -> None:
         """Order the prefix cache emptied, before the requests that are added later."""
         with self.lock:
-            self._orders.append(ResetPrefixCache())
+            self._orders.append(ResetOrder())
             self.lock.notify_all()
 
     def set_health(self, old_status: str, health: Health) -> None:
@@ -129,26 +83,18 @@ class OpenRequests:
             with self.lock:
                 if self.health.status == old_status:
                     self.health = health
+                    self._on_health(health)
 
     def end_request(self, entry: OpenRequest, reason: str) -> bool:
-        """Remove an entry; False if another thread has. The caller holds the lock until it has posted to the stream."""
+        """Remove an entry; False if another thread has. The caller holds the lock until it has sent what is new."""
         with self.lock:
             request_id = entry.request.request_id
             if self.entries.get(request_id) is not entry:
                 return False
-            del self.entries[request_id]
+            del self.entries[request_id], self._ids[entry.number]
             self.finished[reason] += 1
             self._ended.append((entry.request, reason))
-            self._num_open[entry.request.service_class] -= 1
-            self._end_times_s[entry.request.service_class].append(self._clock())
-            if not self.entries:
-                self.lock.notify_all()
             return True
-
-    def wait_until_empty(self, timeout_s: float) -> bool:
-        """Whether all requests have ended within ``timeout_s``."""
-        with self.lock:
-            return self.lock.wait_for(lambda: not self.entries, timeout_s)
 
     def close(self) -> None:
         """End the engine's thread once all orders and other work are done."""

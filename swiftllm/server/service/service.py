@@ -1,173 +1,110 @@
-"""An engine on its own thread: any asyncio event loop submits requests and gets token streams."""
+"""An engine on its own thread, for a front end at the other end of a connection."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
 
-from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass
+from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.engine import Engine
+from swiftllm.sampling.grammar import CompiledGrammar, GrammarCompiler
 from swiftllm.server.service.engine_loop import EngineLoop, Observer
-from swiftllm.server.service.open_requests import OpenRequest, OpenRequests, QueueFull, ServiceStopping
+from swiftllm.server.service.front_end_link import FrontEndLink
+from swiftllm.server.service.histograms import EngineHistograms
+from swiftllm.server.service.limits import ServiceLimits
+from swiftllm.server.service.messages import (
+    Ask,
+    End,
+    Ready,
+    Report,
+    ResetPrefixCache,
+    Step,
+    Submit,
+    Submitted,
+    ToEngine,
+)
+from swiftllm.server.service.open_requests import OpenRequest
 from swiftllm.server.service.snapshot import Health, Snapshot
-from swiftllm.server.service.token_streams import DeltaDispatcher, TokenStream
+from swiftllm.server.service.token_streams import Delta, Failure
 from swiftllm.server.service.watchdog import watch_engine
 from swiftllm.threads import DeviceThread
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ServiceLimits:
-    """Limits of the service.
+class IterationRecorder(Observer, Protocol):
+    """Records single iterations of the engine. Another package implements it."""
 
-    Raises:
-        ValueError: a field lies outside its range; the message names the field and the value.
-    """
-
-    max_queued_requests: int = 1024
-    """Maximum number of latency-sensitive requests waiting or running; further ones are refused."""
-    max_queued_best_effort: int = 10_000
-    """Maximum number of best-effort requests waiting or running, counted apart from the others."""
-    request_timeout_s: float | None = None
-    """Seconds after which an unfinished request fails, unless it sets its own timeout; by default never."""
-    stall_timeout_s: float = 60.0
-    """Seconds without progress after which the watchdog logs the engine's state and acts."""
-    drain_timeout_s: float = 30.0
-    """Seconds that running requests get to finish when the service stops."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_queued_requests", "max_queued_best_effort"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
-        for name in ("request_timeout_s", "stall_timeout_s", "drain_timeout_s"):
-            seconds = getattr(self, name)
-            if seconds is not None and not seconds > 0.0:
-                raise ValueError(f"{name}={seconds!r} must be above 0")
-
-    def most_open(self, service_class: ServiceClass) -> int:
-        """Maximum number of requests of a class waiting or running."""
-        is_best_effort = service_class is ServiceClass.BEST_EFFORT
-        return self.max_queued_best_effort if is_best_effort else self.max_queued_requests
-
-
-@dataclass(frozen=True)
-class NewRequest:
-    """A request to submit to the service."""
-
-    request_id: str
-    prompt_token_ids: Sequence[int]
-    sampling: SamplingParams
-    timeout_s: float | None = None
-    """Seconds until its deadline; None takes the service's ``request_timeout_s``."""
-    service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE
-    cache_salt: str | None = None
-    """Only requests with the same one share cached prefixes."""
+    def latest(self) -> Mapping[str, Any] | None:
+        """The last recorded iteration, in the status page's format; requests the next one. Never blocks; any thread."""
 
 
 class EngineService:
-    """One engine for any number of clients.
+    """One engine for one front end.
 
-    ``engine`` belongs to the engine's thread from :meth:`start` to :meth:`close`. Other threads may read only its
-    constants: ``tokenizer``, ``describe()`` and ``residents.limits``.
+    ``engine`` belongs to the engine's thread from :meth:`start` to :meth:`close`.
     """
 
     def __init__(
-        self, engine: Engine, limits: ServiceLimits = ServiceLimits(), clock: Callable[[], float] = time.monotonic
+        self,
+        engine: Engine,
+        limits: ServiceLimits = ServiceLimits(),  # noqa: B008  frozen
+        recorder: IterationRecorder | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock`` (seconds) measures deadlines and stalls."""
+        """``recorder`` gives the status page its timeline. ``clock`` (seconds) measures deadlines and stalls."""
         self.engine = engine
         self.limits = limits
         self._clock = clock
-        self._open_requests = OpenRequests(limits.most_open, clock)
-        self._loop = EngineLoop(engine, self._open_requests, clock, limits.stall_timeout_s)
+        self._recorder = recorder
+        self._histograms = EngineHistograms(engine.residents.limits.max_model_len, engine.policy.slo)
+        self._loop = EngineLoop(engine, clock, limits.stall_timeout_s)
+        self._loop.observers += [self._histograms, *([] if recorder is None else [recorder])]
+        self._open_requests = self._loop.open_requests
         self._stop_watch = threading.Event()
-        self._dispatchers: dict[asyncio.AbstractEventLoop, DeltaDispatcher] = {}
+        self._compiler: GrammarCompiler | None = None
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._awaited: set[int] = set()  # numbers of requests whose grammars are being compiled
         self._threads = [
             DeviceThread(self._loop.run, name="engine"),
             DeviceThread(watch_engine, self._loop, self._stop_watch, name="watchdog"),
         ]
-
-    def start(self) -> None:
-        """Start the engine's thread and the watchdog's."""
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, requests: Sequence[NewRequest]) -> list[TokenStream]:
-        """Accept all of these requests or none; their streams belong to the running event loop.
-
-        Reads only constants of the engine, so it never waits for a step.
-
-        Raises:
-            RequestRefused: one of them can never be served; the message names the limit it hits.
-            QueueFull: too many requests of their class are waiting or running.
-            ServiceStopping: the service accepts no new requests.
-        """
-        try:
-            dispatcher = self._dispatcher_of(asyncio.get_running_loop())
-            entries = [self._entry(request, dispatcher) for request in requests]
-            self._open_requests.add(entries)
-        except (RequestRefused, QueueFull, ServiceStopping):
-            with self._open_requests.lock:
-                self._open_requests.num_refused += len(requests)
-            raise
-        return [entry.stream for entry in entries]
-
-    def _dispatcher_of(self, loop: asyncio.AbstractEventLoop) -> DeltaDispatcher:
-        with self._open_requests.lock:
-            self._dispatchers = {loop: box for loop, box in self._dispatchers.items() if not loop.is_closed()}
-            return self._dispatchers.setdefault(loop, DeltaDispatcher(loop))
-
-    def _entry(self, new: NewRequest, dispatcher: DeltaDispatcher) -> OpenRequest:
-        request = self.engine.make_request(
-            new.request_id,
-            new.prompt_token_ids,
-            new.sampling,
-            service_class=new.service_class,
-            cache_salt=new.cache_salt,
-        )
-        if new.request_id in self.engine.residents.requests:  # aborted, but CPU attention still uses its blocks
-            raise RequestRefused(f"request id {new.request_id!r} is already in use; ids must be unique")
-        timeout_s = self.limits.request_timeout_s if new.timeout_s is None else new.timeout_s
-        deadline_s = None if timeout_s is None else self._clock() + timeout_s
-        return OpenRequest(request, TokenStream(new.request_id, dispatcher, request.prompt_logprobs), deadline_s)
-
-    def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Abort these requests, waiting or running; finished ones are ignored. From any thread."""
-        self._open_requests.abort_requests(request_ids)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes before the next step: requests submitted later find none of them. Any thread."""
-        self._open_requests.reset_prefix_cache()
-
-    def end_request(self, request_id: str, reason: str) -> None:
-        """End a request whose output is complete, for ``reason``; ignored if it has ended. From any thread."""
-        with self._open_requests.lock:
-            entry = self._open_requests.entries.get(request_id)
-            if entry is not None and self._open_requests.end_request(entry, reason):
-                self._open_requests.abort_requests([request_id])
-
-    @property
-    def num_open(self) -> int:
-        """Number of requests that are waiting or running."""
-        return len(self._open_requests.entries)
+        self._listener = DeviceThread(self._listen, name="front end")
 
     def add_observer(self, observer: Observer) -> None:
         """Have ``observer`` called after every step and every end of a request."""
         self._loop.observers.append(observer)
 
-    @property
-    def is_serving(self) -> bool:
-        """Whether tokens are on their way to an event loop, or from it to clients."""
-        return any(dispatcher.is_serving for dispatcher in list(self._dispatchers.values()))
+    def ready(self) -> Ready:
+        """What the front end must know of the engine."""
+        engine, tokenizer = self.engine, self.engine.tokenizer
+        return Ready(
+            engine.describe(),
+            self.limits,
+            engine.admission,
+            engine.residents.limits.max_num_seqs,
+            sorted(engine.eos_token_ids),
+            None if tokenizer is None else tokenizer.folder,
+            engine.kv.names is not None,
+            engine.policy.slo,
+            self._recorder is not None,
+        )
 
-    def has_open(self, service_class: ServiceClass) -> bool:
-        """Whether requests of a class are waiting or running. From any thread."""
-        return self._open_requests.has_open(service_class)
+    def start(self, link: FrontEndLink) -> None:
+        """Serve the front end at the other end of ``link``."""
+        self._loop.link = link
+        link.send(self.ready())
+        for thread in (*self._threads, self._listener):
+            thread.start()
+
+    def wait_until_left(self) -> None:
+        """Wait until the front end has closed the connection, or has ended."""
+        self._listener.join()
 
     def snapshot(self) -> Snapshot:
         """The state after the last step. From any thread."""
@@ -177,27 +114,103 @@ class EngineService:
     def health(self) -> Health:
         return self._open_requests.health
 
-    async def drain(self) -> None:
-        """Refuse new requests, wait for the open ones, and fail those not done after ``drain_timeout_s``."""
-        with self._open_requests.lock:
-            self._open_requests.set_health("ok", Health("stopping", "the server is shutting down"))
-        if not await asyncio.to_thread(self._open_requests.wait_until_empty, self.limits.drain_timeout_s):
-            self._fail_all()
+    # -- the front end's messages, on the listener's thread ----------------------------------------------------------
 
-    def _fail_all(self) -> None:
+    def _listen(self) -> None:
+        for message in self._loop.link.messages():
+            self._handle(message)
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Submit(requests) if any(submitted.grammar for submitted in requests):
+                with self._open_requests.lock:
+                    self._awaited.update(submitted.number for submitted in requests)
+                self._compiling.submit(self._accept_compiled, requests)
+            case Submit(requests):
+                self._accept(requests, None)
+            case End():
+                self._end(message)
+            case ResetPrefixCache():
+                self._open_requests.reset_prefix_cache()
+            case Ask():
+                self._loop.link.send(self._report(message.wants_timeline))
+
+    def _accept_compiled(self, requests: Sequence[Submitted]) -> None:
+        """Accept requests with a grammar, which is the same for all, as far as they have not been aborted meanwhile."""
+        try:
+            grammar, error = self._compile(*requests[0].grammar), None
+        except Exception as raised:  # the front end has compiled it before
+            logger.exception("a grammar of request %s cannot be compiled here", requests[0].request_id)
+            error = raised
         with self._open_requests.lock:
-            entries = list(self._open_requests.entries.values())
-            self._loop.fail_requests(entries, "shutdown", "the server shut down before the request was done")
+            requests = [submitted for submitted in requests if submitted.number in self._awaited]
+            self._awaited.difference_update(submitted.number for submitted in requests)
+            if error is None:
+                self._accept(requests, grammar)
+            else:
+                self._refuse(requests, str(error))
+
+    def _compile(self, kind: str, text: str) -> CompiledGrammar:
+        engine = self.engine
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(engine.tokenizer, engine.vocab_size, engine.eos_token_ids)
+        return self._compiler.compile(kind, text)
+
+    def _accept(self, requests: Sequence[Submitted], grammar: CompiledGrammar | None) -> None:
+        if not self._open_requests.add([self._entry(submitted, grammar) for submitted in requests]):
+            self._refuse(requests, self.health.reason)
+
+    def _entry(self, submitted: Submitted, grammar: CompiledGrammar | None) -> OpenRequest:
+        engine, request_id = self.engine, submitted.request_id
+        if request_id in engine.residents.requests:  # aborted, but CPU attention still uses its blocks
+            request_id = f"{request_id} ({submitted.number})"
+        request = engine.make_request(
+            request_id,
+            array("i", submitted.prompt),
+            SamplingParams(**submitted.sampling, grammar=grammar),
+            service_class=submitted.service_class,
+            cache_salt=submitted.cache_salt,
+            is_checked=True,
+        )
+        deadline_s = None if submitted.timeout_s is None else self._clock() + submitted.timeout_s
+        return OpenRequest(request, submitted.number, deadline_s)
+
+    def _refuse(self, requests: Iterable[Submitted], reason: str) -> None:
+        failure = Failure("engine_error", reason)
+        self._loop.link.post_step(Step([Delta(failure=failure, number=submitted.number) for submitted in requests]))
+
+    def _end(self, message: End) -> None:
+        there = self._open_requests
+        with there.lock:
+            for number in message.numbers:
+                entry = there.numbered(number)
+                if number in self._awaited:
+                    self._awaited.remove(number)
+                    there.finished[message.reason or "abort"] += 1
+                    if message.reason is None:
+                        self._loop.link.post_step(Step([Delta(finish_reason="abort", number=number)]))
+                elif entry is not None and (message.reason is None or there.end_request(entry, message.reason)):
+                    there.abort_requests([entry.request.request_id])
+
+    def _report(self, wants_timeline: bool) -> Report:
+        timeline = self._recorder.latest() if wants_timeline and self._recorder is not None else None
+        with self._histograms.lock:
+            outcomes = [(*key, count) for key, count in self._histograms.slo_outcomes.items()]
+            return Report(self.snapshot(), self._histograms.all, outcomes, timeline)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Fail all open requests, end the engine's thread and close the engine.
+        """Abort all open requests, end the engine's thread and close the engine.
 
         Waits ``drain_timeout_s`` for a step that hangs; then the thread is left running and the engine open.
         """
-        with self._open_requests.lock:
-            self._open_requests.health = Health("stopping", "the server has shut down")
-            self._fail_all()
-            self._open_requests.close()
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+        if self._loop.link is not None:
+            with self._open_requests.lock:
+                entries = list(self._open_requests.entries.values())
+                self._loop.fail_requests(entries, "shutdown", "the server shut down before the request was done")
+        self._open_requests.close()
         self._stop_watch.set()
         for thread in self._threads:
             if thread.ident is not None:

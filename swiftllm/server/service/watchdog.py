@@ -21,12 +21,13 @@ PATIENCE = 2.0  # stall timeouts after which a hanging step fails requests witho
 def watch_engine(loop: EngineLoop, stop: threading.Event) -> None:
     """Body of the watchdog's thread, until ``stop`` is set.
 
-    When a pass of the engine's loop has taken its stall timeout, log the engine's state, mark the service stalled, and
-    fail requests in time.
+    Tell the front end regularly that the process runs. When a pass of the engine's loop has taken its stall timeout,
+    log the engine's state, mark the service stalled, and fail requests in time.
     """
     open_requests, timeout_s = loop.open_requests, loop.stall_timeout_s
     reported_s: float | None = None
     while not stop.wait(min(MAX_INTERVAL_S, timeout_s / 4)):
+        loop.tell_health(open_requests.health)
         since_s, now_s = loop.busy_since_s, loop.clock()
         if since_s is None or now_s - since_s < timeout_s:
             continue

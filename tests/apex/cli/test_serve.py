@@ -80,7 +80,7 @@ def test_it_serves_until_it_is_told_to_stop(tmp_path):
             assert said[-1], process.stderr.read()
         text = "".join(said)
         assert "apex serves" in text
-        assert "257 tokens a request, 256 requests with KV cache at once, 1024 running or waiting" in text
+        assert "257 tokens a request, 256 with KV cache at once, 1024 running or waiting" in text
         assert "no tokenizer: prompts are lists of token ids" in text
         url = re.search(r"http://127\.0\.0\.1:\d+", text).group()
         said = []

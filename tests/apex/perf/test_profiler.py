@@ -115,3 +115,23 @@ def test_times_of_streamed_boundaries_leave_out_their_copies() -> None:
         linear()
         linear()
     assert crossed == [0, 1, 1, 2, 2, 3, 0, 1, 1]
+
+
+def test_rows_that_are_timed_differ_so_that_experts_would_too(model_dir: Path, monkeypatch) -> None:
+    """Equal rows pick equal experts: a model that reads one expert for many rows would look far too fast."""
+    options = config(model_dir, 40, 200)
+    backend, opened = open_torch_backend(options), []
+    for name in ("open_lane", "open_cohort"):
+        make = getattr(type(backend._builder), name)
+        monkeypatch.setattr(
+            type(backend._builder), name, lambda self, of, make=make: opened.append(make(self, of)) or opened[-1]
+        )
+    bench = make_workbench(options, backend)
+    with bench.in_use():
+        for operation in (bench.linear(24), bench.last_boundary(24), bench.decodes(8, 16, 5)):
+            operation()
+    wide = [batch for batch in opened if batch.num_rows >= 8]
+    assert len(wide) >= 4
+    for batch in wide:  # of 24 draws from some hundred tokens, few are drawn twice
+        assert len(set(batch.token_ids.tolist())) > batch.num_rows // 2
+    backend.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from quantise import write_folder
 
 from apex.perf.model import PerfModel
 from apex.perf.profile_cache import profile_identity, with_copies
-from apex.placement import memory
+from apex.placement import memory, timing
 from apex.placement.measured import WeightsPlan, place_weights
 from apex.strategy import StrategyConfig
 from apex.systems import build_system
@@ -99,6 +100,15 @@ def test_4_bit_weights_take_their_packed_bytes_where_the_cpu_computes(model_dir,
             placement = place_weights(config).placement
             counts.append((placement.count(Place.CPU) > 0, placement.count(Place.STREAMED) > 0))
     assert counts == [(True, False)] * 2
+
+
+def test_rows_of_a_timed_boundary_differ_so_that_experts_would_too():
+    crossed = []
+    config = SimpleNamespace(num_heads=2, head_dim=4, hidden_size=8)
+    model = SimpleNamespace(config=config, rotary_table=torch.zeros(1, 2, 4), cross=lambda *rows: crossed.extend(rows))
+    timing._crossing(model, SimpleNamespace(torch_device=torch.device("cpu")), torch.float32, 5)()
+    _, attention_out, residual, _ = crossed
+    assert len(attention_out.unique(dim=0)) == len(residual.unique(dim=0)) == 5
 
 
 def test_schedulers_know_how_long_copies_take():

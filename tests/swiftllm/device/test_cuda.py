@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -18,11 +17,12 @@ from swiftllm.core.request import SamplingParams
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.device.limits import DeviceHung
 from swiftllm.engine.engine import Engine
-from swiftllm.server.service.service import EngineService, NewRequest
+from swiftllm.server.service.limits import NewRequest
+from swiftllm.server.service.service import EngineService
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import OWN_CARD, fake_gpu
-from tests.swiftllm.server.serving import Outcome, read_all
+from tests.swiftllm.server.serving import LocalClient, Outcome, read_all, run_client
 
 SAMPLING = SamplingParams(max_tokens=12, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8, 9], [11, 12, 13, 14]]
@@ -135,10 +135,9 @@ def test_a_server_on_a_gpu_that_hangs_fails_its_requests_and_says_why(
 ) -> None:
     outcomes: dict[str, Outcome] = {}
 
-    async def client() -> None:
-        async with asyncio.timeout(30.0):
-            requests = [NewRequest(str(i), prompt, SAMPLING) for i, prompt in enumerate(PROMPTS)]
-            outcomes.update(await read_all(service.submit(requests)))
+    async def client(local: LocalClient) -> None:
+        requests = [NewRequest(str(i), prompt, SAMPLING) for i, prompt in enumerate(PROMPTS)]
+        outcomes.update(await read_all(local.submit(requests)))
 
     with fake_gpu(1) as cuda:
         engine = make_engine(model_dir, "apex")
@@ -156,10 +155,8 @@ def test_a_server_on_a_gpu_that_hangs_fails_its_requests_and_says_why(
         service = EngineService(engine)
         after_a_step = SimpleNamespace(on_step=lambda *_: cuda.hang(), on_finish=lambda *_: None)
         service.add_observer(after_a_step)
-        service.start()
-        asyncio.run(client())
+        run_client(service, client)
         health = service.health
-        service.close()
     assert {outcome.error.reason for outcome in outcomes.values()} == {"engine_error"}
     assert all("the GPU has not finished its work within" in str(outcome.error) for outcome in outcomes.values())
     assert health.status == "failed" and "the GPU has not finished its work" in health.reason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from swiftllm.runtime.workers import CpuWorker, RowsWrite
 from swiftllm.server.service.service import EngineService
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_engine import fake_engine
-from tests.swiftllm.server.serving import make_requests, read_all
+from tests.swiftllm.server.serving import LocalClient, make_requests, read_all, run_client
 
 PATIENCE_S = 30.0
 NOTHING = torch.zeros(1)
@@ -51,14 +50,11 @@ def serve(device: CudaDevice) -> None:
     service = EngineService(fake_engine("swiftllm", num_gpu_blocks=16, num_cpu_blocks=16))
     launch = SimpleNamespace(on_step=lambda *_: device.compute.mark(), on_finish=lambda *_: None)
     service.add_observer(launch)
-    service.start()
 
-    async def client() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            await read_all(service.submit(make_requests(1)))
+    async def client(local: LocalClient) -> None:
+        await read_all(local.submit(make_requests(1)))
 
-    asyncio.run(client())
-    service.close()
+    run_client(service, client)
 
 
 def lose_a_rank(device: CudaDevice) -> None:

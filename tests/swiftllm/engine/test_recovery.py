@@ -16,8 +16,8 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, ServiceClass
 from swiftllm.engine.engine import Engine
 from swiftllm.server.service.fault_isolation import FaultIsolation
-from swiftllm.server.service.open_requests import ServiceStopping
-from swiftllm.server.service.service import NewRequest
+from swiftllm.server.service.limits import NewRequest
+from swiftllm.server.service.places import ServiceStopping
 from tests.reference.fake_engine import fake_engine, flat_table
 from tests.reference.faulty_backend import FaultyBackend
 from tests.swiftllm.server.serving import Outcome, check_empty, expected, make_requests, read_all, serve, with_service

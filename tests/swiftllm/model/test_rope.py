@@ -3,7 +3,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from swiftllm.model.rope import RopeScaling, inverse_frequencies, rotary_table
+from swiftllm.model.rope import RopeScaling, inverse_frequencies, rotary_order, rotary_table
 from swiftllm.ops.interface import Ops
 
 LLAMA3 = {
@@ -13,7 +13,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 256,
 }
-SCALINGS = [{}, {"rope_type": "linear", "factor": 4.0}, LLAMA3]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+SCALINGS = [{}, {"rope_type": "linear", "factor": 4.0}, LLAMA3, YARN]
 
 
 def judge(scaling: dict, theta: float = 1e4) -> LlamaRotaryEmbedding:
@@ -59,9 +60,47 @@ def test_rotation_equals_transformers(scaling, dtype, atol):
     assert torch.equal(wide[:, 5:], untouched)
 
 
+def test_all_forms_of_yarn_equal_transformers():
+    for form in (
+        {"beta_fast": 20.0, "beta_slow": 3.0},
+        {"truncate": False},
+        {"attention_factor": 1.3},
+        {"mscale": 0.8, "mscale_all_dim": 1.2},
+        {"mscale": 1.0, "mscale_all_dim": 0},
+        {"factor": 1.0},
+        {"original_max_position_embeddings": 2048, "factor": 40.0},
+    ):
+        scaling = YARN | form
+        theirs, ours = judge(scaling), RopeScaling.from_config(scaling)
+        torch.testing.assert_close(inverse_frequencies(64, 1e4, ours), theirs.inv_freq, rtol=1e-6, atol=0)
+        assert ours.amplitude == pytest.approx(theirs.attention_scaling), form
+
+
+def test_pairs_beyond_those_that_turn_stay():
+    """Heads in the order of :func:`rotary_order` have the scores that they have in the checkpoint's order."""
+    generator = torch.Generator().manual_seed(0)
+    heads, positions = torch.randn(9, 2, 48, generator=generator), torch.randint(2048, (9,), generator=generator)
+    for rotary_dim, is_interleaved in ((48, True), (24, True), (24, False), (16, False)):
+        turned = heads.clone()
+        halves = turned[..., :rotary_dim].unflatten(-1, (-1, 2) if is_interleaved else (2, -1))
+        first, second = halves.unbind(-1 if is_interleaved else -2)
+        angles = (positions[:, None] * inverse_frequencies(rotary_dim, 1e4, RopeScaling()))[:, None]
+        pair = first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()
+        turned[..., :rotary_dim] = torch.stack(pair, -1 if is_interleaved else -2).flatten(-2)
+        order = rotary_order(48, rotary_dim, is_interleaved)
+        ours = heads[..., order].contiguous()
+        Ops().rotary_(ours, rotary_table(2048, 48, 1e4, RopeScaling(), rotary_dim, score_multiplier=4.0)[positions])
+        torch.testing.assert_close(ours, 2 * turned[..., order], rtol=0, atol=1e-4)
+    assert rotary_order(48, 48, False) is None
+
+
 def test_unknown_scaling_is_refused_by_name():
-    with pytest.raises(ValueError, match="yarn"):
+    with pytest.raises(ValueError, match="longrope"):
+        RopeScaling.from_config({"rope_type": "longrope", "factor": 2.0})
+    with pytest.raises(ValueError, match="lacks the field 'original_max_position_embeddings'"):
         RopeScaling.from_config({"rope_type": "yarn", "factor": 2.0})
+    with pytest.raises(ValueError, match="mrope_section"):
+        RopeScaling.from_config({"mrope_section": [8, 12, 12]})
     with pytest.raises(ValueError, match="factor"):
         RopeScaling.from_config({"type": "linear"})
     with pytest.raises(ValueError, match="partial_rotary_factor"):

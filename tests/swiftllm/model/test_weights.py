@@ -1,4 +1,3 @@
-import json
 import shutil
 import time
 
@@ -107,51 +106,3 @@ def test_dummy_weights_of_a_large_layer_take_a_fraction_of_drawing_them(tiny_mod
     weights = dummy_weights(config, "cpu", torch.bfloat16, 0)
     assert time.thread_time() - start < drawing_s
     assert sum(p.numel() for p in weights.by_checkpoint_name(config).values()) == config.num_parameters == len(drawn)
-
-
-def test_config_reads_both_spellings_of_rope(copy_of):
-    folder = copy_of(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4})
-    new = ModelConfig.from_folder(folder)
-    raw = json.loads((folder / "config.json").read_text())
-    assert "rope_parameters" in raw  # as transformers 5 writes it
-    del raw["rope_parameters"]
-    raw |= {"rope_theta": 5e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    (folder / "config.json").write_text(json.dumps(raw))
-    assert ModelConfig.from_folder(folder) == new
-    assert (new.rope_theta, new.rope_scaling.kind, new.rope_scaling.factor) == (5e4, "linear", 2.0)
-
-
-def test_end_of_sequence_ids_come_from_the_generation_config_first(copy_of):
-    folder = copy_of()
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
-    assert ModelConfig.from_folder(folder).eos_token_ids == (5, 7)
-    (folder / "generation_config.json").unlink()
-    assert ModelConfig.from_folder(folder).eos_token_ids == (2,)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
-        ({"architectures": ["MistralForCausalLM"]}, "sliding_window=4096"),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 9}, "sliding_window=9"),
-        ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8'"),
-        ({"sliding_window": 512}, "sliding_window"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
-        ({"num_key_value_heads": 0}, "num_kv_heads=0 must be at least 1"),
-        ({"hidden_size": None}, "hidden_size"),
-    ],
-)
-def test_unsupported_models_are_refused_with_the_reason(copy_of, change, message):
-    folder = copy_of()
-    raw = json.loads((folder / "config.json").read_text()) | change
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
-    with pytest.raises(ValueError, match=message):
-        ModelConfig.from_folder(folder)
-
-
-def test_a_folder_without_config_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        ModelConfig.from_folder(tmp_path)

@@ -36,8 +36,8 @@ def test_without_ray_the_message_names_the_extra(capsys, monkeypatch, tmp_path) 
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
     model = str(make_tiny_llama(tmp_path / "tiny"))
-    flags = ["--attention-hosts", "2", "--ray-address", "10.0.0.1:6379", "--num-cpu-blocks", "9", "--port", "0"]
-    assert main(["serve", model, *flags]) == 2
+    flags = ["--attention-hosts", "2", "--ray-address", "10.0.0.1:6379", "--num-cpu-blocks", "9"]
+    assert main(["generate", model, "a prompt", *flags]) == 2
     assert "pip install 'apex-llm-serving[ray]'" in capsys.readouterr().err
 
 

@@ -20,10 +20,11 @@ from swiftllm.remote.frames import SILENCE_S
 from swiftllm.remote.tier import RemoteCpuTier
 from swiftllm.runtime.workers import AttentionTask, BlocksRead, BlocksWrite, ContextRead, RowsWrite
 from swiftllm.server.service.fault_isolation import FaultIsolation
-from swiftllm.server.service.service import EngineService, NewRequest, ServiceLimits
+from swiftllm.server.service.limits import NewRequest, ServiceLimits
+from swiftllm.server.service.service import EngineService
 from tests.swiftllm.remote.hosts import SECRET, host_in_thread, start_host_process
 from tests.swiftllm.remote.test_tokens import BLOCK_BYTES, MAX_TOKENS, add_all, open_engine, run_to_end, tiny  # noqa: F401
-from tests.swiftllm.server.serving import read_all
+from tests.swiftllm.server.serving import LocalClient, read_all, run_client
 
 ROOM = {"num_gpu_blocks": 12, "num_cpu_blocks": 60, "max_model_len": 90}
 
@@ -184,21 +185,19 @@ def test_a_dead_host_blames_no_request(tiny, monkeypatch: pytest.MonkeyPatch) ->
         engine = open_engine(model_dir, "neo", [host.address], **ROOM)
         monkeypatch.setattr(FaultIsolation, "step_failed", lambda self: pytest.fail("a step failed"))
         service = EngineService(engine, ServiceLimits())
-        service.start()
 
-        async def answers() -> list[tuple[int, ...]]:
+        async def client(local: LocalClient) -> None:
             sampling = SamplingParams(MAX_TOKENS)
-            streams = service.submit([NewRequest(str(i), p, sampling) for i, p in enumerate(prompts)])
+            streams = local.submit([NewRequest(str(i), p, sampling) for i, p in enumerate(prompts)])
             reading = asyncio.create_task(read_all(streams))
             while not engine.kv.host_pools.pools[1].num_used:
                 await asyncio.sleep(0.001)
             host.close()
             outcomes = await reading
-            return [tuple(outcomes[str(i)].token_ids) for i in range(len(prompts))]
+            assert [tuple(outcomes[str(i)].token_ids) for i in range(len(prompts))] == expected
 
-        assert asyncio.run(answers()) == expected
+        run_client(service, client)
         assert engine.stats().recomputed_after_host_deaths > 0
-        service.close()
 
 
 def test_a_death_that_no_host_reports_is_an_error(tiny) -> None:  # noqa: F811

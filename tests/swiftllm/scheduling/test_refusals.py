@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from swiftllm.core.request import Request, RequestRefused, SamplingParams, Tier
-from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.admission import check_servable
+from swiftllm.scheduling.admission import Admission
 
 MAX_MODEL_LEN, BLOCKS, BLOCK_SIZE = 40, 5, 4
 
 
 def check(prompt_len: int, max_tokens: int) -> None:
     request = Request("a", (2,) * prompt_len, SamplingParams(max_tokens=max_tokens))
-    kv = KVCacheManager(num_gpu_blocks=BLOCKS, num_cpu_blocks=0, block_size=BLOCK_SIZE)
-    check_servable(request, MAX_MODEL_LEN, kv, (Tier.GPU, Tier.CPU))
+    tiers = {request.service_class: (Tier.GPU, Tier.CPU)}
+    Admission(50, MAX_MODEL_LEN, BLOCK_SIZE, {Tier.GPU: BLOCKS, Tier.CPU: 0}, tiers).check(request)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
-"""Stands in for an engine's service: says what it is told to say."""
+"""Stands in for an engine's client: says what it is told to say."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
-from swiftllm.scheduling.admission import SchedulerLimits
+from swiftllm.core.request import ServiceClass, Tier
+from swiftllm.scheduling.admission import Admission
+from swiftllm.server.service.histograms import EngineHistograms
+from swiftllm.server.service.limits import ServiceLimits
+from swiftllm.server.service.messages import Ready, Report
 from swiftllm.server.service.snapshot import Snapshot
 
 DESCRIPTION = {
@@ -14,7 +17,6 @@ DESCRIPTION = {
     "num_gpu_blocks": 8, "num_cpu_blocks": 64, "block_size": 16, "kv_bytes_per_block": 1 << 20, "cpu_kernel": "native",
     "cpu_threads": 1, "cpu_kv_dtype": "int8", "cpu_kv_bytes_per_block": 1 << 18,
 }  # fmt: skip
-LIMITS = SchedulerLimits(512, 256, 2048)
 
 
 class FakeService:
@@ -23,18 +25,32 @@ class FakeService:
     def __init__(self) -> None:
         self.state = Snapshot(gpu_blocks_total=8, cpu_blocks_total=64)
         self.observers: list[Any] = []
-        self.engine = SimpleNamespace(
-            residents=SimpleNamespace(limits=LIMITS),
-            kv=SimpleNamespace(names=None),
-            policy=SimpleNamespace(slo=None),
-            describe=lambda: dict(DESCRIPTION),
-        )
+        self.tokenizer = None
+        self.histograms = EngineHistograms(2048, None)
+        self.timeline: dict[str, Any] | None = None
+        tiers = {service_class: tuple(Tier) for service_class in ServiceClass}
+        admission = Admission(100, 2048, 16, {Tier.GPU: 8, Tier.CPU: 64}, tiers)
+        self.ready = Ready(dict(DESCRIPTION), ServiceLimits(), admission, 256, [], None, False, None, True)
 
-    def add_observer(self, observer: object) -> None:
-        self.observers.append(observer)
+    @property
+    def limits(self) -> ServiceLimits:
+        return self.ready.limits
 
-    def snapshot(self) -> Snapshot:
+    async def connect(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    async def snapshot(self) -> Snapshot:
         return self.state
+
+    def report_now(self) -> Report:
+        outcomes = [(*key, count) for key, count in self.histograms.slo_outcomes.items()]
+        return Report(self.state, self.histograms.all, outcomes, self.timeline)
+
+    async def report(self, wants_timeline: bool = False) -> Report:
+        return self.report_now()
 
     def change(self, **values: Any) -> None:
         self.state = replace(self.state, **values)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import openai
@@ -15,20 +18,22 @@ from swiftllm.engine.engine import Engine
 from swiftllm.server.run import make_server
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
+from tests.swiftllm.server.serving import LocalClient
 
 TIMEOUT_S = 30.0  # of tests that would hang
 DEFAULT_SETTINGS = ServerSettings()
 
 
 class RunningServer:
-    """``thread`` runs until the server ends."""
+    """``thread`` runs until the server ends. ``front`` is the front end's view of ``service``."""
 
     def __init__(self, service: EngineService, settings: ServerSettings) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))  # clients may connect before the server has come up
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.service = service
-        self.server = make_server(service, settings)
+        self.front = LocalClient(service)
+        self.server = make_server(self.front, settings)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listener]}, daemon=True)
         self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, trust_env=False)
 
@@ -56,7 +61,6 @@ class RunningServer:
 def running(service: EngineService, settings: ServerSettings = DEFAULT_SETTINGS) -> Iterator[RunningServer]:
     """Serve until the end of the block, then close everything."""
     running_server = RunningServer(service, settings)
-    service.start()
     running_server.thread.start()
     try:
         yield running_server
@@ -64,8 +68,30 @@ def running(service: EngineService, settings: ServerSettings = DEFAULT_SETTINGS)
         running_server.http.close()
         running_server.server.should_exit = True
         running_server.thread.join(TIMEOUT_S)
+        running_server.front.close()
+        service.wait_until_left()
         service.close()
         assert not running_server.thread.is_alive()
+
+
+@contextmanager
+def server_process(
+    service: str = "slow_service", stderr: IO[str] | int = subprocess.PIPE
+) -> Iterator[tuple[subprocess.Popen, str]]:
+    """A server of ``stand_ins.py`` in a process, with its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "tests.swiftllm.server.stand_ins", service, str(port)]
+    process = subprocess.Popen(command, stdout=stderr, stderr=stderr, text=True)
+    try:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.communicate()
 
 
 class Gate:

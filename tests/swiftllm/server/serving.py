@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 
 from swiftllm.core.request import SamplingParams, TokenLogprob
 from swiftllm.engine.engine import Engine
-from swiftllm.server.service.service import EngineService, NewRequest, ServiceLimits
+from swiftllm.server.service.client import EngineClient
+from swiftllm.server.service.engine_loop import Observer
+from swiftllm.server.service.front_end_link import FrontEndLink
+from swiftllm.server.service.limits import NewRequest, ServiceLimits
+from swiftllm.server.service.messages import make_ends
+from swiftllm.server.service.service import EngineService
 from swiftllm.server.service.token_streams import Delta, RequestFailed, TokenStream
 from tests.reference.fake_backend import VOCABULARY, expected_output
 
@@ -43,8 +48,8 @@ async def deltas_of(stream: TokenStream) -> AsyncIterator[Delta]:
     while not is_over:
         delta = await deltas.get()
         yield delta
-        if delta.error is not None:
-            raise delta.error
+        if delta.failure is not None:
+            raise RequestFailed(*delta.failure)
         is_over = delta.finish_reason is not None
     await asyncio.sleep(0)
     assert deltas.empty(), "a delta after the last"
@@ -69,28 +74,58 @@ async def read_all(streams: Sequence[TokenStream]) -> dict[str, Outcome]:
     return {stream.request_id: outcome for stream, outcome in zip(streams, outcomes, strict=True)}
 
 
+class LocalClient(EngineClient):
+    """A client of a service in this process, which runs in threads. The messages between them are the real ones."""
+
+    def __init__(self, service: EngineService) -> None:
+        own, other = make_ends()
+        self.link = FrontEndLink(other)
+        service.start(self.link)
+        super().__init__(own, clock=service._clock)
+        self.engine_side = service
+
+    def add_observer(self, observer: Observer) -> None:
+        self.engine_side.add_observer(observer)
+
+    def abort_now(self, request_ids: Sequence[str]) -> None:
+        """Order these requests aborted from any thread, without a message."""
+        self.engine_side._open_requests.abort_requests(request_ids)
+
+    async def run(self, client: Callable[[LocalClient], Awaitable[None]], drains: bool = True) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            await self.connect()
+            try:
+                await client(self)
+                if drains:
+                    await self.drain()
+            finally:
+                self.close()
+
+
 def with_service(
     engine: Engine,
-    client: Callable[[EngineService], Awaitable[None]],
+    client: Callable[[LocalClient], Awaitable[None]],
     limits: ServiceLimits | None = None,
     *,
     clock: Callable[[], float] | None = None,
 ) -> EngineService:
     """Run a client against the service, close it, and check that the engine is empty."""
     service = EngineService(engine, limits or ServiceLimits(), **({"clock": clock} if clock else {}))
-    service.start()
-
-    async def run() -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            await client(service)
-            await service.drain()
-
-    try:
-        asyncio.run(run())
-    finally:
-        service.close()
+    run_client(service, client)
     check_empty(engine)
     return service
+
+
+def run_client(service: EngineService, client: Callable[[LocalClient], Awaitable[None]], drains: bool = True) -> None:
+    """Run a client against a service, and close it."""
+    local = LocalClient(service)
+    try:
+        asyncio.run(local.run(client, drains))
+    finally:
+        local.close()
+        service.wait_until_left()
+        service.close()
+        local.link.close()
 
 
 def serve(
@@ -99,7 +134,7 @@ def serve(
     """Submit all requests at once and read them to their ends."""
     outcomes: dict[str, Outcome] = {}
 
-    async def client(service: EngineService) -> None:
+    async def client(service: LocalClient) -> None:
         outcomes.update(await read_all(service.submit(requests)))
 
     return outcomes, with_service(engine, client, limits)

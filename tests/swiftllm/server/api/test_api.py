@@ -8,7 +8,7 @@ import time
 import pytest
 
 from swiftllm import SamplingParams
-from swiftllm.model.tokenizer import LONG_TOKENS
+from swiftllm.model.tokenizer import LONG_TOKENS, Tokenizer
 from swiftllm.server.api.context import LONG_TEXT_CHARS
 from tests.swiftllm.server.http_server import TIMEOUT_S
 
@@ -250,15 +250,14 @@ def test_tokenize_and_detokenize(server, llm):
 
 
 def test_long_texts_are_tokenized_beside_the_event_loop(server, monkeypatch):
-    tokenizer = server.service.engine.tokenizer
     threads = []
-    encode = tokenizer.encode
+    encode = Tokenizer.encode
 
     def noted(*args):
         threads.append(threading.current_thread().name)
         return encode(*args)
 
-    monkeypatch.setattr(tokenizer, "encode", noted)
+    monkeypatch.setattr(Tokenizer, "encode", noted)
     for length in (LONG_TEXT_CHARS, LONG_TEXT_CHARS + 1):
         assert server.post("/tokenize", {"prompt": "a" * length}).json()["count"] == length
     short, long = threads

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from swiftllm.model.tokenizer import Tokenizer
 from tests.reference.tiny_tokenizer import BEYOND_ASCII
 from tests.swiftllm.server.api.test_errors import CHAT, COMPLETIONS, HELLO, error_of
 from tests.swiftllm.server.http_server import TIMEOUT_S
@@ -48,8 +49,8 @@ def test_langchain_and_litellm_know_that_message(server):
 def test_what_has_too_many_characters_is_refused_before_it_is_tokenized(server, monkeypatch):
     tokenizer = server.service.engine.tokenizer
     encoded = []
-    encode = tokenizer.encode
-    monkeypatch.setattr(tokenizer, "encode", lambda text, *how: encoded.append(text) or encode(text, *how))
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, *how: encoded.append(text) or encode(self, text, *how))
     longest = max(map(len, tokenizer._rust.get_vocab()))
     most = longest * 511
     for path, body in (

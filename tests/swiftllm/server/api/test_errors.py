@@ -2,6 +2,7 @@
 
 import json
 import logging
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -12,8 +13,9 @@ from swiftllm.server.api.app import model_card
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.errors import ApiError, as_api_error
 from swiftllm.server.api.parsing import parse_body
-from swiftllm.server.service.open_requests import QueueFull, ServiceStopping
-from swiftllm.server.service.service import EngineService, ServiceLimits
+from swiftllm.server.service.limits import ServiceLimits
+from swiftllm.server.service.places import QueueFull, ServiceStopping
+from swiftllm.server.service.service import EngineService
 from swiftllm.server.service.token_streams import RequestFailed
 from swiftllm.server.settings import ServerSettings
 from tests.reference.fake_engine import fake_engine
@@ -262,7 +264,7 @@ def test_a_model_without_chat_template_says_so(tmp_path):
 
 def test_clients_are_told_no_more_than_the_pools_hold():
     engine = fake_engine("swiftllm", num_gpu_blocks=8, num_cpu_blocks=0, block_size=4, max_model_len=100)
-    context = ServingContext(EngineService(engine), ServerSettings())
+    context = ServingContext(SimpleNamespace(ready=EngineService(engine).ready(), tokenizer=None), ServerSettings())
     assert context.longest_request == model_card(context)["max_model_len"] == 33
     engine.make_request("fits", [1] * 30, SamplingParams(max_tokens=3))
     with pytest.raises(RequestRefused):

@@ -3,8 +3,6 @@
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 
@@ -12,10 +10,11 @@ import httpx
 import openai
 import pytest
 
-from swiftllm.server.service.service import EngineService, ServiceLimits
+from swiftllm.server.service.limits import ServiceLimits
+from swiftllm.server.service.service import EngineService
 from tests.reference.fake_backend import expected_output
 from tests.reference.fake_engine import fake_engine
-from tests.swiftllm.server.http_server import TIMEOUT_S, Gate, running
+from tests.swiftllm.server.http_server import TIMEOUT_S, Gate, running, server_process
 from tests.swiftllm.server.serving import Clock, check_empty
 
 COMPLETIONS = "/v1/completions"
@@ -27,18 +26,19 @@ class Watched:
 
     def __init__(self, service):
         self.submitted, self.aborted, self.ended = (threading.Semaphore(0) for _ in range(3))
-        submit, abort = service.submit, service.abort_requests
+        there = service._open_requests
+        submit, abort = there.add, there.abort_requests
 
-        def watched_submit(requests):
-            streams = submit(requests)
+        def watched_submit(entries):
+            is_accepted = submit(entries)
             self.submitted.release()
-            return streams
+            return is_accepted
 
         def watched_abort(request_ids):
             abort(request_ids)
             self.aborted.release()
 
-        service.submit, service.abort_requests = watched_submit, watched_abort
+        there.add, there.abort_requests = watched_submit, watched_abort
         service.add_observer(self)
 
     def on_step(self, plan, result, outputs):
@@ -64,7 +64,7 @@ def gated(system="apex", *, num_gpu_blocks=16, num_cpu_blocks=64, clock=None, **
             yield server, gate, watched
         finally:
             gate.open()
-        if service.health.status == "ok":
+        if server.front.health.status == "ok":
             # By the time it has been served, nothing is under way for those that are gone.
             answer = server.post(COMPLETIONS, {"prompt": [5, 6], "max_tokens": 30, "ignore_eos": True}).json()
             assert answer["usage"]["completion_tokens"] == 30
@@ -205,54 +205,6 @@ def test_what_is_not_done_when_the_drain_is_over_is_told_so():
         assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "shutdown"
 
 
-SLOW_SERVER = """
-import socket, sys, time
-from swiftllm.server import run
-from swiftllm.server.service.service import EngineService
-from swiftllm.server.settings import ServerSettings
-from tests.reference.fake_engine import fake_engine
-
-engine = fake_engine("swiftllm", num_gpu_blocks=64, num_cpu_blocks=0, num_layers=1)
-step = engine.step
-
-def slow_step():
-    time.sleep(0.02)
-    return step()
-
-engine.step = slow_step
-run.run_server(EngineService(engine), ServerSettings(port=int(sys.argv[1])))
-"""
-
-
-FAILING_SERVER = SLOW_SERVER.replace(
-    "    time.sleep(0.02)", "    if engine.stats().iterations == 5: raise RuntimeError('this step fails')"
-).replace(
-    "engine.step = slow_step",
-    """
-def recover():
-    raise RuntimeError("a rank has died and cannot be replaced")
-
-engine.step, engine.recover = slow_step, recover
-""",
-)
-
-
-@contextmanager
-def server_process(program=SLOW_SERVER):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-c", program, str(port)], stderr=subprocess.PIPE, text=True)
-    try:
-        for line in process.stderr:
-            if "running on" in line:
-                break
-        yield process, f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
 def test_sigterm_lets_streams_end_and_exits_with_0():
     with server_process() as (process, url), httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
         with client.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as answer:
@@ -264,7 +216,7 @@ def test_sigterm_lets_streams_end_and_exits_with_0():
 
 
 def test_an_engine_that_is_broken_for_good_ends_its_process_after_its_clients_were_told():
-    with server_process(FAILING_SERVER) as (process, url):
+    with server_process("failing_service") as (process, url):
         with httpx.stream("POST", url + COMPLETIONS, json={**LONG, "stream": True}, trust_env=False) as answer:
             lines = [line for line in answer.iter_lines() if line]
         assert "cannot be replaced" in lines[-1] and "engine_error" in lines[-1]

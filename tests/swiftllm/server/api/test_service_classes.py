@@ -16,8 +16,8 @@ from swiftllm.scheduling.arrival_queue import ArrivalQueue
 from swiftllm.server.api.errors import as_api_error
 from swiftllm.server.api.protocol import CompletionRequest
 from swiftllm.server.observe.metrics import Metrics
-from swiftllm.server.service.open_requests import QueueFull
-from swiftllm.server.service.service import NewRequest, ServiceLimits
+from swiftllm.server.service.limits import NewRequest, ServiceLimits
+from swiftllm.server.service.places import QueueFull
 from swiftllm.server.service.snapshot import take_snapshot
 from tests.reference.fake_engine import fake_engine, flat_table
 from tests.swiftllm.server.api.test_lifecycle import COMPLETIONS, LONG, gated, request_bytes, wait_for
@@ -111,7 +111,7 @@ def test_five_thousand_best_effort_requests_refuse_no_other():
             service.submit([NewRequest("late", (4, 5), short)])
         gate.open()
         await read_all(urgent)
-        assert service.snapshot().classes["best-effort"].waiting > 4000
+        assert (await service.snapshot()).classes["best-effort"].waiting > 4000
         await read_all(backlog)
 
     with_service(engine, client)
@@ -141,7 +141,7 @@ def test_a_request_that_cannot_keep_its_target_is_told_when_to_come_again():
             await asyncio.sleep(0.01)
             counts = {
                 (sample.labels["slo"], sample.labels["outcome"]): sample.value
-                for family in metrics.collect()
+                for family in metrics.families(await service.report())
                 for sample in family.samples
                 if sample.name == "apex:slo_requests_total"
             }

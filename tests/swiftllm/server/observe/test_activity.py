@@ -54,7 +54,7 @@ def test_a_server_at_rest_says_nothing(monkeypatch, caplog, works) -> None:
     class Service:
         snapshots = iter([BEFORE, last])
 
-        def snapshot(self) -> Snapshot:
+        async def snapshot(self) -> Snapshot:
             following = next(self.snapshots, None)
             if following is None:
                 seen_all.set()

@@ -18,8 +18,11 @@ from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.core.request import FinishReason, Request, SamplingParams, ServiceClass
 from swiftllm.engine.engine import Engine
-from swiftllm.server.observe.metrics import Histogram, Metrics, one_two_five
+from swiftllm.server.observe.metrics import Metrics, family_of
+from swiftllm.server.service.histograms import Histogram, one_two_five
+from swiftllm.server.service.limits import NewRequest
 from swiftllm.server.service.snapshot import Counts, Health
+from swiftllm.server.service.token_streams import TokenStream
 from tests.swiftllm.server.fake_service import FakeService
 
 REPO = Path(__file__).resolve().parents[4]
@@ -57,7 +60,6 @@ def scrape(metrics: Metrics) -> Series:
 
 
 LS, BE = (service_class.value for service_class in ServiceClass)
-BY_CLASS = ("vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds")
 MODEL = 'a "model"\nwith \\ everything'
 
 
@@ -112,8 +114,9 @@ def test_gauges_and_counters_are_those_of_the_snapshot() -> None:
 
 
 def test_the_names_are_vllms_and_a_registry_of_its_own() -> None:
-    first, second = Metrics(FakeService(), MODEL), Metrics(FakeService(), MODEL)
-    names = {family.name for family in first.registry.collect()}
+    service = FakeService()
+    first, second = Metrics(service, MODEL), Metrics(FakeService(), MODEL)
+    names = {family.name for family in first.families(service.report_now())}
     assert names >= VLLM_NAMES and {name for name in names if name.startswith("vllm:")} == VLLM_NAMES
     first.count_refusal(429)
     first.count_refusal(429)
@@ -149,15 +152,16 @@ def simulated_engine() -> Engine:
 
 def test_the_documentation_names_every_metric() -> None:
     documented = set(re.findall(r"`((?:vllm|apex):\w+)`", (REPO / "docs/serving.md").read_text()))
-    metrics = Metrics(FakeService(), MODEL)
-    assert documented == {family.name for family in metrics.registry.collect() if ":" in family.name}
+    service = FakeService()
+    families = Metrics(service, MODEL).families(service.report_now())
+    assert documented == {family.name for family in families if ":" in family.name}
 
 
 def admitted_s(request: Request) -> float:
     return next(time_s for time_s, tier in request.tier_history if tier != "waiting")
 
 
-def test_every_token_and_request_is_observed_once() -> None:
+def test_every_iteration_and_request_is_observed_once() -> None:
     """A run with cohorts, prompts in chunks and an abort: the histograms hold what the requests themselves tell."""
     engine, service = simulated_engine(), FakeService()
     metrics = Metrics(service, MODEL)
@@ -173,17 +177,14 @@ def test_every_token_and_request_is_observed_once() -> None:
             engine.abort("7")
         outputs = engine.step()
         if len(steps) > before:
-            metrics.on_step(*steps[-1], outputs)
+            service.histograms.on_step(*steps[-1], outputs)
         for output in outputs:
             if output.finished:
-                metrics.on_finish(requests[int(output.request_id)], output.finish_reason)
+                service.histograms.on_finish(requests[int(output.request_id)], output.finish_reason)
     assert any(plan.cohorts for plan, _ in steps) and requests[7].finish_reason is FinishReason.ABORT
     series = scrape(metrics)
-    gaps = [b - a for r in requests for a, b in zip(r.token_times_s, r.token_times_s[1:], strict=False)]
     with_tokens = [request for request in requests if request.token_times_s]
     for name, values in (
-        ("vllm:time_to_first_token_seconds", [r.token_times_s[0] - r.arrival_s for r in with_tokens]),
-        ("vllm:inter_token_latency_seconds", gaps),
         ("vllm:e2e_request_latency_seconds", [r.finish_s - r.arrival_s for r in requests]),
         ("vllm:request_prefill_time_seconds", [r.token_times_s[0] - admitted_s(r) for r in with_tokens]),
         ("vllm:request_decode_time_seconds", [r.token_times_s[-1] - r.token_times_s[0] for r in with_tokens]),
@@ -195,19 +196,19 @@ def test_every_token_and_request_is_observed_once() -> None:
         ("vllm:request_generation_tokens", [r.output_len for r in requests]),
         ("apex:iteration_over_predicted", [s.duration_s / p.predicted["iteration_s"] for p, s in steps if p.predicted]),
     ):
-        labels = {"service_class": LS} if name in BY_CLASS else {}
-        assert value(series, f"{name}_count", **labels) == len(values), name
-        assert value(series, f"{name}_sum", **labels) == pytest.approx(sum(values)), name
+        assert value(series, f"{name}_count") == len(values), name
+        assert value(series, f"{name}_sum") == pytest.approx(sum(values)), name
     tokens = sum(request.output_len for request in requests)
     prefilled = sum(item.num_tokens for plan, _ in steps for item in plan.prefills)
     assert value(series, "vllm:iteration_tokens_total_sum") == tokens + prefilled
 
 
 def test_a_request_that_never_ran_has_no_times() -> None:
-    metrics = Metrics(FakeService(), MODEL)
+    service = FakeService()
+    metrics = Metrics(service, MODEL)
     request = Request("0", (1, 2, 3), SamplingParams())
-    metrics.on_finish(request, "shutdown")
-    metrics.on_step(IterationPlan(), StepResult({}, {}, frozenset(), 0.0, 0.0, 0.0), [])
+    service.histograms.on_finish(request, "shutdown")
+    service.histograms.on_step(IterationPlan(), StepResult({}, {}, frozenset(), 0.0, 0.0, 0.0), [])
     series = scrape(metrics)
     assert value(series, "vllm:request_prompt_tokens_sum") == 3
     for name in ("vllm:e2e_request_latency_seconds", "vllm:request_queue_time_seconds", "vllm:iteration_tokens_total"):
@@ -218,9 +219,9 @@ def test_buckets_are_cumulative_and_closed_above() -> None:
     histogram = Histogram("name", "documentation", (1.0, 2.0))
     for number in (0.5, 1.0, 1.5, 2.5, 9.0):
         histogram.observe(number)
-    samples = histogram.family({}).samples
+    samples = family_of(histogram, {}).samples
     assert [sample.value for sample in samples if sample.name == "name_bucket"] == [2, 3, 5]
-    assert one_two_five(300) == [1, 2, 5, 10, 20, 50, 100, 200]
+    assert one_two_five(300) == (1, 2, 5, 10, 20, 50, 100, 200)
 
 
 def test_each_class_has_its_own_series_once_it_has_been_seen() -> None:
@@ -228,14 +229,15 @@ def test_each_class_has_its_own_series_once_it_has_been_seen() -> None:
     metrics = Metrics(service, MODEL)
     assert not [name for name, labels in scrape(metrics) if ("service_class", BE) in labels]
     service.change(waiting=3, classes={LS: Counts(1, 2, 3, 4), BE: Counts(2, 6, 7, 8)})
-    for service_class, at_s in zip(ServiceClass, (1.0, 3.0), strict=True):
-        request = Request("0", (1, 2), SamplingParams(), service_class=service_class)
-        request.append_token(5, at_s)
-        plan = IterationPlan(decodes=(request,))
-        metrics.on_step(plan, StepResult({"0": 5}, {}, frozenset(), 0.0, 0.0, 0.0), [])
+    for service_class, first_s in zip(ServiceClass, (1.0, 3.0), strict=True):
+        new = NewRequest("0", (1, 2), SamplingParams(), service_class=service_class)
+        stream = TokenStream(new, 0, now_s=10.0)
+        for now_s in (10.0 + first_s, 12.0 + first_s):
+            metrics.on_arrival([stream], now_s)
     series = scrape(metrics)
     assert value(series, "vllm:time_to_first_token_seconds_sum", service_class=LS) == 1.0
     assert value(series, "vllm:time_to_first_token_seconds_sum", service_class=BE) == 3.0
+    assert value(series, "vllm:inter_token_latency_seconds_sum", service_class=BE) == 2.0
     assert value(series, "vllm:generation_tokens_total", service_class=BE) == 8
     assert value(series, "apex:num_requests_waiting", service_class=BE) == 2
     assert value(series, "apex:num_requests_running", tier="cpu", service_class=BE) == 7

@@ -9,7 +9,6 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import uvicorn
@@ -33,14 +32,6 @@ TIMELINE = {
             [-2.0, 3.0, "cpu_attention", "A", "began before"], [9.0, 5.0, "cpu_attention", "B", "ends after"]]},
     ],
 }  # fmt: skip
-
-
-class FakeRecorder:
-    def __init__(self) -> None:
-        self.timeline: dict[str, Any] | None = None
-
-    def latest(self) -> dict[str, Any] | None:
-        return self.timeline
 
 
 def app_of(page: StatusPage) -> FastAPI:
@@ -73,10 +64,10 @@ def test_a_sample_is_the_snapshot_by_column() -> None:
 
 
 def test_a_page_is_sent_what_is_new_to_it() -> None:
-    service, recorder = FakeService(), FakeRecorder()
+    service = FakeService()
     service.change(health=Health("stopping", "the server is shutting down"), finished={"stop": 2}, waiting=5,
                    prediction_factors={"lane": 1.25})  # fmt: skip
-    with TestClient(app_of(StatusPage(service, HOSTILE, recorder))) as client:  # entering starts the samples
+    with TestClient(app_of(StatusPage(service, HOSTILE))) as client:  # entering starts the samples
         first = client.get("/status.json").json()
         assert first["model"] == HOSTILE and first["engine"]["system"] == "apex" and first["timeline"] is None
         assert first["now"]["waiting"] == 5 and first["now"]["finished"] == {"stop": 2}
@@ -84,7 +75,7 @@ def test_a_page_is_sent_what_is_new_to_it() -> None:
         assert first["now"]["health"] == {"status": "stopping", "reason": "the server is shutting down"}
         assert first["columns"] == list(COLUMNS) and len(first["history"]) == 1
         assert client.get("/status.json", params={"since_s": first["history"][-1][0]}).json()["history"] == []
-        recorder.timeline = TIMELINE
+        service.timeline = TIMELINE
         assert client.get("/status.json").json()["timeline"] == TIMELINE
         assert client.get("/status.json?iteration=6").json()["timeline"] == TIMELINE
         assert client.get("/status.json?iteration=7").json()["timeline"] is None
@@ -96,7 +87,9 @@ def test_a_page_is_sent_what_is_new_to_it() -> None:
 def test_history_is_bounded(monkeypatch) -> None:
     monkeypatch.setattr(status, "HISTORY_SAMPLES", 4)
     monkeypatch.setattr(status, "SAMPLE_INTERVAL_S", 0.001)
-    with TestClient(app_of(StatusPage(FakeService(), "model"))) as client:
+    service = FakeService()
+    service.ready.records = False
+    with TestClient(app_of(StatusPage(service, "model"))) as client:
 
         def sampled_s() -> list[float]:
             history = client.get("/status.json").json()["history"]
@@ -115,17 +108,17 @@ def test_history_is_bounded(monkeypatch) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[str, FakeService, FakeRecorder, uvicorn.Server]]:
+def server() -> Iterator[tuple[str, FakeService, uvicorn.Server]]:
     """A page of a hostile model, its address, and what it shows."""
-    service, recorder = FakeService(), FakeRecorder()
-    app = app_of(StatusPage(service, HOSTILE, recorder))
+    service = FakeService()
+    app = app_of(StatusPage(service, HOSTILE))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     config = server.config
     config.load()
     listening = config.bind_socket()
     thread = threading.Thread(target=server.run, args=[[listening]])
     thread.start()
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}/", service, recorder, server
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}/", service, server
     server.should_exit = True
     thread.join(timeout=30)
     listening.close()
@@ -154,7 +147,7 @@ def text_of(browser: Browser, selector: str) -> str:
 
 
 def test_the_page_shows_what_happens_and_loads_nothing_else(server, browser) -> None:
-    url, service, recorder, uvicorn_server = server
+    url, service, uvicorn_server = server
     service.change(running_gpu=3, gpu_blocks_used=4, running_cpu=1, cpu_blocks_used=16, uptime_s=65.0)
     browser.open(url)
     until(browser, "byId('running-gpu').textContent === '3 requests'")
@@ -166,7 +159,7 @@ def test_the_page_shows_what_happens_and_loads_nothing_else(server, browser) -> 
     assert "this system computes nothing on the CPU" in text_of(browser, "#cpu-note")
     assert "as in the profile" not in text_of(browser, "#facts")
 
-    recorder.timeline = TIMELINE
+    service.timeline = TIMELINE
     service.change(
         running_gpu=5, running_cpu=40, waiting=2, output_tokens=1000, iterations=10, duration_s=1.0, predicted_s=0.9,
         strategy_iterations={"asynchronous-overlap": 10}, finished={"deadline": 3}, health=Health("stalled", "why"),

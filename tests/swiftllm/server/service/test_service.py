@@ -12,19 +12,22 @@ from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import RequestRefused, SamplingParams
 from swiftllm.engine.engine import Engine
 from swiftllm.scheduling.residents import Residents
-from swiftllm.server.service.open_requests import QueueFull, ServiceStopping
-from swiftllm.server.service.service import EngineService, NewRequest, ServiceLimits
+from swiftllm.server.service.limits import NewRequest, ServiceLimits
+from swiftllm.server.service.places import QueueFull, ServiceStopping
+from swiftllm.server.service.service import EngineService
 from tests.reference.fake_engine import fake_engine
 from tests.reference.faulty_backend import FaultyBackend
 from tests.swiftllm.server.serving import (
     TIMEOUT_S,
     Clock,
+    LocalClient,
     check_empty,
     deltas_of,
     expected,
     make_requests,
     read,
     read_all,
+    run_client,
     serve,
     with_service,
 )
@@ -94,8 +97,8 @@ def test_a_request_can_be_aborted_in_any_state(system: str) -> None:
         requests = [NewRequest(f"r{i}", (2, 3, i), LONG) for i in range(8)]
         outcomes = {}
 
-        async def client(service: EngineService, number=number, requests=requests, outcomes=outcomes) -> None:
-            service.add_observer(AtStep(number, lambda: service.abort_requests(["r2", "r5", "r2", "nobody"])))
+        async def client(service: LocalClient, number=number, requests=requests, outcomes=outcomes) -> None:
+            service.add_observer(AtStep(number, lambda: service.abort_now(["r2", "r5", "r2", "nobody"])))
             outcomes.update(await read_all(service.submit(requests)))
 
         with_service(make_engine(system), client)
@@ -113,7 +116,7 @@ def test_a_client_that_stops_listening_disturbs_nobody() -> None:
     requests = make_requests(8, seed=1)
     outcomes = {}
 
-    async def client(service: EngineService) -> None:
+    async def client(service: LocalClient) -> None:
         streams = service.submit(requests)
         listener = asyncio.create_task(read(streams[0]))
         await asyncio.sleep(0)
@@ -125,33 +128,26 @@ def test_a_client_that_stops_listening_disturbs_nobody() -> None:
     assert [outcomes[new.request_id].token_ids for new in requests[1:]] == [expected(new) for new in requests[1:]]
 
 
-def test_requests_whose_event_loop_is_gone_are_aborted() -> None:
+def test_requests_of_a_front_end_that_is_gone_end_and_leave_nothing() -> None:
     engine = make_engine()
     gate = Gate(engine)
     service = EngineService(engine)
-    service.start()
 
-    async def leave() -> None:
-        service.submit([NewRequest("left", (2, 3), LONG)])
+    async def leave(client: LocalClient) -> None:
+        client.submit([NewRequest("left", (2, 3), LONG)])
+        await asyncio.to_thread(gate.reached.wait)
 
-    asyncio.run(leave())
-    gate.opened.set()
-
-    async def stay() -> None:
-        (stream,) = service.submit([NewRequest("stays", (2, 3), LONG)])
-        assert (await read(stream)).finish_reason == "length"
-        await service.drain()
-
-    asyncio.run(stay())
-    service.close()
+    opener = threading.Timer(0.05, gate.opened.set)
+    opener.start()
+    run_client(service, leave, drains=False)
     check_empty(engine)
-    assert service.snapshot().finished == {"abort": 1, "length": 1}
+    assert service.snapshot().finished == {"shutdown": 1}
 
 
 def test_the_door_names_the_limit_and_takes_all_or_none() -> None:
     engine = make_engine("apex", num_gpu_blocks=4, num_cpu_blocks=6)
 
-    async def client(service: EngineService) -> None:
+    async def client(service: LocalClient) -> None:
         good = NewRequest("good", (2, 3), SamplingParams(max_tokens=2))
         for bad, message in (
             (NewRequest("bad", (), LONG), "empty"),
@@ -163,7 +159,7 @@ def test_the_door_names_the_limit_and_takes_all_or_none() -> None:
                 service.submit([good, bad])
         outcomes = await read_all(service.submit([good]))
         assert outcomes["good"].token_ids == expected(good)
-        assert service.snapshot().refused == 8
+        assert (await service.snapshot()).refused == 8
 
     with_service(engine, client)
 
@@ -173,7 +169,7 @@ def test_a_full_queue_says_when_to_come_again() -> None:
     gate = Gate(engine)
     clock = Clock()
 
-    async def client(service: EngineService) -> None:
+    async def client(service: LocalClient) -> None:
         requests = make_requests(6, seed=1)
         streams = service.submit(requests[:3])
         for late in (requests[3:4], requests[3:]):
@@ -200,7 +196,7 @@ def test_deadlines(system: str) -> None:
         outcomes = {}
 
         async def client(
-            service: EngineService, number=number, clock=clock, requests=requests, outcomes=outcomes
+            service: LocalClient, number=number, clock=clock, requests=requests, outcomes=outcomes
         ) -> None:
             service.add_observer(AtStep(number, lambda: setattr(clock, "now_s", 20.0)))
             outcomes.update(await read_all(service.submit(requests)))
@@ -219,7 +215,7 @@ def test_deadlines(system: str) -> None:
 def test_draining_serves_what_was_taken_and_takes_nothing_new() -> None:
     requests = make_requests(8, seed=1)
 
-    async def client(service: EngineService) -> None:
+    async def client(service: LocalClient) -> None:
         reading = asyncio.create_task(read_all(service.submit(requests)))
         draining = asyncio.create_task(service.drain())
         await asyncio.sleep(0)
@@ -238,7 +234,7 @@ def test_what_cannot_be_drained_in_time_is_told_so() -> None:
     engine = make_engine()
     gate = Gate(engine)
 
-    async def client(service: EngineService) -> None:
+    async def client(service: LocalClient) -> None:
         streams = service.submit(make_requests(3, seed=1))
         await service.drain()
         gate.opened.set()
@@ -247,21 +243,24 @@ def test_what_cannot_be_drained_in_time_is_told_so() -> None:
     with_service(engine, client, ServiceLimits(drain_timeout_s=0.01))
 
 
-def test_closing_without_draining_ends_every_stream() -> None:
+def test_an_engine_that_closes_ends_every_stream() -> None:
     engine = make_engine()
     gate = Gate(engine)
+    service = EngineService(engine)
 
-    async def run() -> None:
-        service = EngineService(engine)
-        service.start()
-        streams = service.submit(make_requests(3, seed=1))
+    async def client(local: LocalClient) -> None:
+        streams = local.submit(make_requests(3, seed=1))
+        await asyncio.to_thread(gate.reached.wait)
         gate.opened.set()
-        service.close()
+        await asyncio.to_thread(service.close)
         assert all(outcome.error or outcome.finish_reason for outcome in (await read_all(streams)).values())
-        with pytest.raises(ServiceStopping):
-            service.submit(make_requests(1))
+        (late,) = local.submit([NewRequest("late", (2, 3), LONG)])
+        local.link.hang_up()
+        assert "gone" in str((await read(late)).error)
+        with pytest.raises(ServiceStopping, match="gone"):
+            local.submit(make_requests(1))
 
-    asyncio.run(asyncio.wait_for(run(), 60.0))
+    run_client(service, client)
     assert engine.backend.closed
 
 
@@ -278,7 +277,7 @@ def test_observers_hear_everything_and_their_errors_do_no_harm() -> None:
 
     requests, observer = make_requests(8, seed=1), Careful()
 
-    async def client(service: EngineService) -> None:
+    async def client(service: LocalClient) -> None:
         service.add_observer(observer)
         await read_all(service.submit(requests))
 
@@ -314,7 +313,7 @@ def test_steps_of_which_nothing_comes_end_after_the_stall_timeout(monkeypatch) -
     monkeypatch.setattr(engine.policy, "plan", barren)
     requests, outcomes = make_requests(8, seed=1), {}
 
-    async def client(service: EngineService) -> None:
+    async def client(service: LocalClient) -> None:
         outcomes.update(await read_all(service.submit(requests)))
 
     with_service(engine, client, ServiceLimits(stall_timeout_s=10.0), clock=clock)
@@ -327,7 +326,7 @@ def test_a_step_that_hangs_is_reported_and_waited_for_with_limits(caplog, monkey
     engine, clock = make_engine(), Clock()
     gate = Gate(engine)
 
-    async def client(service: EngineService) -> None:
+    async def client(service: LocalClient) -> None:
         hurried = NewRequest("hurried", (2, 3), LONG, timeout_s=5.0)
         patient = NewRequest("patient", (2, 3), LONG, timeout_s=500.0)
         streams = service.submit([hurried, NewRequest("whenever", (2, 3), LONG), patient])
@@ -371,7 +370,7 @@ def test_anything_at_any_time(system: str) -> None:
         FaultyBackend(engine, fault)
         requests = make_requests(30, seed=seed, longest=16)
 
-        async def one(service: EngineService, new: NewRequest, patience: int) -> None:
+        async def one(service: LocalClient, new: NewRequest, patience: int) -> None:
             try:
                 (stream,) = service.submit([new])
             except (QueueFull, RequestRefused, ServiceStopping):
@@ -385,7 +384,7 @@ def test_anything_at_any_time(system: str) -> None:
             assert delta.finish_reason == "abort" or tokens == expected(new)
             assert tokens == expected(new)[: len(tokens)]
 
-        async def client(service: EngineService, seed=seed, requests=requests) -> None:
+        async def client(service: LocalClient, seed=seed, requests=requests) -> None:
             rng = random.Random(seed)  # not the faults', which are drawn on another thread
             tasks = []
             for new in requests:

@@ -1,0 +1,1 @@
+"""What a format of the CPU tier changes in what a model predicts and answers."""

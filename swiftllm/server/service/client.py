@@ -1,0 +1,340 @@
+"""The front end's end of the connection to the engine's process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from typing import Protocol
+
+from swiftllm.core.request import Request, RequestRefused
+from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.scheduling.admission import as_token_ids
+from swiftllm.server.service.front_end_link import SERVED
+from swiftllm.server.service.limits import NewRequest, ServiceLimits
+from swiftllm.server.service.messages import (
+    Alive,
+    Ask,
+    End,
+    Ends,
+    Frames,
+    Message,
+    NotBuilt,
+    Ready,
+    Report,
+    ResetPrefixCache,
+    Step,
+    Submit,
+    Submitted,
+    decode_to_front_end,
+    frame,
+    receive_one,
+)
+from swiftllm.server.service.places import Places, ServiceStopping
+from swiftllm.server.service.snapshot import Health, Snapshot
+from swiftllm.server.service.token_streams import Delta, Failure, TokenStream
+from swiftllm.server.service.watchdog import MAX_INTERVAL_S, PAST_DEADLINE, PATIENCE
+
+logger = logging.getLogger(__name__)
+
+REPORT_TIMEOUT_S = 1.0
+"""After it the last report stands for a new one: an engine that hangs does not hold up who watches it."""
+
+
+class EngineNotBuilt(ValueError):
+    """The engine could not be built, for a reason that the user can do something about."""
+
+
+class EngineGone(RuntimeError):
+    """The engine's process has ended before the engine was ready. Its standard error says why."""
+
+
+class ArrivalObserver(Protocol):
+    """Is called on the event loop, so it must be quick."""
+
+    def on_arrival(self, streams: Iterable[TokenStream], now_s: float) -> None:
+        """Called when new tokens of these streams have arrived."""
+
+
+class EngineClient(asyncio.Protocol):
+    """The engine as the front end sees it. Everything but the constructor belongs to one event loop.
+
+    Attributes:
+        ready: what never changes about the engine.
+        observers: called when tokens arrive.
+    """
+
+    def __init__(
+        self,
+        ends: Ends,
+        why_gone: Callable[[], str] = lambda: "it has closed the connection",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Waits until the engine is ready. ``why_gone`` says how its process ended, once it has.
+
+        Raises:
+            EngineNotBuilt, EngineGone: it never will be.
+        """
+        self._ends = ends
+        self._frames = Frames()
+        first = receive_one(ends.messages)
+        ready = decode_to_front_end(first) if first else None
+        if isinstance(ready, NotBuilt):
+            raise EngineNotBuilt(ready.reason)
+        if not isinstance(ready, Ready):
+            raise EngineGone(why_gone())
+        self.ready = ready
+        self.observers: list[ArrivalObserver] = []
+        self._why_gone = why_gone
+        self._clock = clock
+        self._transport: asyncio.Transport | None = None
+        self._places = Places(self.limits.most_open, clock)
+        self._open: dict[int, TokenStream] = {}
+        self._numbers: dict[str, int] = {}
+        self._num_submitted = self._num_refused = 0
+        self._num_steps = 0
+        self._all_ended = asyncio.Event()
+        self._told = Health()
+        self._silence = ""  # for how long nothing has come from the engine's process, if that is too long
+        self._is_stopping = self._is_closed = False
+        self._num_silent = 0  # looks since something has come from the engine
+        self._report = Report(Snapshot(), [], [], None)
+        self._asked: deque[asyncio.Future[None]] = deque()
+        self._watching: asyncio.Task[None] | None = None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, if it has one; the engine has another copy."""
+        folder = self.ready.tokenizer_folder
+        return None if folder is None else Tokenizer.from_folder(folder)
+
+    @property
+    def limits(self) -> ServiceLimits:
+        return self.ready.limits
+
+    async def connect(self) -> None:
+        """Belong to the running event loop from now on, until :meth:`close`."""
+        loop = asyncio.get_running_loop()
+        self._ends.messages.setblocking(False)
+        self._ends.served.setblocking(False)
+        await loop.create_unix_connection(lambda: self, sock=self._ends.messages)
+        self._watching = loop.create_task(self._watch())
+
+    def close(self) -> None:
+        """Close the connection; the engine's process then ends."""
+        self._is_closed = True
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+        self._ends.close()
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[NewRequest]) -> list[TokenStream]:
+        """Accept all of these requests or none.
+
+        All is checked here, so it never waits for the engine.
+
+        Raises:
+            RequestRefused: one of them can never be served; the message names the limit it hits.
+            QueueFull: too many requests of their class are waiting or running.
+            ServiceStopping: the service accepts no new requests.
+        """
+        try:
+            requests = [self._checked(request) for request in requests]
+            if self.health.status != "ok":
+                raise ServiceStopping(self.health.reason)
+            ids = [request.request_id for request in requests]
+            taken = next((i for n, i in enumerate(ids) if i in self._numbers or i in ids[:n]), None)
+            if taken is not None:
+                raise RequestRefused(f"request id {taken!r} is already in use; ids must be unique")
+            self._places.take(request.service_class for request in requests)
+        except Exception:
+            self._num_refused += len(requests)
+            raise
+        pairs = [self._open_stream(request) for request in requests]
+        self._send(Submit([submitted for _, submitted in pairs]))
+        return [stream for stream, _ in pairs]
+
+    def _checked(self, new: NewRequest) -> NewRequest:
+        prompt = as_token_ids(new.prompt_token_ids)
+        request = Request(new.request_id, prompt, new.sampling, service_class=new.service_class)
+        self.ready.admission.check(request)
+        return replace(new, prompt_token_ids=prompt)
+
+    def _open_stream(self, new: NewRequest) -> tuple[TokenStream, Submitted]:
+        timeout_s, now_s = self.limits.request_timeout_s if new.timeout_s is None else new.timeout_s, self._clock()
+        number = self._num_submitted
+        self._num_submitted += 1
+        stream = TokenStream(new, number, now_s, None if timeout_s is None else now_s + timeout_s)
+        self._open[number], self._numbers[new.request_id] = stream, number
+        return stream, Submitted.of(number, new, timeout_s)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Abort these requests, waiting or running; finished ones are ignored."""
+        numbers = [self._numbers[request_id] for request_id in request_ids if request_id in self._numbers]
+        if numbers:
+            self._send(End(numbers))
+
+    def end_request(self, request_id: str, reason: str) -> None:
+        """End a request whose output is complete, for ``reason``; ignored if it has ended."""
+        number = self._numbers.get(request_id)
+        if number is not None:
+            self._ended(self._open[number])
+            self._send(End([number], reason))
+
+    def _ended(self, stream: TokenStream) -> None:
+        del self._open[stream.number], self._numbers[stream.request_id]
+        self._places.free(stream.service_class)
+        if not self._open:
+            self._all_ended.set()
+
+    def _fail(self, streams: Iterable[TokenStream], reason: str, message: str) -> None:
+        """End these requests with an error, without waiting for the engine."""
+        for stream in streams:
+            self.end_request(stream.request_id, reason)
+            stream.push_delta(Delta(failure=Failure(reason, message)))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes: requests submitted later find none of them."""
+        self._send(ResetPrefixCache())
+
+    @property
+    def num_open(self) -> int:
+        """Number of requests that are waiting or running."""
+        return len(self._open)
+
+    async def drain(self) -> None:
+        """Refuse new requests, wait for the open ones, and fail those not done after ``drain_timeout_s``."""
+        self._is_stopping = True
+        self._all_ended.clear()
+        if self._open:
+            try:
+                await asyncio.wait_for(self._all_ended.wait(), self.limits.drain_timeout_s)
+            except TimeoutError:
+                why = "the server shut down before the request was done"
+                self._fail(list(self._open.values()), "shutdown", why)
+
+    # -- the engine's state -----------------------------------------------------------------------------------------
+
+    @property
+    def health(self) -> Health:
+        """Whether new requests are accepted, and why not."""
+        if self._told.status == "failed":
+            return self._told
+        if self._is_stopping:
+            return Health("stopping", "the server is shutting down")
+        return Health("stalled", self._silence) if self._silence else self._told
+
+    async def report(self, wants_timeline: bool = False) -> Report:
+        """The engine after its last step; after ``REPORT_TIMEOUT_S`` without an answer, as it was last told of."""
+        if self._transport is not None and not self._silence:
+            answered = asyncio.get_running_loop().create_future()
+            self._asked.append(answered)
+            self._send(Ask(wants_timeline))
+            await asyncio.wait([answered], timeout=REPORT_TIMEOUT_S)
+        snapshot = replace(self._report.snapshot, health=self.health, refused=self._num_refused)
+        return Report(snapshot, self._report.histograms, self._report.slo_outcomes, self._report.timeline)
+
+    async def snapshot(self) -> Snapshot:
+        """The state of :meth:`report`."""
+        return (await self.report()).snapshot
+
+    async def _watch(self) -> None:
+        """Fail requests in time while nothing comes from the engine's process, which speaks at least once a second.
+
+        Looks are counted, and not seconds: this process may have been stopped itself.
+        """
+        timeout_s = self.limits.stall_timeout_s
+        interval_s = min(MAX_INTERVAL_S, timeout_s / 4)
+        while True:
+            await asyncio.sleep(interval_s)
+            self._num_silent += 1
+            silent_s = self._num_silent * interval_s
+            if silent_s < timeout_s + interval_s:
+                continue
+            why = f"the engine's process has said nothing for {silent_s:.0f} s"
+            if not self._silence:
+                logger.critical(why)
+            self._silence = why
+            now_s, streams = self._clock(), list(self._open.values())
+            overdue = [stream for stream in streams if stream.deadline_s is not None and stream.deadline_s <= now_s]
+            self._fail(overdue, *PAST_DEADLINE)
+            if silent_s >= PATIENCE * timeout_s:
+                self._fail([stream for stream in streams if stream.deadline_s is None], "stalled", why)
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def _send(self, message: Message) -> None:
+        if self._transport is not None:
+            self._transport.write(frame(message))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._watching.cancel()
+        if self._is_closed:
+            return
+        reason = f"the engine's process is gone: {self._why_gone()}"
+        self._told = Health("failed", reason)
+        if self._open:
+            logger.critical(reason)
+        self._fail(list(self._open.values()), "engine_error", reason)
+        while self._asked:
+            self._answered()
+
+    def data_received(self, data: bytes) -> None:
+        self._num_silent, self._silence = 0, ""
+        start_s = time.perf_counter()
+        deltas: dict[TokenStream, Delta] = {}
+        num_steps = self._num_steps
+        for message in map(decode_to_front_end, self._frames.feed(data)):
+            match message:
+                case Step():
+                    self._num_steps += 1
+                    self._take_step(message, deltas)
+                case Alive():
+                    self._told = message.health
+                case Report():
+                    self._report = message
+                    self._answered()
+        if self._num_steps == num_steps:
+            return
+        for observer in self.observers:
+            observer.on_arrival([stream for stream, delta in deltas.items() if delta.token_ids], self._clock())
+        for stream, delta in deltas.items():
+            if delta.is_last and stream.number in self._open:
+                self._ended(stream)
+            stream.push_delta(delta)
+        # After the callbacks that the listeners have scheduled.
+        asyncio.get_running_loop().call_soon(self._tell_served, self._num_steps, start_s)
+
+    def _answered(self) -> None:
+        answered = self._asked.popleft()
+        if not answered.done():
+            answered.set_result(None)
+
+    def _take_step(self, step: Step, deltas: dict[TokenStream, Delta]) -> None:
+        """Add what a step has brought. What has ended here meanwhile gets nothing."""
+        for delta in step.deltas:
+            stream = self._open.get(delta.number)
+            if stream is None:
+                continue
+            stream.num_cached_tokens = delta.num_cached_tokens
+            stream.prompt_logprobs = stream.prompt_logprobs or delta.prompt_logprobs
+            if stream in deltas:
+                deltas[stream].append(delta)
+            else:
+                deltas[stream] = delta
+
+    def _tell_served(self, num_steps: int, start_s: float) -> None:
+        with suppress(OSError):  # the engine's process has ended, or reads nothing
+            self._ends.served.send(SERVED.pack(num_steps, time.perf_counter() - start_s))

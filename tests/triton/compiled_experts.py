@@ -1,0 +1,47 @@
+"""The kernels of experts compiled ahead of time, as :mod:`tests.triton.compiled` does for the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton.runtime import driver
+
+from swiftllm.ops.experts import ExpertWeights
+from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.ops.triton import experts as triton_experts
+from swiftllm.ops.triton.ops import TritonOps
+from tests.triton.compiled import HOST, NUM_MULTIPROCESSORS, SHARED_KIB, PretendGPU, compiled, resource_usage
+
+__all__ = ["compiled"]  # the fixture
+
+EXPERTS, SLOTS, HIDDEN, FFN = 128, 8, 2048, 768  # Qwen3-30B-A3B
+ROWS = (16, 2048)  # the smallest tile and the largest
+PRODUCTS = ("expert_product_kernel", "expert_codes_kernel")
+TARGETS = [(75, torch.float16), (86, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("capability, dtype", TARGETS, ids=str)
+def test_kernels_fit_their_gpu(compiled, capability, dtype, tmp_path) -> None:
+    driver.set_active(PretendGPU(capability))
+    ops = TritonOps(HOST, capability, NUM_MULTIPROCESSORS)
+    router = torch.zeros(EXPERTS, HIDDEN, dtype=dtype)
+    shapes = (EXPERTS * 2 * FFN, HIDDEN), (EXPERTS * HIDDEN, FFN)
+    plain = [torch.empty(shape, dtype=dtype) for shape in shapes]
+    coded = [QuantisedMatrix.allocate(torch.empty, out, n, n // 128, 128, dtype, dtype) for out, n in shapes]
+    for stacks in (plain, coded):
+        experts = ops.make_experts(ExpertWeights(router, *stacks, SLOTS, True))
+        for rows in ROWS if stacks is coded else ROWS[1:]:
+            experts(torch.empty(rows, HIDDEN, dtype=dtype), num_rows=torch.zeros(1, dtype=torch.int32))
+
+    names = set()
+    for kernel in {kernel.hash: kernel for kernel in compiled}.values():
+        name, shared, ptx = kernel.metadata.name, kernel.metadata.shared, kernel.asm["ptx"]
+        usage = resource_usage(kernel, tmp_path)
+        print(f"sm_{capability} {dtype} {name}: {usage['REG']} registers, {shared} bytes of shared memory")
+        on_tensor_cores = "mma.sync" in ptx or "wgmma" in ptx
+        assert f".target sm_{capability}" in ptx and "atom" not in ptx
+        assert shared <= SHARED_KIB[capability] * 1024, name
+        assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
+        assert on_tensor_cores == (name in PRODUCTS and capability >= 80), name
+        names.add(name)
+    assert names - {"silu_and_mul_kernel"} == {name for name in vars(triton_experts) if name.endswith("_kernel")}

@@ -1,0 +1,136 @@
+"""The kernels of experts in Triton's interpreter, against the reference in float64 with the dequantised matrices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from swiftllm.ops.experts import ExpertByExpert, ExpertWeights, add_slots, choose_experts
+from swiftllm.ops.interface import Ops
+from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.ops.triton.grouped import GroupedExperts, most_tiles, tile_rows
+from swiftllm.ops.triton.ops import TritonOps, launch
+from tests.reference.tolerances import TOLERANCES, assert_close
+from tests.triton.interpreted_quantised import fresh_inputs_and_poisoned_outputs, random_matrix, strided
+from tests.triton.interpreter import repair_bfloat16
+from tests.triton.memory_check import watch_memory
+
+repair_bfloat16()
+watch_memory()
+
+__all__ = ["fresh_inputs_and_poisoned_outputs"]  # the fixture
+HOST = torch.device("cpu")
+
+
+def random_experts(experts: int, slots: int, hidden: int, ffn: int, dtype: torch.dtype, group: int, normalises: bool):
+    """``group``: inputs of a group of 4-bit weights; 0: they are not quantised."""
+    if group:
+        gate_up = random_matrix(experts * 2 * ffn, hidden, group, dtype, torch.float16)
+        down = random_matrix(experts * hidden, ffn, group, dtype, torch.float16)
+    else:
+        gate_up = (torch.randn(experts * 2 * ffn, hidden) / hidden**0.5).to(dtype)
+        down = (torch.randn(experts * hidden, ffn) / ffn**0.5).to(dtype)
+    return ExpertWeights((torch.randn(experts, hidden) / hidden**0.5).to(dtype), gate_up, down, slots, normalises)
+
+
+def expected(weights: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
+    """By float64 products of every expert with every row; experts are chosen in float32, as the contract says."""
+    ids, likelihoods = choose_experts(x.float() @ weights.router.float().t(), weights.per_token, weights.normalises)
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for expert in range(weights.num_experts):
+        gate_up, down = (m.dequantise() if isinstance(m, QuantisedMatrix) else m for m in weights.of(expert))
+        gate, up = (x.double() @ gate_up.double().t()).chunk(2, -1)
+        product = (torch.nn.functional.silu(gate) * up) @ down.double().t()
+        out += product * torch.where(ids == expert, likelihoods.double(), 0.0).sum(1, keepdim=True)
+    return out
+
+
+CASES = [  # experts, slots, hidden, ffn, dtype, group, normalises, capability
+    (5, 3, 80, 48, torch.bfloat16, 0, False, 80),
+    (4, 2, 72, 40, torch.float32, 0, True, 80),
+    (4, 2, 144, 32, torch.float16, 16, True, 80),
+    (4, 2, 144, 48, torch.float16, 16, False, 75),
+]
+
+
+def assert_near(actual: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    """Three products are rounded one after the other."""
+    atol, rtol = TOLERANCES[dtype]
+    torch.testing.assert_close(actual.double(), wanted.double(), atol=4 * atol, rtol=4 * rtol)
+
+
+def test_experts_are_those_of_the_reference_and_padding_goes_nowhere() -> None:
+    for case in CASES:
+        *sizes, dtype, group, normalises, capability = case
+        weights = random_experts(*sizes, dtype, group, normalises)
+        ops = TritonOps(HOST, capability, num_multiprocessors=2)
+        for rows in (1, 19):
+            x = strided(rows, sizes[2], dtype)
+            whole = ops.make_experts(weights)(x)
+            assert_near(whole, expected(weights, x), dtype)
+            padded = torch.full((rows + 5, sizes[2]), torch.nan, dtype=dtype)
+            padded[:rows] = x
+            out = ops.make_experts(weights)(padded, num_rows=torch.tensor([rows], dtype=torch.int32))
+            assert_near(out[:rows], whole, dtype)
+            assert not out[rows:].any(), case
+            alone = Ops().make_experts(weights)(padded, num_rows=torch.tensor([rows], dtype=torch.int32))
+            assert_near(alone[:rows], expected(weights, x), dtype)
+            assert not alone[rows:].any(), case
+
+
+def test_no_expert_is_computed_for_padding_and_each_pair_is_computed_once(monkeypatch) -> None:
+    """What a tile reads of pairs is counted where the sorted pairs are made: padding has none."""
+    weights = random_experts(8, 2, 32, 16, torch.float16, 0, True)
+    seen: dict[str, torch.Tensor] = {}
+    ops = TritonOps(HOST, 80, num_multiprocessors=2)
+
+    def watched(kernel, grid, *arguments, **options) -> None:
+        launch(kernel, grid, *arguments, **options)
+        if kernel.fn.__name__ == "sort_pairs_kernel":
+            seen.update(ids=arguments[0].clone(), pairs=arguments[1].clone(), starts=arguments[2].clone())
+
+    x = torch.full((7, 32), torch.nan, dtype=torch.float16)
+    x[:4] = torch.randn(4, 32)
+    grouped = GroupedExperts(weights, ops.silu_and_mul, ops._has_tensor_cores, watched)
+    for count in (4, 0):
+        grouped(x, num_rows=torch.tensor([count], dtype=torch.int32))
+        routed = int(seen["starts"][-1])
+        assert routed == 2 * count and (seen["ids"][2 * count :] == 8).all()
+        assert seen["pairs"][:routed].tolist() == torch.argsort(seen["ids"][:routed], stable=True).tolist()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN
+def test_equal_experts_give_the_lower_ids_and_nan_stays_nan() -> None:
+    weights = random_experts(8, 3, 32, 16, torch.float32, 0, False)
+    weights = replace(weights, router=torch.ones(8, 32))
+    x = torch.randn(5, 32)
+    out = TritonOps(HOST, 80, 2).make_experts(weights)(x)
+    parts = [down(Ops().silu_and_mul(gate_up(x))) for gate_up, down in linears(weights)[:3]]
+    assert_close(out, add_slots(torch.stack(parts, 1), torch.full((5, 3), 0.125)))
+    x[2] = torch.nan
+    assert TritonOps(HOST, 80, 2).make_experts(weights)(x).isnan().any(1).tolist() == [i == 2 for i in range(5)]
+
+
+def linears(weights: ExpertWeights) -> list:
+    return ExpertByExpert(weights, lambda m: Ops().make_linear(m, None), Ops().silu_and_mul)._linears
+
+
+def test_what_is_not_quantised_alike_is_refused() -> None:
+    weights = random_experts(4, 2, 32, 16, torch.float16, 16, True)
+    with pytest.raises(ValueError, match="act-order are not supported"):
+        replace(weights, down=replace(weights.down, order=torch.arange(16)))
+    with pytest.raises(ValueError, match="not all quantised alike"):
+        replace(weights, gate_up=(weights.gate_up, torch.zeros(2, 32)))
+
+
+@pytest.mark.parametrize("num_pairs, experts", [(1, 8), (8, 128), (1024, 128), (16384, 128), (300, 8)])
+def test_there_are_tiles_for_every_routing(num_pairs, experts) -> None:
+    rows = tile_rows(num_pairs, experts)
+    for _ in range(50):
+        counts = torch.bincount(torch.randint(torch.randint(1, experts + 1, ()), (num_pairs,)), minlength=experts)
+        assert int(((counts + rows - 1) // rows).sum()) <= most_tiles(num_pairs, experts, rows)
+    assert TritonOps(HOST, 80, 2).make_experts(random_experts(4, 2, 16, 16, torch.float16, 0, True))(
+        torch.empty(0, 16).half()
+    ).shape == (0, 16)
