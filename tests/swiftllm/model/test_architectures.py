@@ -124,9 +124,9 @@ def test_a_crossing_in_one_call_has_the_bits_of_the_separate_calls(folders) -> N
 
 def test_quantised_folders_hold_the_rounded_matrices(tmp_path) -> None:
     """Fused modules come apart, rows are permuted and factors enter scales, in every layout and rank."""
-    for name in ("Phi3", "Glm4", "Granite", "Mistral3"):
-        source = make_tiny(tmp_path / name, name, intermediate_size=128)
-        for layout, symmetric, act_order in LAYOUTS:
+    for name, layouts in (("Phi3", LAYOUTS), ("Glm4", LAYOUTS), ("Granite", LAYOUTS[2:]), ("Mistral3", LAYOUTS[:1])):
+        source = make_tiny(tmp_path / name, name, intermediate_size=128, num_hidden_layers=1)
+        for layout, symmetric, act_order in layouts:
             dense, packed = tmp_path / f"{name} {layout} dense", tmp_path / f"{name} {layout}"
             write_folder(source, dense, "dequantised", 32, symmetric, act_order)
             write_folder(source, packed, layout, 32, symmetric, act_order)
