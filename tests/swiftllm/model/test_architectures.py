@@ -179,6 +179,25 @@ def test_a_wrapper_is_tied_if_it_has_no_vocabulary_of_its_own(folders, tmp_path)
             assert config.tie_word_embeddings is is_tied is (weights.lm_head is weights.embedding)
 
 
+def test_a_wrapper_may_name_its_parts_in_two_ways(folders, tmp_path) -> None:
+    """As checkpoints on the hub do, and as transformers 5 names modules."""
+    folder = folders["Mistral3"]
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {
+        ("model." + name if name.startswith(("vision", "multi")) else name)
+        .replace("language_model.model.", "model.language_model.")
+        .replace("language_model.lm_head.", "lm_head."): tensor
+        for name, tensor in tensors.items()
+    }
+    assert not renamed.keys() & tensors.keys()
+    save_file(renamed, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    one, other = (
+        load_weights(path, ModelConfig.from_folder(path), "cpu", torch.float32) for path in (folder, tmp_path)
+    )
+    assert torch.equal(one.lm_head, other.lm_head) and torch.equal(one.layers[2].qkv, other.layers[2].qkv)
+
+
 def test_other_tensors_than_those_of_images_are_not_passed_over(folders, tmp_path) -> None:
     """Nor are those of images in a model that should have none, or of a part that is not whole."""
     for name, change, message in (
