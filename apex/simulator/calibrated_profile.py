@@ -28,6 +28,13 @@ from apex.simulator.hardware import (
     MeasuredOperators,
     closest_layer,
 )
+from apex.simulator.host_times import (
+    cpu_attention_gb_s,
+    cpu_attention_s,
+    crossing_bytes_per_row,
+    effective_pcie_gb_s,
+    transfer_s,
+)
 from apex.simulator.operator_files import Operators
 from apex.simulator.quantised_weights import quantised_origin, with_quantised_weights
 from swiftllm.config import CpuKVDtype
@@ -38,7 +45,6 @@ BITS_PER_BYTE = 8
 ITEMSIZES = {"float16": 2, "bfloat16": 2}
 # Powers of two and their middles: between neighbours a straight line is at most 4% off a square.
 TOKENS = (1, *sorted({2**i for i in range(4, 15)} | {3 * 2**i for i in range(4, 13)}))
-WIDE_GROUP = 8  # query heads on a KV head: twice the arithmetic for a byte of K and V that groups of 4 have
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # Decode attention and swaps are linear in either size, so the corners of the grid suffice.
 REQUESTS = (1, 4096)
@@ -268,82 +274,6 @@ def prefill_attention_s(gpu: Gpu, shape: LayerShape, new_tokens: float, cached_t
     flops = 4 * shape.num_heads * shape.head_dim * new_tokens * (cached_tokens + new_tokens)
     fraction = gpu["gemm_fraction"] * gpu["prefill_attention_of_gemm"]
     return gpu["prefill_attention_fixed_us"] * 1e-6 + flops / (gpu["tensor_tflops"] * 1e12 * fraction)
-
-
-def cpu_attention_s(
-    host: Host,
-    shape: LayerShape,
-    itemsize: int,
-    kv_token_bytes: float,
-    cpu_gb_s: float,
-    pcie_gb_s: float,
-    requests: float,
-    context_tokens: float,
-    tensor_parallel: int = 1,
-) -> float:
-    """T_c of one layer: the hand-over, transfers of Q, K, V and output over PCIe, and reading the KV cache.
-
-    A token has ``kv_token_bytes`` in the layer's cache.
-
-    Each of several GPUs transfers the heads that it has; the host's bandwidth is shared.
-    """
-    kv_bytes = requests * context_tokens * kv_token_bytes
-    crossing_bytes = requests * crossing_bytes_per_row(shape, itemsize) / tensor_parallel
-    crossing_s = transfer_s(crossing_bytes, pcie_gb_s, host["hand_over_us"] * 1e-6)
-    return crossing_s + kv_bytes / (cpu_gb_s * 1e9)
-
-
-def crossing_bytes_per_row(shape: LayerShape, itemsize: int) -> int:
-    """Bytes of Q, K, V and attention output of one request in one layer."""
-    return (shape.qkv_size + shape.num_heads * shape.head_dim) * itemsize
-
-
-def cpu_attention_gb_s(host: Host, cpu_kernel: str, shape: LayerShape, cpu_kv_dtype: CpuKVDtype = "auto") -> float:
-    """Bandwidth of CPU attention with a kernel on all cores of a host, in bytes of its own format.
-
-    A kernel's fraction was measured on one core, relative to ``core_read_gb_s``: the rate of reading alone. The extra
-    time per byte is arithmetic, which all cores do in parallel. They share the read bandwidth, so a core of a socket
-    in full use reads less than one alone. Arithmetic and reading do not overlap, as in the measurement.
-
-    Of int8 its gain was measured: tokens over those of 16 bits, on one core.
-
-    Raises:
-        ValueError: there is no figure for the kernel; the message lists the known kernels.
-    """
-    heads = "gqa" if shape.num_kv_heads < shape.num_heads else "mha"
-    if shape.num_experts and shape.num_heads >= WIDE_GROUP * shape.num_kv_heads:
-        heads = f"gqa{WIDE_GROUP}"  # dense models keep the figure with which their results were recorded
-    figure = f"{cpu_kernel}_{host.isa}_{heads}"
-    if figure not in host.figures:
-        ending = f"_{host.isa}_{heads}"
-        kernels = sorted(name.removesuffix(ending) for name in host.figures if name.endswith(ending))
-        raise ValueError(f"no figure for CPU kernel {cpu_kernel!r} on {host.isa}: known are {', '.join(kernels)}")
-    fraction = host[figure]
-    if cpu_kv_dtype == "int8":
-        if cpu_kernel != "native":
-            raise ValueError(f"cpu_kv_dtype=int8 needs the cpu_kernel native, not {cpu_kernel}")
-        fraction *= host[f"{figure}_int8_gain"] * (shape.head_dim + 4) / (2 * shape.head_dim)
-    alone_gb_s = host["core_read_gb_s"]
-    arithmetic_s_per_gb = (1 / fraction - 1) / alone_gb_s
-    reading_s_per_gb = 1 / min(alone_gb_s, host_read_gb_s(host) / host["cores"])
-    return host["cores"] / (arithmetic_s_per_gb + reading_s_per_gb)
-
-
-def host_read_gb_s(host: Host) -> float:
-    """Read bandwidth of the host's cores: their share of the channels' peak, times the streaming fraction."""
-    return host["peak_bandwidth_gb_s"] * host["core_share"] * host["stream_fraction"]
-
-
-# -- transfers --------------------------------------------------------------------------------------------------------
-
-
-def effective_pcie_gb_s(gpu: Gpu, host: Host) -> float:
-    """Bandwidth of pinned copies in one direction; the older end of the link determines the PCIe generation."""
-    return min(gpu["pcie_gb_s"], host["pcie_gb_s"]) * gpu["pcie_fraction"]
-
-
-def transfer_s(num_bytes: float, gb_s: float, latency_s: float) -> float:
-    return latency_s + num_bytes / (gb_s * 1e9)
 
 
 def remote_hosts(

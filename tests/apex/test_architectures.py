@@ -23,7 +23,7 @@ from tests.reference.fake_gpu import fake_gpu
 from tests.reference.tiny_architectures import ARCHITECTURES, make_tiny, tiny_judge
 
 SMALL = {"block_size": 4, "num_gpu_blocks": 24, "num_cpu_blocks": 400}
-EACH = 3
+EACH = 2
 """Systems and strategies that an architecture runs under: others than its neighbours."""
 
 
@@ -96,7 +96,7 @@ def test_neither_graphs_nor_placed_weights_change_a_token(folders) -> None:
 
     for name in ("Glm4", "SmolLM3", "Granite"):
         expected = tokens(folders[name])
-        for placement in (None, placed):
+        for placement in (None, placed) if name == "Glm4" else (placed,):
             with fake_gpu(0) as cuda:
                 assert tokens(folders[name], placement) == expected, (name, placement)
             assert cuda.replays

@@ -43,7 +43,7 @@ UNSUPPORTED = (
     ({"final_logit_softcapping": 30.0}, "softcapping"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "config.json: rope scaling 'dynamic'"),
     ({"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8'"),
     ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
