@@ -329,7 +329,8 @@ class EngineClient(asyncio.Protocol):
             if stream is None:
                 continue
             stream.num_cached_tokens = delta.num_cached_tokens
-            stream.prompt_logprobs = stream.prompt_logprobs or delta.prompt_logprobs
+            if delta.prompt_logprobs:
+                stream.prompt_logprobs = delta.prompt_logprobs
             if stream in deltas:
                 deltas[stream].append(delta)
             else:

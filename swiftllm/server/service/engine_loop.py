@@ -169,7 +169,8 @@ class EngineLoop:
                 if request.finish_reason is not None:
                     delta.finish_reason = request.finish_reason.value
                     self.open_requests.end_request(entry, delta.finish_reason)
-                deltas.append(delta)
+                if delta.token_ids or delta.is_last:
+                    deltas.append(delta)
             if not deltas:
                 return
             self.link.post_step(Step(deltas))
