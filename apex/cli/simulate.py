@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +15,7 @@ from apex.cli.output import stdout_console
 from apex.cli.systems_command import SystemsCommand
 from apex.replay.loop import check_requests
 from apex.replay.records import REFUSED, Replay, ReplayRequest
+from apex.simulator.bound import decode_bound
 from apex.simulator.build import build_simulated
 from apex.simulator.runtime import VLLM, VLLM_DEFAULTS, vllm_runtime
 from apex.strategy import StrategyConfig
@@ -153,6 +154,10 @@ class Simulate(SystemsCommand):
             why_none.append(all_refused_line(system, replay))
             gpu_blocks, cpu_blocks = blocks[system]
             records.append(measured | {"num_gpu_blocks": gpu_blocks, "num_cpu_blocks": cpu_blocks})
+        bound = None
+        if self.weights_gpu_memory is None and not self.best_effort_words:
+            bound = self._bound(machine, blocks.values())
+            records = [record | {"bound_tokens_per_s": bound[0]} for record in records]
         console = stdout_console()
         console.print(f"\n[bold]SIMULATED[/]: {machine.description}", soft_wrap=True)
         console.print(f"{machine.gpu.name} is known from {machine.how_known}", soft_wrap=True, highlight=False)
@@ -160,9 +165,16 @@ class Simulate(SystemsCommand):
             console.print(f"{VLLM}: {VLLM_DEFAULTS}", soft_wrap=True, highlight=False)
         outside = sorted({name for record in records for name in record["extrapolated"]})
         self.report(records, f"outside the measured sizes, extrapolated: {', '.join(outside)}" if outside else "")
+        if bound is not None:
+            print("bound: {:,.0f} tok/s, decodes alone with GPU and CPU overlapped, {} + {} of them".format(*bound))
         for line in filter(None, why_none):
             print(f"apex: {line}", file=sys.stderr)
         return 1 if any(why_none) else 0
+
+    def _bound(self, machine: PredictedMachine, blocks: Iterable[tuple[int, int]]) -> tuple[float, int, int]:
+        tokens = tuple(self.block_size * max(of_tier) for of_tier in zip(*blocks, strict=True))
+        context, most = self.input_len + self.output_len / 2, min(self.max_num_seqs, self.num_requests)
+        return decode_bound(machine.table, machine.model.num_layers, context, tokens, most)
 
     def check_flags(self) -> None:
         super().check_flags()

@@ -126,6 +126,8 @@ class ProfileTable:
         lane are no faster; ``linear`` does not include the wait. ``streamed_layers``: how many layers are streamed.
         ``shared_row_cost``: a further row's part of the time of a CPU block that rows share; ``rows_per_read``: how
         many rows the CPU kernel attends with one read of it.
+        ``flat_from_tokens``: from so many on, ``linear`` grows little until it is bound by multiplying; see
+        :func:`apex.perf.experts.flat_from_tokens`.
     """
 
     identity: Mapping[str, str]
@@ -143,6 +145,7 @@ class ProfileTable:
     streamed_layers: float = 0.0
     shared_row_cost: float = 1.0
     rows_per_read: float = 1.0
+    flat_from_tokens: float = 1.0
 
     def save(self, path: Path) -> None:
         write_atomically(path, json.dumps({"version": TABLE_VERSION, **asdict(self)}, indent=1))
@@ -210,7 +213,7 @@ class PerfModel:
         self.num_layers = num_layers
         self.extrapolated: set[str] = set()
         self.stream_s = table.stream_s
-        floor_s = max(table.linear(1), self.stream_s) * self.FLAT_RATIO
+        floor_s = max(table.linear(table.flat_from_tokens), self.stream_s) * self.FLAT_RATIO
         flat = [size for size, s in zip(table.linear.sizes, table.linear.seconds, strict=True) if s <= floor_s]
         self.flat_linear_tokens = int(max(flat, default=1))
         """Up to this many tokens a boundary costs about the same: reading weights, or waiting for them, dominates."""

@@ -10,6 +10,7 @@ from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 
 import pacpu
+from apex.perf.experts import flat_from_tokens
 from apex.perf.model import TABLE_VERSION, ProfileTable, attention_rate
 from apex.perf.profiler import Grid, measure_seconds, table_from_seconds
 from apex.perf.progress import progress_bar
@@ -54,8 +55,10 @@ def measure_profile(config: EngineConfig, backend: TorchBackend) -> ProfileTable
         (seconds,) = measure_seconds(bench, most, Grid(), progress=progress)
         table = table_from_seconds(seconds, profile_identity(config, backend))
         heads = backend.model_config.num_heads, backend.model_config.num_kv_heads
+        experts = backend.model_config.experts
         return replace(
             table,
+            flat_from_tokens=1.0 if experts is None else flat_from_tokens(experts.num_experts, experts.per_token),
             shared_row_cost=pacpu.shared_row_cost(backend.dtype, "GQA" if heads[0] > heads[1] else "MHA"),
             rows_per_read=float(pacpu.rows_per_read(*heads)),
         )

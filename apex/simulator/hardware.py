@@ -65,10 +65,15 @@ class LayerShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    num_experts: int = 0
+    """0: the FFN is dense. Else ``intermediate_size`` is that of an expert, of which a row has ``per_token``."""
+    per_token: int = 0
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> LayerShape:
-        return cls(config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim)
+        experts = () if config.experts is None else (config.experts.num_experts, config.experts.per_token)
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        return cls(config.hidden_size, config.intermediate_size, *heads, *experts)
 
     def shard(self, tensor_parallel: int) -> LayerShape:
         """The part of each of ``tensor_parallel`` GPUs: heads and FFN columns are divided, the hidden state is whole.
@@ -91,15 +96,21 @@ class LayerShape:
 
     @property
     def gemm_weights(self) -> int:
-        """Elements of the four weight matrices: QKV, output, gate and up, down."""
+        """Elements of the four weight matrices: QKV, output, gate and up, down. Without those of experts."""
         attention = (self.qkv_size + self.num_heads * self.head_dim) * self.hidden_size
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        return attention if self.num_experts else attention + self.ffn_weights
+
+    @property
+    def ffn_weights(self) -> int:
+        """Elements of gate and up and down, of an expert where there are experts."""
+        return 3 * self.hidden_size * self.intermediate_size
 
     @property
     def elementwise_elements(self) -> int:
         """Elements per token read and written by two norms, rotation of Q and K, SiLU times gate, two additions."""
         rotated = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return 4 * self.hidden_size + rotated + 3 * self.intermediate_size + 6 * self.hidden_size
+        ffn = self.intermediate_size * (self.per_token or 1)
+        return 4 * self.hidden_size + rotated + 3 * ffn + 6 * self.hidden_size
 
     @property
     def kv_elements(self) -> int:

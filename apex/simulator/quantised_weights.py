@@ -64,8 +64,12 @@ def with_quantised_weights_on_cpu(linear: Curve, host: Host) -> Curve:
 
 def packed_bytes(shape: LayerShape, scheme: QuantisationScheme) -> float:
     """Bytes of a layer's four matrices with codes, scales and zero points."""
-    group_size = scheme.group_size or shape.hidden_size
-    return shape.gemm_weights * (CODE_BITS + GROUP_BITS / group_size) / 8
+    return shape.gemm_weights * bits_per_element(scheme, shape.hidden_size) / 8
+
+
+def bits_per_element(scheme: QuantisationScheme, in_features: int) -> float:
+    """With an element's part of its group's scale and zero point; without groups all inputs are one."""
+    return CODE_BITS + GROUP_BITS / (scheme.group_size or in_features)
 
 
 def quantised_origin(gpu: Gpu, scheme: QuantisationScheme) -> str:

@@ -20,7 +20,7 @@ from swiftllm.server.api.output_text import OutputText, Piece, ReadText
 from swiftllm.server.api.protocol import GenerationRequest
 from swiftllm.server.formats.parts import Reader
 from swiftllm.server.service.limits import NewRequest
-from swiftllm.server.service.token_streams import Delta, TokenStream
+from swiftllm.server.service.token_streams import Delta, RequestFailed, TokenStream
 
 # Of request ids. A generator of its own, which no library seeds; uuid4 would give up the interpreter's lock each time.
 ID_BITS = random.Random()
@@ -140,8 +140,8 @@ class Generation:
                 if piece.finish_reason is not None:
                     self._end(choice)
                     return
-            if delta.error is not None:
-                raise delta.error
+            if delta.failure is not None:
+                raise RequestFailed(*delta.failure)
         except Exception as error:
             choice.stream.set_listener(None)
             if not self._over.done():

@@ -11,13 +11,13 @@ from apex.simulator.build import build_simulated
 from apex.simulator.calibrated_profile import (
     all_reduce_s,
     communication_s,
-    cpu_attention_s,
     ends_s,
     gpu_attention_s,
     hardware_profile,
     linear_curve,
 )
 from apex.simulator.hardware import LayerShape, load_gpu, load_host, load_link, load_model_config
+from apex.simulator.host_times import cpu_attention_s
 from apex.simulator.predicted_machine import predict_machine
 from swiftllm.core.request import SamplingParams, Tier
 
