@@ -180,6 +180,7 @@ ARCHITECTURES = {
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
             "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
