@@ -176,8 +176,8 @@ class Request:
         self._most_tokens = len(self.prompt_token_ids) + self.sampling.max_tokens
         self.arrival_order = (self.service_class.rank, self.arrival_index)
         eos, others = self.eos_token_ids, self.sampling.stop_token_ids
-        if self.sampling.ignore_eos:
-            self._stop_token_ids = NO_TOKENS
+        if self.sampling.ignore_eos:  # but with its grammar the output ends
+            self._stop_token_ids = NO_TOKENS if self.sampling.grammar is None else eos
         else:  # most requests share one set, which so stays in the CPU's caches
             self._stop_token_ids = eos.union(others) if others else eos
 
@@ -232,7 +232,7 @@ class Request:
     def forbidden_tokens(self) -> list[int]:
         """Tokens that must not come next: those that end the output too early, and the last ones of bad words."""
         how, output = self.sampling, self.output_token_ids
-        tokens = list(self._stop_token_ids) if len(output) < how.min_tokens else []
+        tokens = list(self._stop_token_ids) if how.ignore_eos or len(output) < how.min_tokens else []
         for *head, last in how.bad_words:
             if output[max(0, len(output) - len(head)) :] == head:
                 tokens.append(last)

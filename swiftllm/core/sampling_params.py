@@ -70,7 +70,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output, beside the model's own end-of-sequence tokens."""
     ignore_eos: bool = False
-    """Continue to max_tokens: neither end-of-sequence nor stop tokens end the output."""
+    """Continue to max_tokens, or as long as a grammar lets it: neither end-of-sequence nor stop tokens end it."""
     logprobs: int | None = None
     """Return log-probabilities of each output token and of this many of the most likely tokens. None returns none.
     They are the model's own, before logit_bias, penalties, temperature, min_p, top_k and top_p."""

@@ -134,6 +134,12 @@ def test_where_a_grammar_ends_the_output_ends(compiler, tokenizer):
     assert text_of(tokenizer, grammar, 0, min_tokens=50, bad_words=((tokens[0],),)) == ("yes", True)
 
 
+def test_an_output_that_ignores_its_end_goes_on_as_long_as_the_grammar_lets_it(compiler, tokenizer):
+    grammar = compiler.compile("regex", "a{1,5}")
+    assert text_of(tokenizer, grammar, 0, ignore_eos=True, stop_token_ids=(66,)) == ("aaaaa", True)
+    assert text_of(tokenizer, grammar, 0, ignore_eos=True, max_tokens=3) == ("aaa", False)
+
+
 def test_progress_follows_from_the_tokens(compiler, tokenizer):
     """Step by step or at once, and outputs of one grammar do not disturb each other."""
     grammar = compiler.compile("regex", "(abc|abd|xy)+")
