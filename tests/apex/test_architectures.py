@@ -21,6 +21,8 @@ from tests.apex.test_end_to_end import VARIANTS, serve
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.tiny_architectures import ARCHITECTURES, make_tiny, tiny_judge
+from tests.swiftllm.remote.hosts import SECRET, host_in_thread
+from tests.swiftllm.remote.test_tokens import MAX_TOKENS, add_all, open_engine, run_to_end
 
 SMALL = {"block_size": 4, "num_gpu_blocks": 24, "num_cpu_blocks": 400}
 EACH = 2
@@ -77,6 +79,19 @@ def test_tokens_of_4_bits_and_of_two_ranks_equal_transformers(folders, tmp_path)
             run(engine)
             group.check(requests)
             group.close()
+
+
+def test_an_attention_host_changes_no_token(folders, monkeypatch) -> None:
+    """Its cache holds permuted rows of K."""
+    monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
+    expected = greedy(tiny_judge(folders["Glm4"], "Glm4"), some_prompts(8), MAX_TOKENS)
+    with host_in_thread(1 << 20) as host:
+        engine = open_engine(folders["Glm4"], "apex-overlap", [host.address])
+        requests = add_all(engine, some_prompts(8))
+        run_to_end(engine)
+        assert engine.stats().cpu_busy_s > 0
+        engine.close()
+    assert [tuple(request.output_token_ids) for request in requests] == expected
 
 
 def test_neither_graphs_nor_placed_weights_change_a_token(folders) -> None:

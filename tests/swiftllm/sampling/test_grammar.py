@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from swiftllm.core.request import Request
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.model.tokenizer import Tokenizer
-from swiftllm.sampling.grammar import MAX_CACHED, GrammarCompiler
+from swiftllm.sampling.grammar import MAX_CACHED, GrammarCompiler, without_exclusive
 from swiftllm.sampling.sampler import Sampler
 from swiftllm.sampling.trial import GrammarTrials
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer
@@ -103,6 +104,21 @@ def test_blanks_between_the_marks_of_json_are_few(compiler, tokenizer):
     assert all(map(is_possible, ('{"a": 1, "b": 2}', '{"a":1,"b":2}', '{\n    "a": 1,\n    "b": 2\n}', "{}")))
     for text in ('{"a":  1', '{ \n"a', '{\n\n"a', "{\n" + " " * 17 + '"a', '{"a": 1  ,'):
         assert not is_possible(text), text
+
+
+def test_an_exclusive_bound_of_a_number_is_none_of_its_values(compiler, tokenizer):
+    draw = random.Random(4)
+    for _ in range(40):
+        low = draw.choice([draw.randint(-20, 20) / 4, draw.randint(-5, 5), draw.uniform(-1, 10)])
+        high = low + draw.choice([1 / 8, 0.5, 3, draw.random()])
+        inner = {"exclusiveMinimum": low, "exclusiveMaximum": high, "minimum": low - 1}
+        schema = {"type": "array", "items": {"type": "number", **inner}, "minItems": 1, "maxItems": 1}
+        grammar = compiler.compile("json_schema", schema)
+        for value, is_within in ((low, False), (high, False), ((low + high) / 2, True)):
+            tokens = tokenizer.encode(f"[{value}]")
+            assert (grammar.start()._matcher.validate_tokens(tokens) == len(tokens)) == is_within, (schema, value)
+    named = {"type": "object", "properties": {"exclusiveMinimum": {"const": {"exclusiveMinimum": 3}}}}
+    assert without_exclusive(named) == named
 
 
 def test_a_parser_that_gives_up_does_not_end_the_output(compiler, tokenizer):
