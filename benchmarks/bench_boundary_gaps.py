@@ -2,10 +2,14 @@
 
 The engine is that of bench_server_overhead.py, with boundaries that take a millisecond. Scheduler, service, HTTP server
 and sockets are real. In each round 64 clients stream; first nothing else happens, then another process sends long
-prompts at a rate, which are refused (the queue is full) or queued (as best-effort requests without blocks).
+prompts at a rate. They are refused, as the queue is full, or queued as best-effort requests, for which the streams
+leave no place.
 
 The gaps are times between the ends of two boundaries on the engine's thread, in the same server before and after the
-bodies begin. The memory is that of the server's processes together; pages that they share count once (PSS).
+bodies begin. They are shown with and without the time in which the thread was ready and the kernel gave it no core
+(Linux' run delay): on two cores that is long whatever takes them. For comparison, in the runs called "unrelated" a
+process that has nothing to do with the server computes half the time, in place of the bodies. The memory is that of
+the server's processes together; pages that they share count once (PSS).
 
 python benchmarks/bench_boundary_gaps.py [--help]
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import socket
 import sys
 import tempfile
@@ -45,13 +50,17 @@ from swiftllm.server.service.service import EngineService
 NUM_LAYERS = 32
 QUANTILES = (50, 99, 99.9)
 SETTLE_S = 1.0
+WORK_S = 2e-3
 MOST_UNREAD = 32  # answers, before the next body waits for one
 COLUMNS = (
     ("fate", "bodies are", "{}"),
     ("round", "round", "{}"),
-    *((f"idle_ms_p{q:g}", f"gap, no bodies: p{q:g} (ms)", "{:.3f}") for q in QUANTILES),
-    *((f"bodies_ms_p{q:g}", f"bodies: p{q:g}", "{:.3f}") for q in QUANTILES),
-    ("growth_p99", "p99 grows by", "{:+.1%}"),
+    *((f"idle_gap_ms_p{q:g}", f"gap, no bodies: p{q:g} (ms)", "{:.2f}") for q in QUANTILES),
+    *((f"bodies_gap_ms_p{q:g}", f"bodies: p{q:g}", "{:.2f}") for q in QUANTILES),
+    ("growth_gap", "p99 grows by", "{:+.1%}"),
+    ("idle_own_ms_p99", "with a core, no bodies: p99", "{:.2f}"),
+    ("bodies_own_ms_p99", "bodies: p99", "{:.2f}"),
+    ("growth_own", "grows by", "{:+.1%}"),
     ("sent_per_s", "bodies/s", "{:.0f}"),
     ("pss_mib", "memory (MiB)", "{:.0f}"),
 )
@@ -69,8 +78,8 @@ class Options:
     """Bodies a second."""
     prompt_len: int = 4000
     """Tokens of their prompts."""
-    fates: tuple[Literal["refused", "queued"], ...] = ("refused", "queued")
-    """What becomes of the bodies, one run for each."""
+    fates: tuple[Literal["refused", "queued", "unrelated"], ...] = ("refused", "queued", "unrelated")
+    """What becomes of the bodies, one run for each; unrelated: there are none, and a process computes."""
     boundary_ms: float = 1.0
     """Milliseconds of a boundary."""
     seconds: float = 5.0
@@ -81,20 +90,43 @@ class Options:
     """Results go to bench_boundary_gaps/<run>/ in this folder."""
 
 
+class ThreadDelay:
+    """For how long the thread that asks has been ready to run without a core."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+
+    def seconds(self) -> float:
+        if self._file is None:
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        return int(os.pread(self._file, 100, 0).split()[1]) * 1e-9
+
+
+def compute_half_the_time() -> None:
+    """Until the process is killed."""
+    while True:
+        end_s = time.perf_counter() + WORK_S
+        while time.perf_counter() < end_s:
+            pass
+        time.sleep(WORK_S)
+
+
 def build_service(options: Options, fate: str, path: Path) -> EngineService:
     """What the engine's process runs. ``path`` gets the times at which boundaries ended."""
-    engine = zero_time_engine(EngineOptions(options.system, options.streams, most_tokens(options)), NUM_LAYERS)
-    boundary, close, ended_s = engine.backend.boundary, engine.close, []
+    sizes = EngineOptions(options.system, options.streams, most_tokens(options))
+    engine = zero_time_engine(sizes, NUM_LAYERS, max_num_seqs=options.streams)
+    boundary, close, ends = engine.backend.boundary, engine.close, []
+    delay = ThreadDelay()
 
     def timed_boundary(layer: int, batches: Sequence[Any]) -> Mapping[str, int]:
         tokens = boundary(layer, batches)
         time.sleep(options.boundary_ms / 1e3)
-        ended_s.append(time.perf_counter())
+        ends.append((time.perf_counter(), delay.seconds()))
         return tokens
 
     def close_and_save() -> None:
         close()
-        path.write_text(json.dumps(ended_s))
+        path.write_text(json.dumps(ends))
 
     engine.backend.boundary, engine.close = timed_boundary, close_and_save
     num_places = options.streams if fate == "refused" else 1_000_000
@@ -108,6 +140,9 @@ def most_tokens(options: Options) -> int:
 
 def send_bodies(options: Options, fate: str, port: int, begin: Event, num_sent: Any) -> None:
     """The process of the bodies' client, until it is killed. Each body has a connection of its own."""
+    if fate == "unrelated":
+        begin.wait()
+        compute_half_the_time()
     allow_open_files(100_000)
     priority = BEST_EFFORT_PRIORITY if fate == "queued" else 0
     data = completion_request([5] * options.prompt_len, 8, priority=priority)
@@ -155,13 +190,16 @@ def measure(options: Options, fate: str) -> FlatRecord:
             num_in_window, memory = num_sent.value - before, pss_mib(server.process.pid)
             bodies.kill()
             server.end()
-        ended_s = np.array(json.loads(path.read_text()))
+        ended_s, delayed_s = np.array(json.loads(path.read_text())).T
     record = {"fate": fate, "pss_mib": memory, "sent_per_s": num_in_window / options.seconds}
     for phase, (since_s, until_s) in (("idle", idle_s), ("bodies", with_bodies_s)):
-        gaps_ms = 1e3 * np.diff(ended_s[(ended_s >= since_s) & (ended_s < until_s)])
-        record |= {f"{phase}_ms_p{q:g}": float(np.percentile(gaps_ms, q)) for q in QUANTILES}
+        within = (ended_s >= since_s) & (ended_s < until_s)
+        gaps_ms, delays_ms = 1e3 * np.diff(ended_s[within]), 1e3 * np.diff(delayed_s[within])
+        for kind, values in (("gap", gaps_ms), ("own", gaps_ms - delays_ms)):
+            record |= {f"{phase}_{kind}_ms_p{q:g}": float(np.percentile(values, q)) for q in QUANTILES}
         record[f"{phase}_boundaries_per_s"] = len(gaps_ms) / options.seconds
-    record["growth_p99"] = record["bodies_ms_p99"] / record["idle_ms_p99"] - 1
+    for kind in ("gap", "own"):
+        record[f"growth_{kind}"] = record[f"bodies_{kind}_ms_p99"] / record[f"idle_{kind}_ms_p99"] - 1
     return record
 
 

@@ -140,13 +140,14 @@ class TimedEngine:
         self._path.write_text(json.dumps(self.ready))
 
 
-def zero_time_engine(options: Options, num_layers: int = NUM_LAYERS) -> Engine:
+def zero_time_engine(options: Options, num_layers: int = NUM_LAYERS, max_num_seqs: int = 256) -> Engine:
     """An engine whose operations take no time, with GPU blocks for all streams. Its output is real text."""
     blocks = options.streams * (2 + (PROMPT_LEN + options.output_len) // BLOCK_SIZE)
     free = Surface((1, 2), (FREE, FREE))
     table = ProfileTable({}, linear=FREE, ends=FREE, swap=FREE, prefill_attention=free, gpu_attention=free,
                          cpu_attention=free)  # fmt: skip
-    sizes = {"num_gpu_blocks": blocks, "num_cpu_blocks": blocks, "block_size": BLOCK_SIZE, "vocab_size": VOCAB_SIZE}
+    sizes = {"num_gpu_blocks": blocks, "num_cpu_blocks": blocks, "block_size": BLOCK_SIZE, "vocab_size": VOCAB_SIZE,
+             "max_num_seqs": max_num_seqs}  # fmt: skip
     engine = build_simulated(options.system, table, num_layers, **sizes)
     model = options.model or default_model()
     engine.tokenizer = Tokenizer.from_folder(model)

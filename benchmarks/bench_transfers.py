@@ -26,6 +26,7 @@ from pacpu import rows
 from swiftllm.core.request import Tier
 from swiftllm.device.host import HostDevice
 from swiftllm.kv.budget import KVPlan
+from swiftllm.kv.format import KVFormat
 from swiftllm.kv.pools import KVPools
 from swiftllm.machine import cpu_model, usable_cores
 from swiftllm.ops.interface import Ops
@@ -53,8 +54,10 @@ def main() -> None:
     torch.set_num_threads(1)  # as beside a GPU
     block = (args.kv_heads, 2, args.block_size, args.head_dim)
     model = SimpleNamespace(num_layers=args.layers, num_kv_heads=args.kv_heads, head_dim=args.head_dim)
-    plan = KVPlan({Tier.GPU: 1, Tier.CPU: args.blocks}, args.block_size, 2 * math.prod(block) * args.layers)
-    pools = KVPools(model, plan, HostDevice.torch_device, torch.float16)
+    block_bytes = dict.fromkeys(Tier, 2 * math.prod(block) * args.layers)
+    plan = KVPlan({Tier.GPU: 1, Tier.CPU: args.blocks}, args.block_size, block_bytes)
+    formats = dict.fromkeys(Tier, KVFormat.exact(torch.float16))
+    pools = KVPools(model, plan, HostDevice.torch_device, formats)
     pool = pools.tensors[Tier.CPU]
     pool.fill_(1.0)
     layers, ops, threads = pool.unbind(0), Ops(), {"num_threads": args.threads}

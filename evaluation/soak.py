@@ -47,6 +47,7 @@ from swiftllm.server.settings import ServerSettings
 if TYPE_CHECKING:
     from swiftllm.server.service.service import EngineService
 
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{{ tools | length }}"
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
@@ -110,7 +111,9 @@ def make_tiny_model(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE})
+    )
 
 
 def serve() -> None:
@@ -120,7 +123,7 @@ def serve() -> None:
     logging.basicConfig(level=logging.WARNING)
     model, system, *_, port = sys.argv[1:]
     signal.signal(signal.SIGUSR1, pass_on)
-    run_server(functools.partial(build_service, model, system), ServerSettings(port=int(port)))
+    run_server(functools.partial(build_service, model, system), ServerSettings(port=int(port), tool_call_parser="json"))
 
 
 def pass_on(number: int, frame: object) -> None:

@@ -245,6 +245,8 @@ def cpu_attention_line(description: Mapping[str, Any]) -> str:
     """The kernel and threads of CPU attention, and their speed in the profile."""
     threads, rate = description["cpu_threads"], description.get("cpu_attention_gbps")
     speed = f", {rate:.1f} GB/s of K and V in the profile" if rate else ""
+    if description.get("cpu_kv_dtype") == "int8":
+        speed = f" over int8{speed}"
     return (
         f"CPU attention: kernel {description['cpu_kernel']} ({description['cpu_isa']}), {threads} "
         f"thread{'s' if threads > 1 else ''}{speed}"

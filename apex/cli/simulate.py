@@ -19,7 +19,7 @@ from apex.simulator.bound import decode_bound
 from apex.simulator.build import build_simulated
 from apex.simulator.runtime import VLLM, VLLM_DEFAULTS, vllm_runtime
 from apex.strategy import StrategyConfig
-from swiftllm.config import EngineConfig
+from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.systems import find_system
 
@@ -76,6 +76,8 @@ class Simulate(SystemsCommand):
     the highest predicted throughput. By default all weights must fit."""
     cpu_kernel: str = "native"
     """CPU attention kernel: native, ispc or llamafile."""
+    cpu_kv_dtype: CpuKVDtype = "auto"
+    """K and V in the CPU tier: auto as --dtype; int8, with a scale per token and head, in about half of the bytes."""
     cpu_bandwidth_gb_s: float | None = None
     """GB/s at which CPU attention reads the KV cache; by default the host's, times the kernel's share of it."""
     num_requests: int = 200
@@ -120,6 +122,7 @@ class Simulate(SystemsCommand):
                 network_gbps=self.network_gbps,
                 weights=self.weights,
                 cpu_kernel=self.cpu_kernel,
+                cpu_kv_dtype=self.cpu_kv_dtype,
                 cpu_bandwidth_gb_s=self.cpu_bandwidth_gb_s,
                 block_size=self.block_size,
                 max_tokens=self.max_num_batched_tokens,
@@ -176,7 +179,7 @@ class Simulate(SystemsCommand):
     def check_flags(self) -> None:
         super().check_flags()
         of_engine = ("block_size", "max_num_batched_tokens", "max_num_seqs", "tensor_parallel", "num_gpu_blocks",
-                     "num_cpu_blocks")  # fmt: skip
+                     "num_cpu_blocks", "cpu_kv_dtype", "cpu_kernel")  # fmt: skip
         with input_errors(of_engine=False):
             EngineConfig(self.model, **{name: getattr(self, name) for name in of_engine})
             EngineConfig(self.model, weights_gpu_memory=self.weights_gpu_memory)

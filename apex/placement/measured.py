@@ -83,7 +83,9 @@ def place_weights(config: EngineConfig, workload: Workload | None = None, *, off
         times = time_boundary(model, dtype, device, ops, rows, progress)
         progress(1.0, "attention")
         threads = config.cpu_threads or usable_cores()
-        rates = attention_bytes_per_s(model, dtype, device, ops, kernel, threads, cpu_format(config, dtype))
+        rates = attention_bytes_per_s(
+            model, dtype, device, ops, kernel, threads, cpu_format(config.cpu_kv_dtype, dtype)
+        )
     costs = MeasuredCosts(memory, times, *rates)
     best = best_budget(costs, at_once, offloads=offloads)
     timed = refined_placement(best.problem)

@@ -11,6 +11,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from math import ceil, hypot, inf
 
+import torch
+
 from apex.perf.experts import flat_from_tokens
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.perf.operator_tables import OperatorTable
@@ -26,15 +28,23 @@ from apex.simulator.hardware import (
     MeasuredOperators,
     closest_layer,
 )
+from apex.simulator.host_times import (
+    cpu_attention_gb_s,
+    cpu_attention_s,
+    crossing_bytes_per_row,
+    effective_pcie_gb_s,
+    transfer_s,
+)
 from apex.simulator.operator_files import Operators
 from apex.simulator.quantised_weights import quantised_origin, with_quantised_weights
+from swiftllm.config import CpuKVDtype
+from swiftllm.kv.format import cpu_format
 from swiftllm.model.config import ModelConfig
 
 BITS_PER_BYTE = 8
 ITEMSIZES = {"float16": 2, "bfloat16": 2}
 # Powers of two and their middles: between neighbours a straight line is at most 4% off a square.
 TOKENS = (1, *sorted({2**i for i in range(4, 15)} | {3 * 2**i for i in range(4, 13)}))
-WIDE_GROUP = 8  # query heads on a KV head: twice the arithmetic for a byte of K and V that groups of 4 have
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
 # Decode attention and swaps are linear in either size, so the corners of the grid suffice.
 REQUESTS = (1, 4096)
@@ -49,6 +59,7 @@ def hardware_profile(
     *,
     dtype: str = "float16",
     cpu_kernel: str = "native",
+    cpu_kv_dtype: CpuKVDtype = "auto",
     cpu_bandwidth_gb_s: float | None = None,
     block_size: int = 16,
     max_tokens: int = 2048,
@@ -60,6 +71,7 @@ def hardware_profile(
     Args:
         dtype: of weights, activations and KV caches: float16, or bfloat16 where the GPU has it.
         cpu_kernel: native, ispc or llamafile.
+        cpu_kv_dtype: the format of the CPU tier, auto for ``dtype``.
         cpu_bandwidth_gb_s: bandwidth of CPU attention; by default that of :func:`cpu_attention_gb_s`.
         block_size: tokens of a KV block.
         max_tokens: the largest batch that the linear and prefill curves must cover.
@@ -78,11 +90,15 @@ def hardware_profile(
         raise ValueError(f"tensor_parallel={tensor_parallel} needs the link that joins the GPUs: pcie-4, for example")
     shape, itemsize = LayerShape.from_config(model_config), ITEMSIZES[dtype]
     shard = shape.shard(tensor_parallel)
-    cpu_gb_s = cpu_bandwidth_gb_s or cpu_attention_gb_s(host, cpu_kernel, shape)
+    in_host = cpu_format(cpu_kv_dtype, getattr(torch, dtype))
+    cpu_token_bytes = in_host.token_bytes(model_config) / model_config.num_layers
+    cpu_gb_s = cpu_bandwidth_gb_s or cpu_attention_gb_s(host, cpu_kernel, shape, cpu_kv_dtype)
     pcie_gb_s = effective_pcie_gb_s(gpu, host)
     tokens = _up_to(TOKENS, max_tokens)
     latency_s = gpu["transfer_latency_us"] * 1e-6
-    block_bytes = model_config.kv_bytes_per_token(itemsize) * block_size / tensor_parallel  # of each GPU
+    block_bytes = (
+        in_host.block_bytes(model_config, block_size) / tensor_parallel
+    )  # of each GPU; codes cross PCIe as such
     linear = linear_curve(gpu, shard, itemsize, max_tokens)
     scheme = model_config.quantisation
     if scheme is not None:
@@ -96,6 +112,7 @@ def hardware_profile(
         "device": gpu.name,
         "cpu": host.name,
         "cpu_kernel": cpu_kernel if cpu_bandwidth_gb_s is None else "as given by cpu_attention_gb_s",
+        **({} if cpu_kv_dtype == "auto" else {"cpu_kv_dtype": cpu_kv_dtype}),
         "cpu_attention_gb_s": f"{cpu_gb_s:.4g}",
         "pcie_gb_s": f"{pcie_gb_s:.4g}",
         "model": f"{model_config.num_layers} layers of {shape.hidden_size}/{shape.intermediate_size}, "
@@ -122,7 +139,9 @@ def hardware_profile(
         cpu_attention=_surface(
             REQUESTS,
             CONTEXTS,
-            lambda n, context: cpu_attention_s(host, shape, itemsize, cpu_gb_s, pcie_gb_s, n, context, tensor_parallel),
+            lambda n, context: cpu_attention_s(
+                host, shape, itemsize, cpu_token_bytes, cpu_gb_s, pcie_gb_s, n, context, tensor_parallel
+            ),
         ),
         first_share=shape.qkv_size * shape.hidden_size / weights_of_a_step(shape),
         # Submitting a ticket is assumed to cost the lane nothing: cpu_attention_s includes the hand-over.
@@ -255,72 +274,6 @@ def prefill_attention_s(gpu: Gpu, shape: LayerShape, new_tokens: float, cached_t
     flops = 4 * shape.num_heads * shape.head_dim * new_tokens * (cached_tokens + new_tokens)
     fraction = gpu["gemm_fraction"] * gpu["prefill_attention_of_gemm"]
     return gpu["prefill_attention_fixed_us"] * 1e-6 + flops / (gpu["tensor_tflops"] * 1e12 * fraction)
-
-
-def cpu_attention_s(
-    host: Host,
-    shape: LayerShape,
-    itemsize: int,
-    cpu_gb_s: float,
-    pcie_gb_s: float,
-    requests: float,
-    context_tokens: float,
-    tensor_parallel: int = 1,
-) -> float:
-    """T_c of one layer: the hand-over, transfers of Q, K, V and output over PCIe, and reading the KV cache.
-
-    Each of several GPUs transfers the heads that it has; the host's bandwidth is shared.
-    """
-    kv_bytes = requests * context_tokens * shape.kv_elements * itemsize
-    crossing_bytes = requests * crossing_bytes_per_row(shape, itemsize) / tensor_parallel
-    crossing_s = transfer_s(crossing_bytes, pcie_gb_s, host["hand_over_us"] * 1e-6)
-    return crossing_s + kv_bytes / (cpu_gb_s * 1e9)
-
-
-def crossing_bytes_per_row(shape: LayerShape, itemsize: int) -> int:
-    """Bytes of Q, K, V and attention output of one request in one layer."""
-    return (shape.qkv_size + shape.num_heads * shape.head_dim) * itemsize
-
-
-def cpu_attention_gb_s(host: Host, cpu_kernel: str, shape: LayerShape) -> float:
-    """Bandwidth of CPU attention with a kernel on all cores of a host.
-
-    A kernel's fraction was measured on one core, relative to ``core_read_gb_s``: the rate of reading alone. The extra
-    time per byte is arithmetic, which all cores do in parallel. They share the read bandwidth, so a core of a socket
-    in full use reads less than one alone. Arithmetic and reading do not overlap, as in the measurement.
-
-    Raises:
-        ValueError: there is no figure for the kernel; the message lists the known kernels.
-    """
-    heads = "gqa" if shape.num_kv_heads < shape.num_heads else "mha"
-    if shape.num_experts and shape.num_heads >= WIDE_GROUP * shape.num_kv_heads:
-        heads = f"gqa{WIDE_GROUP}"  # dense models keep the figure with which their results were recorded
-    figure = f"{cpu_kernel}_{host.isa}_{heads}"
-    if figure not in host.figures:
-        ending = f"_{host.isa}_{heads}"
-        kernels = sorted(name.removesuffix(ending) for name in host.figures if name.endswith(ending))
-        raise ValueError(f"no figure for CPU kernel {cpu_kernel!r} on {host.isa}: known are {', '.join(kernels)}")
-    alone_gb_s = host["core_read_gb_s"]
-    arithmetic_s_per_gb = (1 / host[figure] - 1) / alone_gb_s
-    reading_s_per_gb = 1 / min(alone_gb_s, host_read_gb_s(host) / host["cores"])
-    return host["cores"] / (arithmetic_s_per_gb + reading_s_per_gb)
-
-
-def host_read_gb_s(host: Host) -> float:
-    """Read bandwidth of the host's cores: their share of the channels' peak, times the streaming fraction."""
-    return host["peak_bandwidth_gb_s"] * host["core_share"] * host["stream_fraction"]
-
-
-# -- transfers --------------------------------------------------------------------------------------------------------
-
-
-def effective_pcie_gb_s(gpu: Gpu, host: Host) -> float:
-    """Bandwidth of pinned copies in one direction; the older end of the link determines the PCIe generation."""
-    return min(gpu["pcie_gb_s"], host["pcie_gb_s"]) * gpu["pcie_fraction"]
-
-
-def transfer_s(num_bytes: float, gb_s: float, latency_s: float) -> float:
-    return latency_s + num_bytes / (gb_s * 1e9)
 
 
 def remote_hosts(

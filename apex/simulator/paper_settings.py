@@ -12,13 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import yaml
 
-from apex.simulator.calibrated_profile import ITEMSIZES, cpu_attention_gb_s, remote_hosts
+from apex.simulator.calibrated_profile import ITEMSIZES, remote_hosts
 from apex.simulator.cpu_hosts import RemoteHosts
 from apex.simulator.hardware import Figure, LayerShape, known_hardware, load_gpu, load_host, load_model_config
+from apex.simulator.host_times import cpu_attention_gb_s
 from apex.source_tree import CONFIGS
+from swiftllm.config import CpuKVDtype
 from swiftllm.kv.budget import blocks_in
+from swiftllm.kv.format import cpu_format
 from swiftllm.model.config import ModelConfig
 from swiftllm.scheduling.admission import SchedulerLimits
 
@@ -50,6 +54,7 @@ class PaperSetting:
     origin: str
     figures: Mapping[str, Figure]
     cpu_kernels: Mapping[str, str]
+    cpu_kv_dtype: CpuKVDtype = "auto"
     cpu_bandwidth_gb_s: float | None = None
     tensor_parallel: int = 1
     link: str | None = None
@@ -100,8 +105,8 @@ class PaperSetting:
     @property
     def num_cpu_blocks(self) -> int:
         """Blocks that fit the memory of all hosts that is reserved for KV cache."""
-        token_bytes = self.model_config.kv_bytes_per_token(ITEMSIZES[self.dtype])
-        return blocks_in(self["cpu_kv_gb"] * 1e9, token_bytes * BLOCK_SIZE) * self.cpu_hosts
+        in_host = cpu_format(self.cpu_kv_dtype, getattr(torch, self.dtype))
+        return blocks_in(self["cpu_kv_gb"] * 1e9, in_host.block_bytes(self.model_config, BLOCK_SIZE)) * self.cpu_hosts
 
     @property
     def remote_hosts(self) -> RemoteHosts | None:
@@ -118,7 +123,7 @@ class PaperSetting:
         if kernel is None or self.cpu_bandwidth_gb_s is not None:
             return self.cpu_bandwidth_gb_s if kernel else None
         shape = LayerShape.from_config(self.model_config)
-        return cpu_attention_gb_s(load_host(self.host), kernel, shape)
+        return cpu_attention_gb_s(load_host(self.host), kernel, shape, self.cpu_kv_dtype)
 
     def gpu_attention_gb_s(self) -> float:
         """GB/s at which the GPU's decode attention reads KV cache, without kernel launches."""

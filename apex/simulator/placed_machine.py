@@ -13,9 +13,10 @@ from apex.perf.model import Curve, PerfModel, ProfileTable, Surface, total_s
 from apex.placement.budget import Estimate, Workload, best_budget, estimate_budget
 from apex.placement.costs import BoundaryCost, Rates, beside_copies_s, boundary_costs
 from apex.placement.search import TimedPlacement, refined_placement
-from apex.simulator.calibrated_profile import ITEMSIZES, crossing_bytes_per_row, host_read_gb_s
+from apex.simulator.calibrated_profile import ITEMSIZES
 from apex.simulator.cpu_path import Interconnect
 from apex.simulator.hardware import Host, LayerShape
+from apex.simulator.host_times import crossing_bytes_per_row, host_read_gb_s
 from apex.simulator.predicted_machine import PredictedMachine
 from apex.simulator.quantised_weights import packed_bytes, with_quantised_weights_on_cpu
 from apex.simulator.weight_path import CHUNK_BYTES, SimulatedWeights
@@ -72,7 +73,8 @@ class WeightPlacer:
         model, identity, itemsize = machine.model, machine.table.identity, ITEMSIZES[machine.dtype]
         shape, scheme = LayerShape.from_config(model), model.quantisation
         self._budget = machine.budget(block_size)
-        self.kv_bytes_per_token = self.cpu_kv_bytes_per_token = model.kv_bytes_per_token(itemsize)
+        self.kv_bytes_per_token = model.kv_bytes_per_token(itemsize)
+        self.cpu_kv_bytes_per_token = self._budget.host_block_bytes // block_size
         layer_bytes = shape.gemm_weights * itemsize if scheme is None else packed_bytes(shape, scheme)
         first, layers = machine.table.first_share, model.num_layers
         self.boundary_bytes = (first * layer_bytes, *[layer_bytes] * (layers - 1), (1 - first) * layer_bytes)

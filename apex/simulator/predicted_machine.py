@@ -23,7 +23,9 @@ from apex.simulator.hardware import (
     load_link,
     load_model_config,
 )
+from swiftllm.config import CpuKVDtype
 from swiftllm.kv.budget import CPU_TIER_SHARE, SIMULATED_GPU_SHARE, MemoryBudget, choose_blocks
+from swiftllm.kv.format import cpu_format
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.quantised.scheme import AWQ, QuantisationScheme
 from swiftllm.model.sizes import weight_bytes as bytes_of_weights
@@ -47,6 +49,7 @@ class PredictedMachine:
     table: ProfileTable
     tensor_parallel: int = 1
     remote_hosts: RemoteHosts | None = None
+    cpu_kv_dtype: CpuKVDtype = "auto"
 
     @property
     def cpu_hosts(self) -> int:
@@ -66,7 +69,8 @@ class PredictedMachine:
         else:
             gb_s += " GB/s"
         weights = "" if self.model.quantisation is None else f", {self.table.identity['weights']}"
-        return f"{self.model_name} ({self.dtype}{weights}) on {gpus} and {hosts}, CPU attention at {gb_s}"
+        tier = "" if self.cpu_kv_dtype == "auto" else f" in {self.cpu_kv_dtype}"
+        return f"{self.model_name} ({self.dtype}{weights}) on {gpus} and {hosts}, CPU attention{tier} at {gb_s}"
 
     @property
     def how_known(self) -> str:
@@ -87,6 +91,9 @@ class PredictedMachine:
             host_bytes=self.host["memory_gb"] * 1e9 * self.cpu_hosts,
             weight_bytes=self.weight_bytes,
             bytes_per_block=self.model.kv_bytes_per_token(ITEMSIZES[self.dtype]) * block_size,
+            cpu_bytes_per_block=cpu_format(self.cpu_kv_dtype, getattr(torch, self.dtype)).block_bytes(
+                self.model, block_size
+            ),
         )
 
     def num_blocks(self, num_gpu: int | None, num_cpu: int | None, block_size: int) -> tuple[int, int]:
@@ -118,12 +125,14 @@ def predict_machine(
     cpu_hosts: int = 1,
     network_gbps: float = 100.0,
     weights: Weights = "auto",
+    cpu_kv_dtype: CpuKVDtype = "auto",
     **options: Any,
 ) -> PredictedMachine:
     """The machine of these names or paths.
 
     Args:
         weights: auto: as the model's config.json says; int4: 4 bits in groups of 128.
+        cpu_kv_dtype: the format of the CPU tier.
         options: of :func:`apex.simulator.calibrated_profile.hardware_profile`.
 
     Raises:
@@ -138,9 +147,12 @@ def predict_machine(
     if tensor_parallel > 1 and link_name is None:
         raise ValueError(f"--tensor-parallel {tensor_parallel} needs --link, which joins the GPUs: {', '.join(links)}")
     link = None if link_name is None else _find("link", link_name, load_link, links)
-    table = hardware_profile(gpu, host, model, dtype=dtype, tensor_parallel=tensor_parallel, link=link, **options)
+    options |= {"dtype": dtype, "cpu_kv_dtype": cpu_kv_dtype, "tensor_parallel": tensor_parallel, "link": link}
+    table = hardware_profile(gpu, host, model, **options)
     remote = remote_hosts(host, model, dtype, cpu_hosts, network_gbps)
-    return PredictedMachine(gpu, host, model, Path(model_name).name, dtype, table, tensor_parallel, remote)
+    return PredictedMachine(
+        gpu, host, model, Path(model_name).name, dtype, table, tensor_parallel, remote, cpu_kv_dtype
+    )
 
 
 def _find(what: str, name: str, load: Callable[[str], Any], names: Sequence[str]) -> Any:

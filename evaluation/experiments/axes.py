@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from apex.perf.model import Curve
 from apex.perf.online.correction import scaled_table
-from apex.simulator.calibrated_profile import cpu_attention_gb_s
-from apex.simulator.calibrated_profile import host_read_gb_s as read_gb_s
 from apex.simulator.hardware import LayerShape, load_host
+from apex.simulator.host_times import cpu_attention_gb_s
+from apex.simulator.host_times import host_read_gb_s as read_gb_s
 from apex.simulator.paper_settings import PaperSetting
 from apex.simulator.runtime import VLLM
 from apex.strategy import StrategyConfig
@@ -109,6 +109,12 @@ def kernel(setting: PaperSetting, system: str, name: str) -> PaperSetting:
     if name == OWN_KERNELS:
         return setting
     return replace(setting, cpu_kernels=dict.fromkeys(setting.cpu_kernels, name))
+
+
+@axis(SETTING, has_cpu_attention)
+def cpu_kv_dtype(setting: PaperSetting, system: str, name: str) -> PaperSetting:
+    """The format of the CPU tier: auto or int8, which the native kernel reads."""
+    return replace(setting, cpu_kv_dtype=name)
 
 
 @axis(SETTING, has_cpu_attention)

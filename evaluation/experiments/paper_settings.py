@@ -38,6 +38,7 @@ def simulated_task(
         "gpu_attention_gb_s": setting.gpu_attention_gb_s(),
         "max_model_len": setting.limits.max_model_len,
         "num_clipped": num_clipped,
+        **({} if setting.cpu_kv_dtype == "auto" else {"cpu_kv_dtype": setting.cpu_kv_dtype}),
         **_parallel_values(setting),
         **(values or {}),
     }
@@ -69,6 +70,7 @@ def simulated_hardware(setting: PaperSetting, system: str) -> SimulatedHardware:
         setting.link,
         dtype=setting.dtype,
         cpu_kernel=setting.kernel_of(system) or DEFAULT_KERNEL,
+        cpu_kv_dtype=setting.cpu_kv_dtype,
         cpu_bandwidth_gb_s=setting.cpu_bandwidth_gb_s,
         max_tokens=setting.limits.max_num_batched_tokens,
         tensor_parallel=setting.tensor_parallel,

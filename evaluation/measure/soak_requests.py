@@ -80,6 +80,27 @@ class RequestSource:
         prompt = self.rng.choice([self.prompt(), "tell me why", TWO_PROMPTS])
         return self.served(2 if prompt is TWO_PROMPTS else 1, prompt=prompt)
 
+    def structured(self) -> dict[str, Any]:
+        number = self.rng.randint(1, 9)
+        grammar: dict[str, Any] = self.rng.choice(
+            [
+                {"structured_outputs": {"regex": f"[a-z]{{1,{number}}}"}},
+                {"structured_outputs": {"choice": ["yes", "no", str(number)]}},
+                {"response_format": {"type": "json_object"}},
+            ]
+        )
+        return self.asked(stream=self.rng.random() < 0.5, ignore_eos=False, **grammar)
+
+    def with_tools(self) -> dict[str, Any]:
+        """A chat whose answer must call a tool; the call may be cut."""
+        parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        drawn = self.fields(tools=[tool], tool_choice="required", stream=self.rng.random() < 0.5, ignore_eos=False)
+        del drawn["prompt"]
+        drawn["logprobs"] = False
+        drawn["messages"] = [{"role": "user", "content": "tell me why"}]
+        return {"body": packed(drawn), "path": "/v1/chat/completions"}
+
     def malformed(self) -> dict[str, Any]:
         whole = packed(self.fields())
         broken = [b"", whole[: self.rng.randrange(len(whole))], b"[1, 2", b"\xff\xfe", packed({"model": self.model})]
@@ -110,6 +131,8 @@ KINDS = {
     "plain": RequestKind(28, RequestSource.plain),
     "stream": RequestKind(28, lambda s: s.served(stream=True, stream_options={"include_usage": True})),
     "several outputs": RequestKind(4, lambda s: s.served(3, n=3)),
+    "structured": RequestKind(4, RequestSource.structured),
+    "tools": RequestKind(4, RequestSource.with_tools),
     "stream, hung up": RequestKind(12, lambda s: s.asked(stream=True) | {"hang_up_after": s.rng.randint(1, 4)}, LEFT),
     "plain, hung up": RequestKind(8, lambda s: s.asked() | {"hang_up_s": s.rng.uniform(0.0, 0.1)}, LEFT),
     "deadline": RequestKind(

@@ -41,12 +41,16 @@ GROUP = 0.84
 
 @dataclass(frozen=True)
 class Bar:
-    """``span`` are the lowest and the highest of repeats, ``predicted`` is marked with a hollow diamond."""
+    """``span`` are the lowest and the highest of repeats, ``predicted`` is marked with a hollow diamond.
+
+    Of one that ``is_open`` only the outline is drawn.
+    """
 
     value: float
     colour: str
     text: str = ""
     faint: bool = False
+    is_open: bool = False
     bold: bool = False
     span: tuple[float, float] | None = None
     predicted: float | None = None
@@ -147,7 +151,8 @@ def draw_bars(ax: Axes, panel: BarPanel, size: float = 6.8) -> None:
             if bar is None:
                 ax.text(x, 0.02 * top, "no result", rotation=90, ha="center", va="bottom", fontsize=7, color=FAINT)
                 continue
-            ax.bar(x, bar.value, bar_width * 0.92, color=bar.colour)
+            filled = {"color": "white", "edgecolor": bar.colour} if bar.is_open else {"color": bar.colour}
+            ax.bar(x, bar.value, bar_width * 0.92, **filled)
             if bar.span and bar.span[1] > bar.span[0]:
                 ends = [[bar.value - bar.span[0]], [bar.span[1] - bar.value]]
                 ax.errorbar(x, bar.value, ends, color=INK, linewidth=0.9, capsize=2.5)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from pacpu import int8
-from swiftllm.config import EngineConfig
+from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.model.config import ModelConfig
 
@@ -64,9 +64,9 @@ class KVFormat:
 INT8 = KVFormat("int8", torch.uint8)
 
 
-def cpu_format(config: EngineConfig, dtype: torch.dtype) -> KVFormat:
+def cpu_format(cpu_kv_dtype: CpuKVDtype, dtype: torch.dtype) -> KVFormat:
     """The format of the CPU tier. ``dtype``: of weights and activations."""
-    return INT8 if config.cpu_kv_dtype == "int8" else KVFormat.exact(dtype)
+    return INT8 if cpu_kv_dtype == "int8" else KVFormat.exact(dtype)
 
 
 def check_heads(config: EngineConfig, model: ModelConfig) -> None:
@@ -81,7 +81,7 @@ def check_heads(config: EngineConfig, model: ModelConfig) -> None:
 
 def tier_formats(config: EngineConfig, dtype: torch.dtype) -> Mapping[Tier, KVFormat]:
     """The format of each tier. ``dtype``: of weights and activations."""
-    return {Tier.GPU: KVFormat.exact(dtype), Tier.CPU: cpu_format(config, dtype)}
+    return {Tier.GPU: KVFormat.exact(dtype), Tier.CPU: cpu_format(config.cpu_kv_dtype, dtype)}
 
 
 def block_bytes(formats: Mapping[Tier, KVFormat], model: ModelConfig, block_size: int) -> Mapping[Tier, int]:

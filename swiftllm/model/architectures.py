@@ -250,4 +250,4 @@ def recognise(raw: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
 
 def _is_neutral(value: Any) -> bool:
     """Whether a multiplier is 1, or a part of the model is not there."""
-    return value is None or value is False or value in ([], {}) or (type(value) in (int, float) and value == 1)
+    return value is None or value is False or value in ([], {}) or (type(value) in (int, float) and value in (0, 1))

@@ -12,7 +12,7 @@ from typing import Any
 from swiftllm.model.architectures import SUPPORTED, Unsupported, recognise, text_part
 from swiftllm.model.checkpoint import tensor_names
 from swiftllm.model.quantised.scheme import QuantisationScheme
-from swiftllm.model.rope import RopeScaling
+from swiftllm.model.rope import RopeScaling, UnsupportedRope
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,8 @@ class ModelConfig:
             )
             if "residual_multiplier" in row.own:
                 config = _with_multipliers(config, fields)
+        except UnsupportedRope as error:
+            raise ValueError(f"{path}: {error}") from None
         except KeyError as error:
             raise ValueError(f"{path} lacks {error}; {SUPPORTED}") from None
         except (TypeError, ValueError, ZeroDivisionError) as error:

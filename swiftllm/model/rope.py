@@ -19,6 +19,10 @@ FIELDS = {
 """Of ``rope_parameters``, those that are read and those that transformers does not read either."""
 
 
+class UnsupportedRope(ValueError):
+    """A rotary embedding that there is no code for."""
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """How the rotary frequencies of a longer context derive from those the model was first trained with.
@@ -45,16 +49,17 @@ class RopeScaling:
         """Read ``rope_scaling`` or ``rope_parameters`` of a config.json, of one of ``kinds``; empty means no scaling.
 
         Raises:
-            ValueError: an unknown kind or field, or a field of the kind is missing.
+            UnsupportedRope: an unknown kind or field.
+            ValueError: a field of the kind is missing.
         """
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
         if kind not in kinds:
-            raise ValueError(f"rope scaling {kind!r} is not supported; supported are {', '.join(kinds)}")
+            raise UnsupportedRope(f"rope scaling {kind!r} is not supported; supported are {', '.join(kinds)}")
         for name, value in parameters.items():
             if name not in FIELDS and value not in (None, False):
-                raise ValueError(f"{name}={value!r} of the rotary embedding is not supported")
+                raise UnsupportedRope(f"{name}={value!r} of the rotary embedding is not supported")
         if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError("partial_rotary_factor is not supported: rotary positions turn whole heads")
+            raise UnsupportedRope("partial_rotary_factor is not supported: rotary positions turn whole heads")
         try:
             if kind == "linear":
                 return cls("linear", float(parameters["factor"]))

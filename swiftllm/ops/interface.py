@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from swiftllm.ops.experts import ExpertByExpert, Experts, ExpertWeights
+from swiftllm.ops.int8_blocks import pack, unpack
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 
 Linear = Callable[..., torch.Tensor]
@@ -169,6 +170,15 @@ class Ops:
         # On a CPU index_copy_ copies single elements, which takes four times as long in 16 bits.
         for place, block in enumerate(blocks.tolist()):
             pool[:, block].copy_(staging[:, place])
+
+    def quantise_blocks(self, pool: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor) -> None:
+        """The same as ``gather_blocks``, with codes for elements: ``staging`` is uint8 ``[num_layers, len(blocks),
+        num_kv_heads, head_bytes]``, as :mod:`pacpu.int8` lays it out, bit by bit."""
+        staging.copy_(pack(pool.index_select(1, blocks)))
+
+    def dequantise_blocks(self, staging: torch.Tensor, pool: torch.Tensor, blocks: torch.Tensor) -> None:
+        """The reverse: elements of codes, rounded to the pool's dtype."""
+        self.scatter_blocks(unpack(staging, pool.shape[-1]).to(pool.dtype), pool, blocks)
 
     def prefill_attention(self, chunks: Sequence[ChunkAttention], scale: float) -> None:
         """Attention of chunks of several requests; writes the ``out`` of each."""

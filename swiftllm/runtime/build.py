@@ -69,6 +69,7 @@ def this_machine(system: System, config: EngineConfig, backend: TorchBackend) ->
         "block_size": backend.block_size,
         "kv_bytes_per_block": backend.kv_bytes_per_block,
         "cpu_kv_dtype": backend.cpu_kv_format.name,
+        "cpu_kv_bytes_per_block": backend.cpu_kv_bytes_per_block,
         "prefix_cache": [tier.value for tier in cached],
         "kv_cache": backend.kv_plan.describe(limits.max_model_len) + _about_ranks(config, backend),
         "cpu_kernel": backend.cpu_kernel,

@@ -3,7 +3,8 @@ CPU tier, layer by layer.
 
 The CPU tier's memory is not pinned. What comes from a GPU arrives in pinned memory, from where the tier takes it: so
 it is in order with the attention that reads it. What goes to a GPU is gathered into pinned memory by the tier's
-threads.
+threads. Where the tier is int8, blocks cross in its format: the GPU makes codes before they leave, and elements when
+they come back. Rows of prompts cross as elements, and the tier makes codes of them.
 
 Swaps go layer by layer too, and the lane's layer waits for its own part alone: see :meth:`KVTransfers.await_swaps`.
 """
@@ -77,6 +78,7 @@ class KVTransfers:
         self._pools = pools
         self._ops = ops
         self._stored = Pacer(device.to_host, ahead=SNAPSHOTS - 1)
+        self._staged = pools.formats[Tier.GPU if device.torch_device.type == "cpu" else Tier.CPU]  # crosses in swaps
         self._moved: deque[_Moved] = deque()  # what no work on the device waits for yet, by layer
 
     def swap_blocks(self, swaps: Sequence[Swap]) -> None:
@@ -163,8 +165,9 @@ class KVTransfers:
         """Once the last event has passed, the source blocks may be overwritten."""
         stream, pool = self._device.swap, self._layers(moved.layers)
         with stream.running():
-            staged = torch.empty(_shape(pool, blocks), dtype=pool.dtype, device=pool.device)
-            self._ops.gather_blocks(pool, blocks.sources, staged)
+            staged = torch.empty(self._shape(pool, blocks), dtype=self._staged.dtype, device=pool.device)
+            gather = self._ops.gather_blocks if self._staged.is_exact else self._ops.quantise_blocks
+            gather(pool, blocks.sources, staged)
         moved.events.append(stream.mark())
         fetched = stream.fetch(staged)
         self.cpu_tier.write(BlocksWrite(moved.layers, fetched, blocks.targets), stream.mark())
@@ -172,11 +175,12 @@ class KVTransfers:
     def _move_in(self, blocks: _Blocks, moved: _Moved) -> None:
         """Once the ticket is ready, the last event passes when the blocks have arrived."""
         stream, pool = self._device.swap, self._layers(moved.layers)
-        staged = self._device.pinned(_shape(pool, blocks), pool.dtype)
+        staged = self._device.pinned(self._shape(pool, blocks), self._staged.dtype)
+        scatter = self._ops.scatter_blocks if self._staged.is_exact else self._ops.dequantise_blocks
 
         def send() -> None:
             with stream.running():
-                self._ops.scatter_blocks(stream.send(staged), pool, blocks.targets)
+                scatter(stream.send(staged), pool, blocks.targets)
             moved.events.append(stream.mark())
 
         moved.tickets.append(self.cpu_tier.read(BlocksRead(moved.layers, blocks.sources, staged), send))
@@ -198,6 +202,7 @@ class KVTransfers:
     def _layers(self, layers: range) -> torch.Tensor:
         return self._pools.tensors[Tier.GPU][layers.start : layers.stop]
 
-
-def _shape(pool: torch.Tensor, blocks: _Blocks) -> tuple[int, ...]:
-    return (pool.shape[0], len(blocks.sources), *pool.shape[2:])
+    def _shape(self, pool: torch.Tensor, blocks: _Blocks) -> tuple[int, ...]:
+        """Of what crosses, for some layers of the GPU tier."""
+        num_layers, _, num_kv_heads, _, *head = pool.shape
+        return (num_layers, len(blocks.sources), num_kv_heads, *self._staged.head_shape(*head))

@@ -49,7 +49,7 @@ def estimate_memory(
         host_bytes=host_bytes,
         weight_bytes=sizes.total,
         bytes_per_block=model.kv_bytes_per_token(dtype.itemsize) * config.block_size,
-        cpu_bytes_per_block=cpu_format(config, dtype).block_bytes(model, config.block_size),
+        cpu_bytes_per_block=cpu_format(config.cpu_kv_dtype, dtype).block_bytes(model, config.block_size),
         activation_bytes=activations,
         reserved_bytes=HOST_HEADROOM_BYTES if on_host else int(DEVICE_HEADROOM * device_bytes) + CONTEXT_BYTES,
         host_headroom_bytes=0 if on_host else HOST_HEADROOM_BYTES,

@@ -11,6 +11,7 @@ import torch
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Request
 from swiftllm.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from swiftllm.kv.format import cpu_format
 from swiftllm.model.llama import LlamaModel
 from swiftllm.ops.interface import ChunkAttention
 from swiftllm.runtime.kv_transfers import SNAPSHOTS
@@ -53,6 +54,10 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     staged = torch.empty_like(block[None])
     ops.gather_blocks(block[None], slot, staged)
     ops.scatter_blocks(staged, block[None], slot)
+    if device.type != "cpu" and not (host_format := cpu_format(config, dtype)).is_exact:
+        codes = zeros(1, 1, sizes.num_kv_heads, *host_format.head_shape(*block.shape[3:]), dtype=host_format.dtype)
+        ops.quantise_blocks(block[None], slot, codes)
+        ops.dequantise_blocks(codes, block[None], slot)
 
     if ops.takes_empty_rows:
         requests = min(config.max_num_seqs, rows)

@@ -6,6 +6,7 @@ llguidance parses them and finds the tokens that may come next. It needs no torc
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -21,6 +22,10 @@ Kind = Literal["json_schema", "regex", "choice", "grammar"]
 MAX_SOURCE_CHARS = 100_000
 MAX_DEPTH = 64  # the parser recurses
 MAX_CACHED = 256
+LITERALS = ("const", "enum", "default", "examples")  # keywords of JSON schemas that hold no schemas
+# Between the marks of JSON: a space, or a line break and its indentation. Of blanks without bound weak models write no
+# end.
+BLANKS = r" |\n {0,16}"
 
 
 class CompiledGrammar:
@@ -44,11 +49,18 @@ class Progress:
 
     def allowed(self, output: Sequence[int]) -> bytes:
         """One bit for each token of the vocabulary, the lowest first: whether it may come after ``output``, which has
-        grown since the last call. Where the grammar has ended, only tokens that end the output may."""
+        grown since the last call. Where the grammar has ended, only tokens that end the output may.
+
+        Raises:
+            ValueError: the output does not follow the grammar, or the parser has met a limit of its own.
+        """
         if len(output) > self._num_tokens:
             self._matcher.consume_tokens(list(output[self._num_tokens :]))
             self._num_tokens = len(output)
-        return self._matcher.compute_bitmask()
+        bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error():  # the bits would let the output end
+            raise ValueError(f"the grammar cannot be followed after {len(output)} tokens: {error_of(self._matcher)}")
+        return bits
 
 
 class GrammarCompiler:
@@ -62,33 +74,81 @@ class GrammarCompiler:
 
     def compile(self, kind: Kind, source: Any) -> CompiledGrammar:
         """The grammar of a JSON schema (a text or an object), a regular expression, a list of texts, or a text in
-        Lark's or GBNF's form. Takes milliseconds; the first one a second.
+        Lark's or GBNF's form. Takes milliseconds, but some take minutes (:mod:`swiftllm.sampling.trial` finds them);
+        the first one a second.
 
         Raises:
             ValueError: it is no such grammar, or is too large; the message says where.
         """
-        text = source if isinstance(source, str) else json.dumps(source)
-        if len(text) > MAX_SOURCE_CHARS:
-            raise ValueError(f"it has {len(text)} characters, more than {MAX_SOURCE_CHARS}")
-        if depth_of(text) > MAX_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+        key = kind, text_of(source)
         with self._lock:
-            found = self._compiled.pop((kind, text), None) or self._compile(kind, text)
-            self._compiled[kind, text] = found
+            if self._vocabulary is None:
+                self._vocabulary = vocabulary_of(self._tokenizer.written(), self._vocab_size, self._eos)
+            found = self._compiled.pop(key, None) or CompiledGrammar(compiled(self._vocabulary, *key), key)
+            self._compiled[key] = found
             if len(self._compiled) > MAX_CACHED:
                 self._compiled.popitem(last=False)
         return found
 
-    def _compile(self, kind: Kind, text: str) -> CompiledGrammar:
-        from llguidance import LLMatcher, LLTokenizer, grammar_from
 
-        if self._vocabulary is None:
-            written = self._tokenizer.written()
-            self._vocabulary = LLTokenizer(written, n_vocab=self._vocab_size, eos_token=self._eos)
-        matcher = LLMatcher(self._vocabulary, grammar_from(kind, text), log_level=0)
-        if matcher.is_error():
-            raise ValueError(matcher.get_error().partition("\n<state>")[0])
-        return CompiledGrammar(matcher, (kind, text))
+def vocabulary_of(written: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
+    """The vocabulary of a tokenizer that is ``written`` in JSON. Takes a second."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(written, n_vocab=vocab_size, eos_token=eos_token_ids)
+
+
+def compiled(vocabulary: LLTokenizer, kind: Kind, text: str) -> LLMatcher:
+    """The matcher of a grammar, before the first token.
+
+    Raises:
+        ValueError: it is no such grammar, or is too large; the message says where.
+    """
+    from llguidance import LLMatcher, LLParserLimits, grammar_from
+
+    if kind == "json_schema":
+        schema = json.dumps(without_exclusive(json.loads(text)))
+        grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": BLANKS})
+    else:
+        grammar = grammar_from(kind, text)
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    if matcher.is_error():
+        raise ValueError(error_of(matcher))
+    return matcher
+
+
+def without_exclusive(schema: Any) -> Any:
+    """A schema whose exclusive bounds of numbers are inclusive ones a little further in: llguidance 1.9.1 often lets
+    the bound itself come."""
+    if isinstance(schema, list):
+        return [without_exclusive(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: item if name in LITERALS else without_exclusive(item) for name, item in schema.items()}
+    for name, sign, tighter in (("Minimum", 1, max), ("Maximum", -1, min)):
+        bound, inclusive = found.get(f"exclusive{name}"), name.lower()
+        if type(bound) in (int, float) and found.get("type") != "integer":
+            del found[f"exclusive{name}"]
+            found[inclusive] = tighter(bound + sign * max(abs(bound), 1) * 1e-9, found.get(inclusive, -sign * math.inf))
+    return found
+
+
+def error_of(matcher: LLMatcher) -> str:
+    return matcher.get_error().partition("\n<")[0]
+
+
+def text_of(source: Any) -> str:
+    """A grammar as text.
+
+    Raises:
+        ValueError: it is too long, or too deep.
+    """
+    text = source if isinstance(source, str) else json.dumps(source)
+    if len(text) > MAX_SOURCE_CHARS:
+        raise ValueError(f"it has {len(text)} characters, more than {MAX_SOURCE_CHARS}")
+    if depth_of(text) > MAX_DEPTH:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+    return text
 
 
 def depth_of(text: str) -> int:

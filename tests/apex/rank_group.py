@@ -27,8 +27,8 @@ TOKENS = 8
 class Group:
     """A model on several ranks, and engines of any system on them."""
 
-    def __init__(self, model_dir: Path, size: int, judged_by: Path | None = None) -> None:
-        """``judged_by``: the folder that transformers reads, by default the model's own."""
+    def __init__(self, model_dir: Path, size: int, judged_by: Path | None = None, **options: object) -> None:
+        """``judged_by``: the folder that transformers reads, by default the model's own. ``options``: of the engine."""
         self.config = EngineConfig(
             str(model_dir),
             device="cpu",
@@ -37,7 +37,7 @@ class Group:
             lane_threads=1,
             cpu_threads=1,
             tensor_parallel=size,
-            **POOLS,
+            **{**POOLS, **options},
         )
         draw = random.Random(5)
         self.prompts = [[draw.randrange(3, 100) for _ in range(draw.choice([1, 9, 30, 50]))] for _ in range(8)]

@@ -25,6 +25,7 @@ from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import GrammarCompiler
 from swiftllm.sampling.sampler import Sampler
 from tests.reference.fake_engine import flat_table
+from tests.reference.int8_tier import poison_of
 from tests.reference.logit_rules import by_the_rules, plain
 from tests.reference.tiny_model import make_tiny_llama
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer
@@ -112,7 +113,7 @@ def run(
     )
     engine = build_system(system, config, strategy, profile=MADE_UP_PROFILE)
     for tensor in engine.backend.kv_pools.tensors.values():
-        tensor.fill_(float("nan"))  # whoever reads a slot that nobody wrote gets no tokens
+        tensor.fill_(poison_of(tensor))  # whoever reads a slot that nobody wrote gets no tokens
     requests = [
         engine.add(engine.make_request(str(i), prompt, sampling, service_class=service_class))
         for i, prompt, sampling, service_class in zip(itertools.count(), prompts, samplings, classes, strict=False)

@@ -18,6 +18,7 @@ from swiftllm.core.request import Request, ServiceClass, Tier
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.engine import Engine
 from tests.apex.test_end_to_end import FOR_BEST_EFFORT, MADE_UP_PROFILE, VARIANTS
+from tests.reference.int8_tier import poison_of
 from tests.reference.tiny_model import make_tiny_llama
 
 VOCABULARY = range(3, 128)
@@ -47,7 +48,7 @@ def poison(engine: Engine) -> None:
     tensors = engine.backend.kv_pools.tensors
     for tier in Tier:
         pool = engine.kv.allocators[tier]
-        tensors[tier][:, torch.tensor(pool._free, dtype=torch.int64)] = float("nan")
+        tensors[tier][:, torch.tensor(pool._free, dtype=torch.int64)] = poison_of(tensors[tier])
 
 
 def converse(engine: Engine, classes: bool) -> list[Request]:

@@ -9,8 +9,9 @@ import torch
 
 import pacpu
 from pacpu import int8, rows
+from swiftllm.ops.int8_blocks import codes_and_scales, pack, unpack
 from tests.pacpu.cases import DTYPES, HALF_DTYPES, check_at_the_same_time, every_dtype, make_case, shared_case, use
-from tests.pacpu.int8_cases import as_int8, make_int8_case, pack, quantise, relative_error, unpack
+from tests.pacpu.int8_cases import as_int8, make_int8_case, relative_error
 from tests.reference import paged_attention as reference
 
 every_isa = pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])  # with VNNI, where the CPU has it
@@ -146,9 +147,9 @@ def test_every_size_of_a_row_comes_back_the_same(dtype):
     largest = largest[largest.isfinite()]
     elements = (torch.rand(len(largest), 16) * largest[:, None].float()).to(dtype)
     elements[:, 3] = -largest
-    codes, scales = quantise(elements)
+    codes, scales = codes_and_scales(elements)
     back = (codes.float() * scales[:, None]).to(dtype)
-    again = quantise(back)
+    again = codes_and_scales(back)
     assert torch.equal(codes, again[0]) and torch.equal(scales, again[1])
 
 
@@ -163,7 +164,7 @@ def test_tokens_are_stored_and_gathered_one_by_one(isa, dtype):
     at = torch.arange(tokens)
     rows.store_kv(k, v, cache, ids[at // block_size], at % block_size, num_threads=3)
     whole = unpack(cache, head_dim)[ids].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
-    codes, scales = quantise(torch.stack([k, v]).transpose(1, 2))
+    codes, scales = codes_and_scales(torch.stack([k, v]).transpose(1, 2))
     assert torch.equal(whole, codes * scales[..., None])
     out = torch.empty(2, heads, tokens, head_dim, dtype=dtype)
     rows.gather_kv(cache, ids, out, num_threads=3)

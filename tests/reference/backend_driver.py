@@ -1,4 +1,4 @@
-"""Moves lanes and cohorts across a backend by hand, with shuffled block tables and pools full of NaN."""
+"""Moves lanes and cohorts across a backend by hand, with shuffled block tables and poisoned pools."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device.host import HostDevice
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers import BlocksWrite
+from tests.reference.int8_tier import poison_of
 
 
 class BackendDriver:
-    """Owns the block tables of a backend whose pools it has filled with NaN."""
+    """Owns the block tables of a backend whose pools it has poisoned."""
 
     in_one_go = True
 
     def __init__(self, backend: TorchBackend, seed: int = 0) -> None:
         self.backend = backend
         for pool in backend.kv_pools.tensors.values():
-            pool.fill_(torch.nan)
+            pool.fill_(poison_of(pool))
         rng = random.Random(seed)
         self.free = {Tier.GPU: list(range(backend.num_gpu_blocks)), Tier.CPU: list(range(backend.num_cpu_blocks))}
         for blocks in self.free.values():
@@ -104,7 +105,8 @@ class BackendDriver:
                 self.left.extend(swap.source_blocks)
             else:
                 pool, blocks = self.backend.kv_pools.tensors[Tier.CPU], torch.tensor(swap.source_blocks)
-                content = torch.full((pool.shape[0], len(blocks), *pool.shape[2:]), torch.nan, dtype=pool.dtype)
+                shape = pool.shape[0], len(blocks), *pool.shape[2:]
+                content = torch.full(shape, poison_of(pool), dtype=pool.dtype)
                 write = BlocksWrite(range(len(pool)), content, blocks)
                 self.backend.cpu_tier.write(write, HostDevice.compute.mark())
             self.free[swap.source].extend(swap.source_blocks)

@@ -39,6 +39,8 @@ class FakeOps(Ops):
     store_kv = with_triton("store_kv")
     gather_blocks = with_triton("gather_blocks")
     scatter_blocks = with_triton("scatter_blocks")
+    quantise_blocks = with_triton("quantise_blocks")
+    dequantise_blocks = with_triton("dequantise_blocks")
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda

@@ -16,6 +16,7 @@ from swiftllm.parallel.pipe import Pipe
 from swiftllm.parallel.rank import Rank, rank_main
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.runtime.workers import AttentionTask
+from tests.reference.int8_tier import poison_of
 
 
 class TestedRank(Rank):
@@ -69,7 +70,7 @@ def tell_ranks(backend: ShardedBackend, name: str, *arguments: Any) -> None:
 
 def fill_with_nan(backend: TorchBackend) -> None:
     for pool in backend.kv_pools.tensors.values():
-        pool.fill_(float("nan"))
+        pool.fill_(poison_of(pool))
 
 
 def delay_tickets(backend: TorchBackend, most_s: float, seed: int) -> None:

@@ -19,8 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from pacpu import int8
 from swiftllm.ops.triton import attention as triton_attention
 from swiftllm.ops.triton import cache as triton_cache
+from swiftllm.ops.triton import int8_blocks as triton_int8
 from swiftllm.ops.triton import rows as triton_rows
 from swiftllm.ops.triton.ops import DOT_SHARED_BYTES, LANES_SHARED_BYTES, TritonOps
 
@@ -108,6 +110,9 @@ def everything(ops: TritonOps, shape: Shape, dtype: torch.dtype, rows: int = 3) 
     staging = torch.empty_like(pool[:, :rows])
     ops.gather_blocks(pool, slots, staging)
     ops.scatter_blocks(staging, pool, slots)
+    codes = torch.empty(2, rows, kv_heads, int8.head_bytes(16, head_dim), dtype=torch.uint8)
+    ops.quantise_blocks(pool, slots, codes)
+    ops.dequantise_blocks(codes, pool, slots)
     decode(ops, shape, dtype)
     decode(ops, shape, dtype, blocks=7)
 
@@ -142,6 +147,7 @@ def test_kernels_fit_their_gpu(compiled, capability, dtype, tmp_path):
         assert usage["STACK"] == 0 and usage["LOCAL"] == 0, f"{name} spills: {usage}"
         assert on_tensor_cores == uses_dot, f"{name}: tl.dot {uses_dot}, tensor-core instructions {on_tensor_cores}"
         assert shared <= EXPECTED_SHARED_BYTES.get(name, shared), f"{name} takes more: fewer run at a time"
+        assert "quantise_blocks" not in name or "fma.rn" not in ptx, f"{name} has not the bits of pacpu"
         names.add(name)
 
     of_other_targets = {"decode_partials_lanes_kernel", "decode_partials_dot_kernel"} - names
@@ -149,5 +155,5 @@ def test_kernels_fit_their_gpu(compiled, capability, dtype, tmp_path):
 
 
 def all_kernels() -> set[str]:
-    modules = (triton_attention, triton_cache, triton_rows)
+    modules = (triton_attention, triton_cache, triton_int8, triton_rows)
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import swiftllm.ops.triton.ops as triton_ops
+from pacpu import int8, rows
+from swiftllm.ops.int8_blocks import unpack
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.triton.ops import MAX_SPLIT_TOKENS, MIN_SPLIT_TOKENS, TritonOps, tokens_per_split
 from tests.reference.paged_attention import attend_chunk, chunk_attention, paged_attention, store_new_tokens
@@ -135,6 +137,46 @@ def test_blocks_go_to_the_staging_buffer_and_back_bit_by_bit(dtype):
     expected[:, places] = staging
     ops.scatter_blocks(staging.view(dtype), target.view(dtype), places)
     assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("num_kv_heads, head_dim, block_size", [(3, 64, 16), (2, 72, 32), (1, 8, 16)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_leave_as_the_codes_of_pacpu_and_come_back_as_their_elements(dtype, num_kv_heads, head_dim, block_size):
+    """Bit by bit, with zeros, the least numbers, ties and what is not finite; other blocks are not touched."""
+    ops, shape = make_ops(), (2, 6, num_kv_heads, 2, block_size, head_dim)
+    pool = torch.randn(shape) * 4 ** torch.randn(*shape[:-1], 1)
+    pool[0, :, 0, :, 0], pool[0, :, 0, :, 1] = 0.0, 2.0**-24
+    pool[0, :, 0, :, 2] = torch.randint(-253, 254, (6, 2, head_dim)) / 2
+    pool[0, :, 0, :, 2, 0] = 127
+    pool[1, :, 0, :, 3, 5], pool[1, :, 0, :, 4, 7] = torch.inf, torch.nan
+    pool = pool.to(dtype)
+    blocks = torch.randperm(6)[:4]
+    head_bytes = int8.head_bytes(block_size, head_dim)
+    staging = torch.full((2, 4, num_kv_heads, head_bytes), 255, dtype=torch.uint8)
+    expected, by_pacpu = staging.clone(), staging.clone()
+    ops.quantise_blocks(pool, blocks, staging)
+    REFERENCE.quantise_blocks(pool, blocks, expected)
+    rows.scatter_blocks(pool[:, blocks].contiguous(), by_pacpu, torch.arange(4))
+    for x in (staging, expected):
+        torch.testing.assert_close(unpack(x, head_dim), unpack(by_pacpu, head_dim), **EXACTLY)
+    is_finite = pool[:, blocks].isfinite().all(-1).all(-1).all(-1)  # else NaN has many bit patterns
+    assert is_finite[0].all() and torch.equal(staging[is_finite], by_pacpu[is_finite])
+    assert torch.equal(staging[is_finite], expected[is_finite])
+
+    places = torch.randperm(6)[:4]
+    for there in (pool.clone(), pool.clone().fill_(torch.nan)):
+        expected, by_pacpu = there.clone(), there.clone()
+        by_pacpu[:, places] = rows_of(staging, pool)
+        REFERENCE.dequantise_blocks(staging, expected, places)
+        ops.dequantise_blocks(staging, there, places)
+        torch.testing.assert_close(there, by_pacpu, **EXACTLY)
+        torch.testing.assert_close(there, expected, **EXACTLY)
+
+
+def rows_of(staging: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(pool[:, : staging.shape[1]])
+    rows.gather_blocks(staging, torch.arange(staging.shape[1]), out)
+    return out
 
 
 ATTENTIONS = {  # name: query heads, KV heads, head_dim, block_size

@@ -170,9 +170,17 @@ def cpu_kernels() -> Iterator[Finding]:
         except ValueError as error:
             yield Finding(dtype, str(error), "note")
     yield Finding("default", "; ".join(f"{kernel} for {', '.join(dtypes)}" for kernel, dtypes in defaults.items()))
+    yield Finding("int8", f"native by {int8_instructions(pacpu.isa())}, for --cpu-kv-dtype int8")
     yield Finding("instructions", f"{pacpu.isa()} (PACPU_ISA=portable|avx2|avx512 overrides)")
     if try_import("torch")[0] is not None:
         yield from attention_choices()
+
+
+def int8_instructions(isa: str) -> str:
+    """The instruction set of CPU attention over int8, where pacpu uses ``isa``."""
+    if isa in ("portable", "avx2"):
+        return isa
+    return "avx512 with VNNI" if "avx512_vnni" in cpu_flags() else "avx2"
 
 
 def attention_choices() -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """Operations for rows on an NVIDIA GPU: Triton between the GEMMs, torch for the GEMMs and for prefill attention.
 
-Only this module launches the kernels of ``rows``, ``cache``, ``attention`` and ``quantised``. It chooses tile sizes and
-warps from shapes, dtype and compute capability alone, never by measuring at run time.
+Only this module launches the kernels of ``rows``, ``cache``, ``int8_blocks``, ``attention`` and ``quantised``. It
+chooses tile sizes and warps from shapes, dtype and compute capability alone, never by measuring at run time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from triton import cdiv, next_power_of_2
 
 from pacpu import rows as host_rows
+from pacpu.int8 import TILE_TOKENS
 from swiftllm.ops.experts import Experts, ExpertWeights
 from swiftllm.ops.interface import Linear, Ops, multiply
 from swiftllm.ops.library import PACKAGE, LibraryLinears, how_to_install, installed_version
@@ -25,6 +26,7 @@ from swiftllm.ops.triton.attention import (
 )
 from swiftllm.ops.triton.cache import copy_blocks_kernel, store_kv_kernel
 from swiftllm.ops.triton.grouped import GroupedExperts
+from swiftllm.ops.triton.int8_blocks import dequantise_blocks_kernel, quantise_blocks_kernel
 from swiftllm.ops.triton.quantised import (
     combine_splits_kernel,
     dequantise_kernel,
@@ -242,6 +244,12 @@ class TritonOps(Ops):
             return super().scatter_blocks(staging, pool, blocks)
         _copy_blocks(pool, staging, blocks, gather=False)
 
+    def quantise_blocks(self, pool: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor) -> None:
+        _convert_blocks(quantise_blocks_kernel, pool, staging, blocks)
+
+    def dequantise_blocks(self, staging: torch.Tensor, pool: torch.Tensor, blocks: torch.Tensor) -> None:
+        _convert_blocks(dequantise_blocks_kernel, pool, staging, blocks)
+
     def decode_attention(
         self,
         q: torch.Tensor,
@@ -341,10 +349,11 @@ def launch(
     num_warps: int,
     num_stages: int = 3,
     max_registers: int | None = None,
+    fused: bool = True,
 ) -> None:
     """Every kernel of this module is launched here: what stands in for a GPU takes this function's place."""
     # Fused multiply-adds are explicit because Triton's default is about to change.
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fused}
     kernel[grid](*arguments, **options, maxnreg=max_registers)
 
 
@@ -356,6 +365,15 @@ def _copy_blocks(pool: torch.Tensor, staging: torch.Tensor, blocks: torch.Tensor
         tensors = pool.view(torch.int32), staging.view(torch.int32), blocks
         sizes = len(blocks), num_blocks, words, COPY_WORDS_TILE
         launch(copy_blocks_kernel, grid, *tensors, *sizes, gather, num_warps=4)
+
+
+def _convert_blocks(kernel: Any, pool: torch.Tensor, staging: torch.Tensor, blocks: torch.Tensor) -> None:
+    if len(blocks):
+        num_layers, num_blocks, heads, _, block_size, head_dim = pool.shape
+        grid = (len(blocks) * (block_size // TILE_TOKENS), heads, num_layers)
+        tensors = pool, staging.view(torch.int32), staging.view(torch.float32), blocks
+        sizes = len(blocks), num_blocks, head_dim, block_size, heads, next_power_of_2(head_dim)
+        launch(kernel, grid, *tensors, *sizes, num_warps=4, fused=False)
 
 
 def _row_stride(x: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from swiftllm.model.hub import model_name
 from swiftllm.model.tokenizer import Tokenizer
-from swiftllm.sampling.grammar import CompiledGrammar, GrammarCompiler
+from swiftllm.sampling.trial import GrammarTrials, TriedGrammar
 from swiftllm.scheduling.admission import context_limit
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.protocol import ChatMessage, GenerationRequest, TemplateOptions
@@ -46,8 +46,9 @@ class ServingContext:
         self._chat_template = settings.read_chat_template()
         self.formats = settings.formats(self.tokenizer)
         if self.tokenizer is not None:
-            self._compiler = GrammarCompiler(self.tokenizer, ready.admission.vocab_size, ready.eos_token_ids)
+            self._trials = GrammarTrials(self.tokenizer, ready.admission.vocab_size, ready.eos_token_ids)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+        self._trying = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def check_model(self, name: str | None) -> None:
         """Check the model that a client names; None and "" are the served model, as in vLLM.
@@ -70,8 +71,8 @@ class ServingContext:
             raise ApiError(400, message, "prompt", "no_tokenizer")
         return self.tokenizer
 
-    async def grammar_of(self, body: GenerationRequest) -> CompiledGrammar | None:
-        """The compiled grammar that the output of a request must follow, if there is one.
+    async def grammar_of(self, body: GenerationRequest) -> TriedGrammar | None:
+        """The grammar that the output of a request must follow, if there is one.
 
         Raises:
             ApiError: there is no tokenizer, or it is no grammar.
@@ -82,7 +83,7 @@ class ServingContext:
         name, kind, source = wanted
         self.require_tokenizer()
         try:
-            return await self.run_in_thread(self._compiler.compile, kind, source)
+            return await asyncio.get_running_loop().run_in_executor(self._trying, self._trials.check, kind, source)
         except ValueError as error:
             raise ApiError(400, f"{name}: {error}", name, "invalid_grammar") from None
 

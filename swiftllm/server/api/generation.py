@@ -13,14 +13,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from swiftllm.core.request import RequestRefused, SamplingParams
-from swiftllm.sampling.grammar import CompiledGrammar
+from swiftllm.sampling.trial import TriedGrammar
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.output_text import OutputText, Piece, ReadText
 from swiftllm.server.api.protocol import GenerationRequest
 from swiftllm.server.formats.parts import Reader
 from swiftllm.server.service.limits import NewRequest
-from swiftllm.server.service.token_streams import Delta, TokenStream
+from swiftllm.server.service.token_streams import Delta, RequestFailed, TokenStream
 
 # Of request ids. A generator of its own, which no library seeds; uuid4 would give up the interpreter's lock each time.
 ID_BITS = random.Random()
@@ -62,7 +62,7 @@ class Generation:
         body: GenerationRequest,
         prompts: Sequence[Prompt],
         max_tokens: int | None,
-        grammar: CompiledGrammar | None = None,
+        grammar: TriedGrammar | None = None,
         make_reader: Callable[[], Reader | None] = lambda: None,
     ) -> None:
         """``max_tokens``: output tokens of each prompt, cut to what fits beside it; None is all that fits.
@@ -140,8 +140,8 @@ class Generation:
                 if piece.finish_reason is not None:
                     self._end(choice)
                     return
-            if delta.error is not None:
-                raise delta.error
+            if delta.failure is not None:
+                raise RequestFailed(*delta.failure)
         except Exception as error:
             choice.stream.set_listener(None)
             if not self._over.done():

@@ -113,7 +113,7 @@ class OutputText:
 
     def append_delta(self, delta: Delta) -> Piece:
         """Add new tokens. A piece with a ``finish_reason`` is the last one; a stop string may end the output early."""
-        tokens, logprobs, reason, _ = delta
+        tokens, logprobs, reason = delta.token_ids, delta.logprobs, delta.finish_reason
         if reason is None and not self._has_stops:  # the common case
             self.num_tokens += len(tokens)
             return Piece(self._stream.push(tokens), logprobs, token_ids=tokens)

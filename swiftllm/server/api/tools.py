@@ -104,5 +104,5 @@ def parameters_of(tool: Tool) -> dict[str, Any]:
 
 
 def compact(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema for JSON without blanks, of which weak models write no end."""
-    return {**schema, "x-guidance": {"whitespace_flexible": False}}
+    """A schema for JSON without blanks."""
+    return {**schema, "x-guidance": {"whitespace_flexible": False, "whitespace_pattern": None}}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 NOT_ADMITTED = ("queue_full", "slo_unattainable")  # codes of requests refused for the load, not for what they are
 # Labels, and what they show of the engine's description.
 CACHE_CONFIG = {"block_size": "block_size", "num_gpu_blocks": "num_gpu_blocks", "num_cpu_blocks": "num_cpu_blocks",
-                "cache_dtype": "dtype"}  # fmt: skip
+                "cache_dtype": "dtype", "cpu_cache_dtype": "cpu_kv_dtype"}  # fmt: skip
 FINISHED_WELL = ("stop", "length", "abort")
 
 # Upper bounds of the buckets, equal to vLLM's.

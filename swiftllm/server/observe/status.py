@@ -33,7 +33,7 @@ STRATEGIES = tuple(strategy.value for strategy in Strategy)
 COLUMNS = ("time_s", *LEVELS, *TOTALS, *STRATEGIES)
 ENGINE_FACTS = (
     "system", "device", "device_type", "dtype", "num_gpu_blocks", "num_cpu_blocks", "block_size", "kv_bytes_per_block",
-    "cpu_kernel", "cpu_threads",
+    "cpu_kv_dtype", "cpu_kv_bytes_per_block", "cpu_kernel", "cpu_threads",
 )  # fmt: skip
 
 

@@ -18,13 +18,12 @@ from swiftllm.scheduling.admission import as_token_ids
 from swiftllm.server.service.front_end_link import SERVED
 from swiftllm.server.service.limits import NewRequest, ServiceLimits
 from swiftllm.server.service.messages import (
+    Alive,
     Ask,
     End,
     Ends,
     Frames,
-    HealthChanged,
     Message,
-    More,
     NotBuilt,
     Ready,
     Report,
@@ -38,7 +37,7 @@ from swiftllm.server.service.messages import (
 )
 from swiftllm.server.service.places import Places, ServiceStopping
 from swiftllm.server.service.snapshot import Health, Snapshot
-from swiftllm.server.service.token_streams import Delta, RequestFailed, TokenStream
+from swiftllm.server.service.token_streams import Delta, Failure, TokenStream
 from swiftllm.server.service.watchdog import MAX_INTERVAL_S, PAST_DEADLINE, PATIENCE
 
 logger = logging.getLogger(__name__)
@@ -100,7 +99,8 @@ class EngineClient(asyncio.Protocol):
         self._num_submitted = self._num_refused = 0
         self._num_steps = 0
         self._all_ended = asyncio.Event()
-        self._told, self._own = Health(), Health()  # what the engine has said, and what is known here
+        self._told = Health()
+        self._silence = ""  # for how long nothing has come from the engine's process, if that is too long
         self._is_stopping = self._is_closed = False
         self._num_silent = 0  # looks since something has come from the engine
         self._report = Report(Snapshot(), [], [], None)
@@ -199,8 +199,7 @@ class EngineClient(asyncio.Protocol):
         """End these requests with an error, without waiting for the engine."""
         for stream in streams:
             self.end_request(stream.request_id, reason)
-            # Each has an error of its own, since raising one adds to its traceback.
-            stream.push_delta(Delta(error=RequestFailed(reason, message)))
+            stream.push_delta(Delta(failure=Failure(reason, message)))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes: requests submitted later find none of them."""
@@ -227,15 +226,15 @@ class EngineClient(asyncio.Protocol):
     @property
     def health(self) -> Health:
         """Whether new requests are accepted, and why not."""
-        states = [self._own, self._told]
-        states.sort(key=lambda health: ("failed", "stalled", "stopping", "ok").index(health.status))
-        if states[0].status != "failed" and self._is_stopping:
+        if self._told.status == "failed":
+            return self._told
+        if self._is_stopping:
             return Health("stopping", "the server is shutting down")
-        return states[0]
+        return Health("stalled", self._silence) if self._silence else self._told
 
     async def report(self, wants_timeline: bool = False) -> Report:
         """The engine after its last step; after ``REPORT_TIMEOUT_S`` without an answer, as it was last told of."""
-        if self._own.status == "ok":
+        if self._transport is not None and not self._silence:
             answered = asyncio.get_running_loop().create_future()
             self._asked.append(answered)
             self._send(Ask(wants_timeline))
@@ -261,9 +260,9 @@ class EngineClient(asyncio.Protocol):
             if silent_s < timeout_s + interval_s:
                 continue
             why = f"the engine's process has said nothing for {silent_s:.0f} s"
-            if self._own.status == "ok":
+            if not self._silence:
                 logger.critical(why)
-                self._own = Health("stalled", why)
+            self._silence = why
             now_s, streams = self._clock(), list(self._open.values())
             overdue = [stream for stream in streams if stream.deadline_s is not None and stream.deadline_s <= now_s]
             self._fail(overdue, *PAST_DEADLINE)
@@ -273,19 +272,19 @@ class EngineClient(asyncio.Protocol):
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def _send(self, message: Message) -> None:
-        if self._transport is not None and self._own.status != "failed":
+        if self._transport is not None:
             self._transport.write(frame(message))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
+        self._transport = None
+        self._watching.cancel()
         if self._is_closed:
             return
         reason = f"the engine's process is gone: {self._why_gone()}"
-        self._own = Health("failed", reason)
+        self._told = Health("failed", reason)
         if self._open:
             logger.critical(reason)
         self._fail(list(self._open.values()), "engine_error", reason)
@@ -293,9 +292,7 @@ class EngineClient(asyncio.Protocol):
             self._answered()
 
     def data_received(self, data: bytes) -> None:
-        self._num_silent = 0
-        if self._own.status == "stalled":
-            self._own = Health()
+        self._num_silent, self._silence = 0, ""
         start_s = time.perf_counter()
         deltas: dict[TokenStream, Delta] = {}
         num_steps = self._num_steps
@@ -304,7 +301,7 @@ class EngineClient(asyncio.Protocol):
                 case Step():
                     self._num_steps += 1
                     self._take_step(message, deltas)
-                case HealthChanged():
+                case Alive():
                     self._told = message.health
                 case Report():
                     self._report = message
@@ -312,9 +309,9 @@ class EngineClient(asyncio.Protocol):
         if self._num_steps == num_steps:
             return
         for observer in self.observers:
-            observer.on_arrival(deltas, self._clock())
+            observer.on_arrival([stream for stream, delta in deltas.items() if delta.token_ids], self._clock())
         for stream, delta in deltas.items():
-            if (delta.finish_reason is not None or delta.error is not None) and stream.number in self._open:
+            if delta.is_last and stream.number in self._open:
                 self._ended(stream)
             stream.push_delta(delta)
         # After the callbacks that the listeners have scheduled.
@@ -327,27 +324,18 @@ class EngineClient(asyncio.Protocol):
 
     def _take_step(self, step: Step, deltas: dict[TokenStream, Delta]) -> None:
         """Add what a step has brought. What has ended here meanwhile gets nothing."""
-        streams = self._open
-        for number, token in zip(step.numbers, step.tokens, strict=True):
-            stream = streams.get(number)
-            if stream is not None:
-                earlier, new = deltas.get(stream), Delta((token,))
-                deltas[stream] = new if earlier is None else earlier.merged_with(new)
-        for more in step.more:
-            stream = streams.get(more.number)
-            if stream is not None:
-                earlier, new = deltas.get(stream), as_delta(more)
-                stream.num_cached_tokens = more.num_cached_tokens
-                if more.prompt_logprobs:
-                    stream.prompt_logprobs = more.prompt_logprobs
-                deltas[stream] = new if earlier is None else earlier.merged_with(new)
+        for delta in step.deltas:
+            stream = self._open.get(delta.number)
+            if stream is None:
+                continue
+            stream.num_cached_tokens = delta.num_cached_tokens
+            if delta.prompt_logprobs:
+                stream.prompt_logprobs = delta.prompt_logprobs
+            if stream in deltas:
+                deltas[stream].append(delta)
+            else:
+                deltas[stream] = delta
 
     def _tell_served(self, num_steps: int, start_s: float) -> None:
         with suppress(OSError):  # the engine's process has ended, or reads nothing
             self._ends.served.send(SERVED.pack(num_steps, time.perf_counter() - start_s))
-
-
-def as_delta(more: More) -> Delta:
-    """A part of a step as its stream gets it."""
-    error = None if more.error is None else RequestFailed(*more.error)
-    return Delta(more.token_ids, more.logprobs, more.finish_reason, error)

@@ -15,10 +15,11 @@ from swiftllm.engine.engine import Engine, EngineStalled
 from swiftllm.scheduling.arrival_queue import arrival_order
 from swiftllm.server.service.fault_isolation import FaultIsolation
 from swiftllm.server.service.front_end_link import FrontEndLink
-from swiftllm.server.service.messages import Beat, HealthChanged, More, Step, more_of
+from swiftllm.server.service.messages import Alive, Step
 from swiftllm.server.service.open_requests import OpenRequest, OpenRequests, Order, ResetOrder
 from swiftllm.server.service.snapshot import Health, Snapshot, take_snapshot
 from swiftllm.server.service.state_dump import dump_state
+from swiftllm.server.service.token_streams import Delta, Failure
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class EngineLoop:
         self.link: FrontEndLink | None = None
         self.busy_since_s: float | None = None
         self.engine = engine
-        self.open_requests = OpenRequests(self._tell_health)
+        self.open_requests = OpenRequests(self.tell_health)
         self.clock = clock
         self.stall_timeout_s = stall_timeout_s
         self._isolation = FaultIsolation(engine)
@@ -149,31 +150,30 @@ class EngineLoop:
         """Send the new tokens of these requests.
 
         The requests themselves hold the tokens, so an exception in a step loses none."""
-        numbers: list[int] = []
-        tokens: list[int] = []
-        others: list[More] = []
+        deltas = []
         with self.open_requests.lock:
             for request_id in request_ids:
                 entry = self.open_requests.entries.get(request_id)
                 if entry is None:
                     continue
                 request, start = entry.request, entry.num_delivered
-                new, reason = request.output_token_ids[start:], request.finish_reason
-                entry.num_delivered = start + len(new)
-                if start and len(new) == 1 and reason is None and not request.logprobs:  # the common case
-                    numbers.append(entry.number)
-                    tokens.append(new[0])
-                    continue
-                part = more_of(entry.number, new, request.logprobs[start:], num_cached_tokens=request.num_cached_tokens)
+                delta = Delta(
+                    request.output_token_ids[start:],
+                    request.logprobs[start:],
+                    number=entry.number,
+                    num_cached_tokens=request.num_cached_tokens,
+                )
                 if not start:
-                    part.prompt_logprobs = request.prompt_logprobs
-                if reason is not None:
-                    part.finish_reason = reason.value
-                    self.open_requests.end_request(entry, reason.value)
-                others.append(part)
-            if not numbers and not others:
+                    delta.prompt_logprobs = request.prompt_logprobs
+                entry.num_delivered += len(delta.token_ids)
+                if request.finish_reason is not None:
+                    delta.finish_reason = request.finish_reason.value
+                    self.open_requests.end_request(entry, delta.finish_reason)
+                if delta.token_ids or delta.is_last:
+                    deltas.append(delta)
+            if not deltas:
                 return
-            self.link.post_step(Step(numbers, tokens, others))
+            self.link.post_step(Step(deltas))
         self.link.apply_backpressure()
 
     def fail_requests(
@@ -184,15 +184,12 @@ class EngineLoop:
             failed = [entry for entry in entries if self.open_requests.end_request(entry, reason)]
             self.open_requests.abort_requests([entry.request.request_id for entry in failed])
             if failed:
-                error = reason, message, retry_after_s
-                self.link.post_step(Step([], [], [More(entry.number, error=error) for entry in failed]))
+                failure = Failure(reason, message, retry_after_s)
+                self.link.post_step(Step([Delta(failure=failure, number=entry.number) for entry in failed]))
 
-    def _tell_health(self, health: Health) -> None:
-        self.link.send(HealthChanged(health))
-
-    def beat(self) -> None:
-        """Tell the front end that this process runs. From any thread."""
-        self.link.send(Beat())
+    def tell_health(self, health: Health) -> None:
+        """Tell the front end that this process runs, and how. From any thread."""
+        self.link.send(Alive(health))
 
     def _notify_observers(self, what: str, *event: Any) -> None:
         for observer in self.observers:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import socket
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
 
-from swiftllm.core.request import ServiceClass, TokenLogprob
+from swiftllm.core.request import ServiceClass
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.core.slo import Slo
 from swiftllm.scheduling.admission import Admission
 from swiftllm.server.service.histograms import Histogram
 from swiftllm.server.service.limits import NewRequest, ServiceLimits
 from swiftllm.server.service.snapshot import Health, Snapshot
+from swiftllm.server.service.token_streams import Delta
 
 NUM_LENGTH_BYTES = 4
 READ_BYTES = 1 << 18
@@ -113,29 +114,14 @@ class NotBuilt(Message):
     reason: str
 
 
-class More(Message):
-    """What a step has brought for a request, beyond one token and nothing else. ``error``: reason, message, and seconds
-    after which it may be tried again."""
-
-    number: int
-    token_ids: list[int] = []
-    finish_reason: str | None = None
-    num_cached_tokens: int = 0
-    logprobs: list[TokenLogprob] = []
-    prompt_logprobs: list[TokenLogprob] = []
-    error: tuple[str, str, float | None] | None = None
-
-
 class Step(Message):
-    """New tokens. ``tokens`` has the next one of each of ``numbers``."""
+    """What a step has brought."""
 
-    numbers: list[int]
-    tokens: list[int]
-    more: list[More]
+    deltas: list[Delta]
 
 
-class HealthChanged(Message):
-    """The engine's health is another one."""
+class Alive(Message):
+    """The engine's process runs; sent regularly, and when its health changes."""
 
     health: Health
 
@@ -150,12 +136,8 @@ class Report(Message):
     timeline: dict[str, Any] | None
 
 
-class Beat(Message):
-    """The engine's process runs."""
-
-
 ToEngine = Submit | End | ResetPrefixCache | Ask
-ToFrontEnd = Ready | NotBuilt | Step | HealthChanged | Report | Beat
+ToFrontEnd = Ready | NotBuilt | Step | Alive | Report
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
@@ -228,13 +210,3 @@ def _read(messages: socket.socket, num_bytes: int, flags: int = 0) -> bytes:
         return messages.recv(num_bytes, flags)
     except OSError:  # this end has been closed, or the other one with messages unread
         return b""
-
-
-def sampling_of(submit: Submitted, grammar: Any) -> SamplingParams:
-    """The sampling parameters of a request. ``grammar``: its compiled one, if it has any."""
-    return SamplingParams(**submit.sampling, grammar=grammar)
-
-
-def more_of(number: int, token_ids: Sequence[int], logprobs: Iterable[TokenLogprob], **others: Any) -> More:
-    """A part of a step with these tokens."""
-    return More(number, list(token_ids), logprobs=list(logprobs), **others)

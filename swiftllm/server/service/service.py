@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
+from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.engine import Engine
 from swiftllm.sampling.grammar import CompiledGrammar, GrammarCompiler
 from swiftllm.server.service.engine_loop import EngineLoop, Observer
@@ -19,7 +20,6 @@ from swiftllm.server.service.limits import ServiceLimits
 from swiftllm.server.service.messages import (
     Ask,
     End,
-    More,
     Ready,
     Report,
     ResetPrefixCache,
@@ -27,10 +27,10 @@ from swiftllm.server.service.messages import (
     Submit,
     Submitted,
     ToEngine,
-    sampling_of,
 )
 from swiftllm.server.service.open_requests import OpenRequest
 from swiftllm.server.service.snapshot import Health, Snapshot
+from swiftllm.server.service.token_streams import Delta, Failure
 from swiftllm.server.service.watchdog import watch_engine
 from swiftllm.threads import DeviceThread
 
@@ -167,7 +167,7 @@ class EngineService:
         request = engine.make_request(
             request_id,
             array("i", submitted.prompt),
-            sampling_of(submitted, grammar),
+            SamplingParams(**submitted.sampling, grammar=grammar),
             service_class=submitted.service_class,
             cache_salt=submitted.cache_salt,
             is_checked=True,
@@ -176,8 +176,8 @@ class EngineService:
         return OpenRequest(request, submitted.number, deadline_s)
 
     def _refuse(self, requests: Iterable[Submitted], reason: str) -> None:
-        error = "engine_error", reason, None
-        self._loop.link.post_step(Step([], [], [More(submitted.number, error=error) for submitted in requests]))
+        failure = Failure("engine_error", reason)
+        self._loop.link.post_step(Step([Delta(failure=failure, number=submitted.number) for submitted in requests]))
 
     def _end(self, message: End) -> None:
         there = self._open_requests
@@ -188,7 +188,7 @@ class EngineService:
                     self._awaited.remove(number)
                     there.finished[message.reason or "abort"] += 1
                     if message.reason is None:
-                        self._loop.link.post_step(Step([], [], [More(number, finish_reason="abort")]))
+                        self._loop.link.post_step(Step([Delta(finish_reason="abort", number=number)]))
                 elif entry is not None and (message.reason is None or there.end_request(entry, message.reason)):
                     there.abort_requests([entry.request.request_id])
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from swiftllm.core.request import TokenLogprob
 from swiftllm.server.service.limits import NewRequest
 
@@ -22,22 +24,39 @@ class RequestFailed(RuntimeError):
         self.retry_after_s = retry_after_s
 
 
-class Delta(NamedTuple):
-    """Output of one request from one or more engine steps.
+class Failure(NamedTuple):
+    """The fields of a :class:`RequestFailed`."""
+
+    reason: str
+    message: str
+    retry_after_s: float | None = None
+
+
+class Delta(msgspec.Struct, array_like=True, gc=False):
+    """Output of one request from one or more engine steps. It is a part of a message.
 
     ``logprobs`` has one entry a token if the request asked for them, else none. ``finish_reason`` is stop,
-    length or abort; None while the request runs. ``error``: the engine has failed the request, after these tokens.
+    length or abort; None while the request runs. ``failure``: the engine has failed the request, after these tokens.
+    ``number`` names the request. Only its first delta has ``prompt_logprobs``.
     """
 
     token_ids: Sequence[int] = ()
     logprobs: Sequence[TokenLogprob] = ()
     finish_reason: str | None = None
-    error: RequestFailed | None = None
+    failure: Failure | None = None
+    number: int = 0
+    num_cached_tokens: int = 0
+    prompt_logprobs: Sequence[TokenLogprob] = ()
 
-    def merged_with(self, later: Delta) -> Delta:
-        """This delta and the one after it as one delta."""
-        token_ids, logprobs = [*self.token_ids, *later.token_ids], [*self.logprobs, *later.logprobs]
-        return Delta(token_ids, logprobs, later.finish_reason, later.error)
+    @property
+    def is_last(self) -> bool:
+        return self.finish_reason is not None or self.failure is not None
+
+    def append(self, later: Delta) -> None:
+        """Add the delta that came after this one."""
+        self.token_ids = [*self.token_ids, *later.token_ids]
+        self.logprobs = [*self.logprobs, *later.logprobs]
+        self.finish_reason, self.failure = later.finish_reason, later.failure
 
 
 class TokenStream:
@@ -70,5 +89,7 @@ class TokenStream:
         """Pass a delta to the listener, or keep it for the next one."""
         if self._listener is not None:
             self._listener(delta)
+        elif self._kept is None:
+            self._kept = delta
         else:
-            self._kept = delta if self._kept is None else self._kept.merged_with(delta)
+            self._kept.append(delta)

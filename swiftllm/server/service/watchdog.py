@@ -27,7 +27,7 @@ def watch_engine(loop: EngineLoop, stop: threading.Event) -> None:
     open_requests, timeout_s = loop.open_requests, loop.stall_timeout_s
     reported_s: float | None = None
     while not stop.wait(min(MAX_INTERVAL_S, timeout_s / 4)):
-        loop.beat()
+        loop.tell_health(open_requests.health)
         since_s, now_s = loop.busy_since_s, loop.clock()
         if since_s is None or now_s - since_s < timeout_s:
             continue

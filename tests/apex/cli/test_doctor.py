@@ -44,6 +44,7 @@ def test_the_engine_that_runs_these_tests_can_run(capsys):
     assert all(re.fullmatch(r"\d+\.\d+.*", package.found) for package in server)
     assert found(report["CPU attention"])["kernels"].found == ", ".join(pacpu.kernels())
     assert found(report["CPU attention"])["instructions"].found.startswith(pacpu.isa())
+    assert found(report["CPU attention"])["int8"].found.startswith("native by ")
     assert set(pacpu.unavailable()) <= set(found(report["CPU attention"]))
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out.endswith("The engine can run here.\n")

@@ -7,9 +7,7 @@ from pathlib import Path
 import yaml
 
 from apex.perf.model import ProfileTable
-from apex.simulator.calibrated_profile import (
-    hardware_profile,
-)
+from apex.simulator.calibrated_profile import hardware_profile
 from apex.simulator.hardware import (
     load_gpu,
     load_host,

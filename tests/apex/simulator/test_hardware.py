@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from apex.perf.model import PerfModel, ProfileTable
 from apex.simulator.calibrated_profile import (
     closest_layer,
-    cpu_attention_gb_s,
     ends_s,
     gemm_s,
     gpu_attention_s,
@@ -28,6 +27,7 @@ from apex.simulator.hardware import (
     load_host,
     load_model_config,
 )
+from apex.simulator.host_times import cpu_attention_gb_s
 from swiftllm.model.config import ModelConfig
 from tests.apex.simulator.machines import GPUS, LLAMA_2_7B, LLAMA_3_8B, profile, write_gpu
 

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from apex.simulator.calibrated_profile import (
-    hardware_profile,
-)
+from apex.simulator.calibrated_profile import hardware_profile
 from apex.simulator.hardware import (
     ASSUMPTIONS_FILE,
     HARDWARE_DIR,

@@ -11,13 +11,13 @@ from apex.simulator.build import build_simulated
 from apex.simulator.calibrated_profile import (
     all_reduce_s,
     communication_s,
-    cpu_attention_s,
     ends_s,
     gpu_attention_s,
     hardware_profile,
     linear_curve,
 )
 from apex.simulator.hardware import LayerShape, load_gpu, load_host, load_link, load_model_config
+from apex.simulator.host_times import cpu_attention_s
 from apex.simulator.predicted_machine import predict_machine
 from swiftllm.core.request import SamplingParams, Tier
 
@@ -78,7 +78,8 @@ def test_swaps_and_crossings_use_the_lanes_of_every_gpu_and_the_host_is_shared()
     one, four = profile(1), profile(4)
     latency_s = A100["transfer_latency_us"] * 1e-6
     assert four.swap(1000) - latency_s == pytest.approx((one.swap(1000) - latency_s) / 4)
-    rates = (100.0, 25.0)  # GB/s of CPU attention and of PCIe
+    # Bytes of K and V of a token; GB/s of CPU attention and of PCIe.
+    rates = (2.0 * SHAPE.kv_elements, 100.0, 25.0)
     way_s, way_of_four_s = (cpu_attention_s(HOST, SHAPE, 2, *rates, 64, 0, n) for n in (1, 4))
     hand_over_s = HOST["hand_over_us"] * 1e-6
     assert way_of_four_s - hand_over_s == pytest.approx((way_s - hand_over_s) / 4)

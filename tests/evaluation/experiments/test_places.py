@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from apex.simulator.calibrated_profile import cpu_attention_gb_s
 from apex.simulator.hardware import LayerShape, load_host
+from apex.simulator.host_times import cpu_attention_gb_s
 from apex.simulator.paper_settings import load_setting
 from apex.simulator.runtime import VLLM
 from evaluation.experiments.axes import SETTING, TASK
@@ -40,6 +40,7 @@ CHANGES = {
     "num_gpu_blocks": (500, lambda new, old: new.num_gpu_blocks == 500),
     "cpu_hosts": (5, lambda new, old: new.num_cpu_blocks == 5 * old.num_cpu_blocks),
     "kernel": ("native", lambda new, old: new.kernel_of("apex") == new.kernel_of("neo") == "native"),
+    "cpu_kv_dtype": ("int8", lambda new, old: new.num_cpu_blocks > 1.9 * old.num_cpu_blocks),
     "cpu_bandwidth_gb_s": (33, lambda new, old: new.cpu_attention_gb_s("apex") == 33),
     "reference_cpu_gb_s": (
         25,

@@ -43,7 +43,7 @@ UNSUPPORTED = (
     ({"final_logit_softcapping": 30.0}, "softcapping"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "config.json: rope scaling 'dynamic'"),
     ({"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8'"),
     ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
@@ -82,6 +82,7 @@ def test_fields_that_switch_a_part_off_are_no_reason_to_refuse(read):
     off = {
         "sliding_window": None,
         "rope_interleaved": False,
+        "num_local_experts": 0,
         "embedding_multiplier": 1.0,
         "attn_logit_softcapping": None,
         "layer_types": ["full_attention"] * 3,

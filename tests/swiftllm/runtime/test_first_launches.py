@@ -30,11 +30,12 @@ def test_a_kernel_first_launched_in_a_capture_is_seen():
             cuda.capturing = False
 
 
-@pytest.mark.parametrize("can_capture", [True, False])
-def test_no_kernel_is_compiled_while_requests_wait_for_it(tiny_model_dir, can_capture):
+@pytest.mark.parametrize(("can_capture", "kept"), [(True, "int8"), (False, "auto"), (True, "auto")])
+def test_no_kernel_is_compiled_while_requests_wait_for_it(tiny_model_dir, can_capture, kept):
     """Prompts in chunks into both tiers, decodes in the lane and in cohorts that ride and step, swaps both ways."""
     model_dir = tiny_model_dir(num_hidden_layers=2)
-    config = EngineConfig(str(model_dir), dtype="float32", num_gpu_blocks=20, num_cpu_blocks=20, max_num_seqs=6)
+    pools = {"num_gpu_blocks": 20, "num_cpu_blocks": 20, "cpu_kv_dtype": kept}
+    config = EngineConfig(str(model_dir), dtype="float32", max_num_seqs=6, **pools)
     how = SamplingParams(max_tokens=4, ignore_eos=True)
     with fake_gpu(0, can_capture=can_capture) as cuda:
         driver = BackendDriver(open_torch_backend(config, partial(FakeWorker, cuda)))
@@ -46,3 +47,4 @@ def test_no_kernel_is_compiled_while_requests_wait_for_it(tiny_model_dir, can_ca
         driver.move(requests)
         driver.decode(requests)
     assert cuda.kernels.compiled[len(at_start) :] == [] and "silu_and_mul_kernel" in at_start
+    assert (kept == "int8") == ("dequantise_blocks_kernel" in at_start)

@@ -109,10 +109,10 @@ def drop_and_abandon(driver: BackendDriver) -> list[Request]:
 DRIVES: dict[str, Drive] = {"swaps": decode_and_swap, "drops": drop_and_abandon, "one by one": one_by_one}
 
 
-def make_driver(model_dir: Path, make_worker=InlineWorker) -> BackendDriver:
+def make_driver(model_dir: Path, make_worker=InlineWorker, **options) -> BackendDriver:
     config = EngineConfig(
         str(model_dir), dtype="float32", num_gpu_blocks=20, num_cpu_blocks=20, max_num_batched_tokens=64,
-        max_num_seqs=6, max_model_len=64,
+        max_num_seqs=6, max_model_len=64, **options,
     )  # fmt: skip
     return BackendDriver(open_torch_backend(config, make_worker))
 
@@ -143,6 +143,15 @@ def test_tokens_do_not_depend_on_when_things_happen(model_dir, expected, name, s
     with fake_gpu(seed, can_capture=seed % 2 == 0) as cuda:
         assert tokens_on_fake(model_dir, name, cuda) == expected[name]
     assert bool(cuda.replays) == (seed % 2 == 0)
+
+
+def test_nor_where_codes_are_made(model_dir):
+    """Blocks become codes on the GPU, rows in the worker; on a host all do there."""
+    expected = outputs(decode_and_swap(make_driver(model_dir, cpu_kv_dtype="int8")))
+    for seed in (0, 1):
+        with fake_gpu(seed, can_capture=seed % 2 == 0) as cuda:
+            driver = make_driver(model_dir, partial(FakeWorker, cuda), cpu_kv_dtype="int8")
+            assert outputs(decode_and_swap(driver)) == expected
 
 
 def test_the_synchronous_twin_computes_on_a_gpu(model_dir, expected):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch
 from swiftllm.core.request import Request
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.model.tokenizer import Tokenizer
-from swiftllm.sampling.grammar import MAX_CACHED, GrammarCompiler
+from swiftllm.sampling.grammar import MAX_CACHED, GrammarCompiler, without_exclusive
 from swiftllm.sampling.sampler import Sampler
+from swiftllm.sampling.trial import GrammarTrials
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 
 VOCAB, EOS = 128, 2
@@ -27,6 +29,11 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 @pytest.fixture(scope="module")
 def compiler(tokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, VOCAB, [EOS])
+
+
+@pytest.fixture(scope="module")
+def trials(tokenizer) -> GrammarTrials:
+    return GrammarTrials(tokenizer, VOCAB, [EOS])
 
 
 def may(grammar, output) -> set[int]:
@@ -80,10 +87,44 @@ def test_a_grammar_goes_with_all_other_rules(tokenizer, compiler, how):
               "required": ["a", "b"], "additionalProperties": False}  # fmt: skip
     for seed in range(5):
         text, is_over = text_of(tokenizer, compiler.compile("json_schema", schema), seed, **how)
-        if is_over:
-            assert set(json.loads(text)) == {"a", "b"}
-        else:  # whitespace may come without end
-            assert text.lstrip().startswith("{")
+        assert is_over and set(json.loads(text)) == {"a", "b"}
+
+
+def test_blanks_between_the_marks_of_json_are_few(compiler, tokenizer):
+    """As Python and its pretty printer write them."""
+    grammar = compiler.compile("json_schema", {"type": "object", "additionalProperties": {"type": "integer"}})
+
+    def is_possible(text: str) -> bool:
+        progress, tokens = grammar.start(), tokenizer.encode(text)
+        masks = (np.frombuffer(progress.allowed(tokens[:length]), np.uint8) for length in range(len(tokens)))
+        return all(
+            np.unpackbits(mask, bitorder="little")[token] for mask, token in zip(masks, tokens, strict=True)
+        )  # lazily: after a token that is not allowed there is no mask
+
+    assert all(map(is_possible, ('{"a": 1, "b": 2}', '{"a":1,"b":2}', '{\n    "a": 1,\n    "b": 2\n}', "{}")))
+    for text in ('{"a":  1', '{ \n"a', '{\n\n"a', "{\n" + " " * 17 + '"a', '{"a": 1  ,'):
+        assert not is_possible(text), text
+
+
+def test_an_exclusive_bound_of_a_number_is_none_of_its_values(compiler, tokenizer):
+    draw = random.Random(4)
+    for _ in range(40):
+        low = draw.choice([draw.randint(-20, 20) / 4, draw.randint(-5, 5), draw.uniform(-1, 10)])
+        high = low + draw.choice([1 / 8, 0.5, 3, draw.random()])
+        inner = {"exclusiveMinimum": low, "exclusiveMaximum": high, "minimum": low - 1}
+        schema = {"type": "array", "items": {"type": "number", **inner}, "minItems": 1, "maxItems": 1}
+        grammar = compiler.compile("json_schema", schema)
+        for value, is_within in ((low, False), (high, False), ((low + high) / 2, True)):
+            tokens = tokenizer.encode(f"[{value}]")
+            assert (grammar.start()._matcher.validate_tokens(tokens) == len(tokens)) == is_within, (schema, value)
+    named = {"type": "object", "properties": {"exclusiveMinimum": {"const": {"exclusiveMinimum": 3}}}}
+    assert without_exclusive(named) == named
+
+
+def test_a_parser_that_gives_up_does_not_end_the_output(compiler, tokenizer):
+    progress = compiler.compile("regex", "a+b").start()
+    with pytest.raises(ValueError, match="cannot be followed after 2 tokens"):
+        progress.allowed(tokenizer.encode("bb"))
 
 
 def test_where_a_grammar_ends_the_output_ends(compiler, tokenizer):
@@ -115,9 +156,34 @@ def test_progress_follows_from_the_tokens(compiler, tokenizer):
         ("json_schema", "no schema", "."),
     ],
 )
-def test_what_is_no_grammar_is_refused(compiler, kind, source, told):
-    with pytest.raises(ValueError, match=told):
-        compiler.compile(kind, source)
+def test_what_is_no_grammar_is_refused(compiler, trials, kind, source, told):
+    for attempt in (compiler.compile, trials.check, trials.check):
+        with pytest.raises(ValueError, match=told):
+            attempt(kind, source)
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_those_after_it_are_not(trials):
+    cruel = {"type": "integer", "multipleOf": 9999991}  # 167 s and 6 GiB
+    assert trials.check("choice", ["a"]).source == ("choice", '["a"]')
+    first = trials._process
+    for _ in range(2):
+        with pytest.raises(ValueError, match="more than 1 s of CPU time"):
+            trials.check("json_schema", cruel)
+    assert first.poll() is not None
+    assert trials.check("choice", ["a"]) == trials.check("choice", ["a"])
+    trials.check("regex", "\u00fc+")
+    trials._process.kill()
+    with pytest.raises(ValueError, match="cannot be compiled"):
+        trials.check("regex", "b+")
+    trials.check("regex", "c+")
+
+
+def test_the_process_that_tries_grammars_ends_with_its_owner(tokenizer):
+    own = GrammarTrials(tokenizer, VOCAB, [EOS])
+    own.check("regex", "a")
+    process = own._process
+    del own
+    assert process.poll() is not None
 
 
 def test_the_last_grammars_are_kept(compiler):

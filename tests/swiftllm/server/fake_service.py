@@ -15,7 +15,7 @@ from swiftllm.server.service.snapshot import Snapshot
 DESCRIPTION = {
     "system": "apex", "model": "/models/tiny", "device": "a processor", "device_type": "cpu", "dtype": "float32",
     "num_gpu_blocks": 8, "num_cpu_blocks": 64, "block_size": 16, "kv_bytes_per_block": 1 << 20, "cpu_kernel": "native",
-    "cpu_threads": 1,
+    "cpu_threads": 1, "cpu_kv_dtype": "int8", "cpu_kv_bytes_per_block": 1 << 18,
 }  # fmt: skip
 
 

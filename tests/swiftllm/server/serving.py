@@ -48,8 +48,8 @@ async def deltas_of(stream: TokenStream) -> AsyncIterator[Delta]:
     while not is_over:
         delta = await deltas.get()
         yield delta
-        if delta.error is not None:
-            raise delta.error
+        if delta.failure is not None:
+            raise RequestFailed(*delta.failure)
         is_over = delta.finish_reason is not None
     await asyncio.sleep(0)
     assert deltas.empty(), "a delta after the last"

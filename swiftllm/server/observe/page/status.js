@@ -59,7 +59,8 @@ function showBig(id, number) {
 }
 
 function showTier(tier, used, cached, total) {
-  const percent = total ? 100 * used / total : 0, bytes = used * state.engine.kv_bytes_per_block;
+  const percent = total ? 100 * used / total : 0, {kv_bytes_per_block, cpu_kv_bytes_per_block} = state.engine;
+  const bytes = used * (tier === "cpu" ? cpu_kv_bytes_per_block : kv_bytes_per_block);
   const meter = byId(`${tier}-meter`);
   meter.firstElementChild.style.width = `${percent}%`;
   meter.setAttribute("aria-valuenow", Math.round(percent));

@@ -92,6 +92,8 @@ def test_the_openai_client_parses(server):
         ({"response_format": {"type": "xml"}}, "response_format", "'text', 'json_object' or 'json_schema'"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objec"}}}}, "response_format",
          "objec"),
+        ({"structured_outputs": {"json": {"type": "integer", "multipleOf": 9999991}}}, "structured_outputs",
+         "more than 1 s of CPU time"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed group"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least 1"),

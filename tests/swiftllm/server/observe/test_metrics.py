@@ -83,6 +83,7 @@ def test_gauges_and_counters_are_those_of_the_snapshot() -> None:
     assert value(series, "vllm:num_requests_waiting_by_reason", reason="capacity") == 3
     assert value(series, "vllm:num_requests_waiting_by_reason", reason="deferred") == 2
     cache = {"block_size": "16", "num_gpu_blocks": "8", "num_cpu_blocks": "64", "cache_dtype": "float32"}
+    cache["cpu_cache_dtype"] = "int8"
     assert value(series, "vllm:cache_config_info", **cache) == 1
     assert value(series, "vllm:kv_cache_usage_perc") == 6 / 8
     assert value(series, "apex:num_requests_running", tier="cpu", service_class=LS) == 4

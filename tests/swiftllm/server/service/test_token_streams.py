@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swiftllm.core.request import SamplingParams
 from swiftllm.server.service.limits import NewRequest
-from swiftllm.server.service.token_streams import Delta, RequestFailed, TokenStream
+from swiftllm.server.service.token_streams import Delta, Failure, TokenStream
 
 
 def new_stream() -> tuple[TokenStream, list[Delta]]:
@@ -26,8 +26,8 @@ def test_who_listens_late_gets_all_that_came_before() -> None:
 
 def test_an_error_keeps_the_tokens_before_it() -> None:
     stream, deltas = new_stream()
-    error = RequestFailed("stalled", "why")
+    failure = Failure("stalled", "why")
     stream.push_delta(Delta([1]))
-    stream.push_delta(Delta(error=error))
+    stream.push_delta(Delta(failure=failure))
     stream.set_listener(deltas.append)
-    assert deltas == [Delta([1], [], None, error)]
+    assert deltas == [Delta([1], [], None, failure)]
