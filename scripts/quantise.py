@@ -25,6 +25,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+MODULES = ("_proj", ".w1", ".w2", ".w3")  # the ends of their names; the last are those of Mixtral's experts
 FORMATS = ("awq", "gptq", "gptq-v2", "compressed-tensors", "dequantised")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in bits 4 j of a word of eight
 LEVELS = 15
@@ -185,7 +186,7 @@ def _write(
         with safe_open(path, framework="pt") as tensors:
             for name in sorted(tensors.keys()):
                 module, _, kind = name.rpartition(".")
-                if kind != "weight" or not module.endswith("_proj"):
+                if kind != "weight" or not module.endswith(MODULES):
                     written[name] = tensors.get_tensor(name)
                     continue
                 matrix = quantise(tensors.get_tensor(name), group_size, symmetric, act_order)

