@@ -54,7 +54,7 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     staged = torch.empty_like(block[None])
     ops.gather_blocks(block[None], slot, staged)
     ops.scatter_blocks(staged, block[None], slot)
-    if device.type != "cpu" and not (host_format := cpu_format(config, dtype)).is_exact:
+    if device.type != "cpu" and not (host_format := cpu_format(config.cpu_kv_dtype, dtype)).is_exact:
         codes = zeros(1, 1, sizes.num_kv_heads, *host_format.head_shape(*block.shape[3:]), dtype=host_format.dtype)
         ops.quantise_blocks(block[None], slot, codes)
         ops.dequantise_blocks(codes, block[None], slot)
