@@ -58,13 +58,13 @@ def test_tokens_are_those_of_attention_over_the_dequantised_cache(tiny_model_dir
 
 
 def test_a_request_that_travels_keeps_its_bits_after_the_first_time(tiny_model_dir):
-    """In both tiers, for all dtypes, on a host and beside a GPU; and what it holds is what the slow reference packs."""
+    """In both tiers, on a host and, in 16 bits, beside a GPU; it holds what the slow reference packs."""
     model_dir = tiny_model_dir()
     print("seed", torch.seed())
     there, back = (9, 3, 0, 7), (5, 8, 11, 0)
     out, home = (Swap(Request("r", (1,), SAMPLING), *way) for way in ((Tier.GPU, there, back), (Tier.CPU, back, there)))
     for dtype in ("float32", "float16", "bfloat16"):
-        for on_gpu in (False, True):
+        for on_gpu in (False, True)[: 1 + (dtype != "float32")]:
             with fake_gpu(1) if on_gpu else pytest.MonkeyPatch.context():
                 sizes = {"num_gpu_blocks": 10, "num_cpu_blocks": 12, "cpu_kv_dtype": "int8"}
                 device = "auto" if on_gpu else "cpu"
