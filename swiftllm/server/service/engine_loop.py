@@ -173,6 +173,7 @@ class EngineLoop:
                     deltas.append(delta)
             if not deltas:
                 return
+            self._snapshot = self._take_snapshot()  # who has a token may ask for the metrics that count it
             self.link.post_step(Step(deltas))
         self.link.apply_backpressure()
 
