@@ -8,18 +8,8 @@ from apex.simulator.hardware import Gpu, LayerShape
 from apex.simulator.quantised_weights import bits_per_element
 from swiftllm.model.quantised.scheme import QuantisationScheme
 
-FEW_TOKENS = (
-    2,
-    3,
-    4,
-    6,
-    8,
-    12,
-    16,
-    24,
-    32,
-    48,
-)  # between which the number of experts that are touched is no straight line
+FEW_TOKENS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+"""Between which the number of experts that are touched is no straight line."""
 ROWS_OF_A_STEP = 64
 
 
