@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from pacpu import int8
 from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.model.config import ModelConfig
+
+LEAST_BLOCK = 16
+"""Tokens of the smallest block that every format has."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,11 @@ class KVFormat:
         Raises:
             ValueError: int8 has no such block or head.
         """
-        return (2, block_size, head_dim) if self.is_exact else (int8.head_bytes(block_size, head_dim),)
+        if self.is_exact:
+            return (2, block_size, head_dim)
+        from pacpu import int8  # loads native code, which simulations do without
+
+        return (int8.head_bytes(block_size, head_dim),)
 
     def pool_shape(self, model: ModelConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Shape of a tier's tensor: ``[num_layers, num_blocks, num_kv_heads, 2, block_size, head_dim]``, or for int8
@@ -58,7 +64,7 @@ class KVFormat:
 
     def token_bytes(self, model: ModelConfig) -> int:
         """Bytes of K and V of a token in all layers, scales included."""
-        return self.block_bytes(model, int8.TILE_TOKENS) // int8.TILE_TOKENS
+        return self.block_bytes(model, LEAST_BLOCK) // LEAST_BLOCK
 
 
 INT8 = KVFormat("int8", torch.uint8)
