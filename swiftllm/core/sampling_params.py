@@ -101,7 +101,7 @@ class SamplingParams:
             ("allowed_token_ids", self.allowed_token_ids != (), "one token id at least"),
             ("allowed_token_ids", not (self.grammar and self.allowed_token_ids), "left out beside a grammar"),
             ("temperature", 0.0 <= self.temperature < float("inf"), "finite and at least 0"),
-            ("top_k", self.top_k >= 0, "at least 0 (0 keeps all tokens)"),
+            ("top_k", 0 <= self.top_k < 2**63, "at least 0 (0 keeps all tokens), and a signed 64-bit number"),
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
             ("presence_penalty", abs(self.presence_penalty) <= 2.0, "in [-2, 2]"),

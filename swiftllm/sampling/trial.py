@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from swiftllm.sampling.grammar import MAX_CACHED, Kind, compiled, text_of, vocabulary_of
+from swiftllm.sampling.grammar import MAX_CACHED, Kind, Progress, compiled, text_of, vocabulary_of
 
 if TYPE_CHECKING:
     from swiftllm.model.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ def main() -> None:
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
         try:
-            compiled(vocabulary, *json.loads(line)).compute_bitmask()
+            Progress(compiled(vocabulary, *json.loads(line))).allowed(())
             error = ""
         except Exception as raised:
             error = str(raised) or "it cannot be compiled"

@@ -67,12 +67,12 @@ def forced_schema(tools: list[Tool], choice: ToolChoice | None, is_parallel: boo
         return None
     calls, definitions = [], {}
     for number, tool in enumerate(tools):
-        arguments = with_own_definitions(parameters_of(tool), f"{number}.")
-        definitions |= arguments.pop("$defs", {})
+        place = f"#/$defs/{number}"
+        definitions[str(number)] = moved_to(place, parameters_of(tool))
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": tool.function.name}, "arguments": arguments},
+                "properties": {"name": {"const": tool.function.name}, "arguments": {"$ref": place}},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
@@ -82,21 +82,17 @@ def forced_schema(tools: list[Tool], choice: ToolChoice | None, is_parallel: boo
     return compact({**whole, "$defs": definitions})
 
 
-def with_own_definitions(schema: Any, prefix: str) -> Any:
-    """The same schema, whose definitions have names with ``prefix``: they move to the root of a larger schema."""
+def moved_to(place: str, schema: Any) -> Any:
+    """The same schema, whose references are right where it is no longer the root but lies at ``place``."""
     if isinstance(schema, list):
-        return [with_own_definitions(item, prefix) for item in schema]
+        return [moved_to(place, item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
-    for name, value in schema.items():
-        if name == "$ref" and isinstance(value, str):
-            found[name] = value.replace("#/$defs/", f"#/$defs/{prefix}", 1)
-        elif name == "$defs" and isinstance(value, dict):
-            found[name] = {f"{prefix}{key}": with_own_definitions(item, prefix) for key, item in value.items()}
-        else:
-            found[name] = with_own_definitions(value, prefix)
-    return found
+    moved = {name: moved_to(place, item) for name, item in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved
 
 
 def parameters_of(tool: Tool) -> dict[str, Any]:

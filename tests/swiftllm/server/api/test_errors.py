@@ -42,6 +42,7 @@ BAD_BODIES = [
     ({"prompt": "a", "temperature": -1}, "temperature", "at least 0"),
     ({"prompt": "a", "top_p": 0}, "top_p", "(0, 1]"),
     ({"prompt": "a", "top_k": -2}, "top_k", "at least 0"),
+    ({"prompt": "a", "top_k": 2**64}, "top_k", "64-bit"),
     ({"prompt": "a", "logprobs": 21}, "logprobs", "0..20"),
     ({"prompt": "a", "seed": 2**63}, "seed", "64-bit"),
     ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),

@@ -95,6 +95,8 @@ def test_the_openai_client_parses(server):
         ({"structured_outputs": {"json": {"type": "integer", "multipleOf": 9999991}}}, "structured_outputs",
          "more than 1 s of CPU time"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed group"),
+        ({"structured_outputs": {"json": {"$ref": "#"}}}, "structured_outputs", "cannot be followed after 0 tokens"),
+        ({"structured_outputs": {"grammar": "start: start"}}, "structured_outputs", "cannot be followed"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "at least 1"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "structural_tag is not implemented"),

@@ -110,20 +110,30 @@ def test_a_required_call_is_one_of_the_tools(thinker) -> None:
             assert all(json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome") for call in calls)
 
 
-def test_tools_may_have_definitions_of_one_name(thinker) -> None:
+def tool_of(name: str, parameters: dict) -> dict:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def test_references_in_tools_are_to_their_own_parameters(thinker) -> None:
     tools = [
-        {"type": "function", "function": {"name": name, "parameters": {
+        tool_of(name, {
             "$defs": {"Place": {"enum": [place]}}, "type": "object", "required": ["a"], "additionalProperties": False,
-            "properties": {"a": {"$ref": "#/$defs/Place"}},
-        }}}
+            "properties": {"a": {"$ref": "#/$defs/Place"}, "b": {"$ref": "#"}, "c": {"$ref": "#/properties/a"}},
+        })
         for name, place in (("f", "Paris"), ("g", "Rome"))
     ]  # fmt: skip
+    has_inner = False
     for seed in range(4):
         for choice in ("required", {"type": "function", "function": {"name": "g"}}):
             body = body_of(tools=tools, tool_choice=choice, parallel_tool_calls=False, seed=seed)
             (call,) = thinker.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"]
-            function = call["function"]
-            assert json.loads(function["arguments"])["a"] == {"f": "Paris", "g": "Rome"}[function["name"]]
+            name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+            place = {"f": "Paris", "g": "Rome"}[name]
+            has_inner |= "b" in arguments
+            while arguments:
+                assert arguments["a"] == place == arguments.get("c", place)
+                arguments = arguments.get("b")
+    assert has_inner
 
 
 def test_tools_and_calls_are_in_the_prompt(thinker) -> None:
@@ -156,6 +166,7 @@ def test_without_tools_a_call_is_content(thinker) -> None:
         ({"tools": [], "tool_choice": "required"}, "needs tools"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [tool_of("f", {"$defs": 3, "$ref": "#/$defs/a"})], "tool_choice": "required"}, "tools"),
     ],
 )
 def test_what_does_not_fit_is_refused(thinker, fields, words) -> None:
