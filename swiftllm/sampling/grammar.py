@@ -28,6 +28,10 @@ LITERALS = ("const", "enum", "default", "examples")  # keywords of JSON schemas 
 BLANKS = r" |\n {0,16}"
 
 
+class GrammarDeadEnd(ValueError):
+    """A grammar that lets no token come, or whose parser has met a limit of its own."""
+
+
 class CompiledGrammar:
     """A compiled grammar. Threads may share it. ``source``: its kind and text, for a compiler in another process."""
 
@@ -52,14 +56,16 @@ class Progress:
         grown since the last call. Where the grammar has ended, only tokens that end the output may.
 
         Raises:
-            ValueError: the output does not follow the grammar, or the parser has met a limit of its own.
+            GrammarDeadEnd: no token may come: the output does not follow the grammar, or nothing does from here on, or
+                the parser has met a limit.
         """
         if len(output) > self._num_tokens:
             self._matcher.consume_tokens(list(output[self._num_tokens :]))
             self._num_tokens = len(output)
         bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():  # the bits would let the output end
-            raise ValueError(f"the grammar cannot be followed after {len(output)} tokens: {error_of(self._matcher)}")
+            reason = error_of(self._matcher)
+            raise GrammarDeadEnd(f"the grammar cannot be followed after {len(output)} tokens: {reason}")
         return bits
 
 

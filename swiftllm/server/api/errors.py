@@ -23,7 +23,7 @@ ERROR_TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-FAILURE_STATUS = {"deadline": 504, "shutdown": 503, "slo_unattainable": 429}
+FAILURE_STATUS = {"invalid_grammar": 400, "deadline": 504, "shutdown": 503, "slo_unattainable": 429}
 CLIENT_CLOSED_REQUEST = 499  # nginx's status, for logs
 
 

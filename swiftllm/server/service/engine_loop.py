@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.core.request import Request, RequestOutput, RequestRefusedForNow
 from swiftllm.engine.engine import Engine, EngineStalled
+from swiftllm.sampling.grammar import GrammarDeadEnd
 from swiftllm.scheduling.arrival_queue import arrival_order
 from swiftllm.server.service.fault_isolation import FaultIsolation
 from swiftllm.server.service.front_end_link import FrontEndLink
@@ -210,7 +211,10 @@ class EngineLoop:
         self._deliver(list(self.open_requests.entries))  # tokens sampled before the step raised
         if blamed is not None:
             logger.error("request %s makes steps fail and is given up", blamed.request_id)
-            self._fail_one(blamed, "engine_error", f"{type(error).__name__}: {error}")
+            if isinstance(error, GrammarDeadEnd):  # no trial of a grammar finds what lies behind its first token
+                self._fail_one(blamed, "invalid_grammar", str(error))
+            else:
+                self._fail_one(blamed, "engine_error", f"{type(error).__name__}: {error}")
 
     def _fail_one(self, request: Request, reason: str, message: str) -> None:
         with self.open_requests.lock:

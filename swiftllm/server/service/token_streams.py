@@ -14,8 +14,9 @@ from swiftllm.server.service.limits import NewRequest
 class RequestFailed(RuntimeError):
     """The engine failed a request that the service had accepted.
 
-    ``reason`` is one of ``deadline``, ``engine_error``, ``slo_unattainable``, ``stalled`` and ``shutdown``; the message
-    has the details. ``retry_after_s`` says when the request could be served, where that is known.
+    ``reason`` is one of ``deadline``, ``engine_error``, ``invalid_grammar``, ``slo_unattainable``, ``stalled`` and
+    ``shutdown``; the message has the details. ``retry_after_s`` says when the request could be served, where that
+    is known.
     """
 
     def __init__(self, reason: str, message: str, retry_after_s: float | None = None) -> None:

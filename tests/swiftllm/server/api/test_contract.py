@@ -26,6 +26,8 @@ def test_max_tokens_are_cut_to_what_fits_beside_the_prompt(server, field):
         assert answer["usage"]["completion_tokens"] == 12 + 2
     answer = server.post(CHAT, {"messages": HELLO, field: 512, **endless}).json()
     assert answer["usage"]["total_tokens"] == 512 and answer["choices"][0]["finish_reason"] == "length"
+    error = error_of(server.post(CHAT, {"messages": HELLO, field: 513}))
+    assert error["param"] == field and "512" in error["message"], "no prompt leaves so many"
 
 
 def test_a_prompt_that_is_too_long_is_said_in_the_words_that_clients_know(server):
@@ -68,12 +70,17 @@ def test_what_has_too_many_characters_is_refused_before_it_is_tokenized(server, 
 # -- bodies -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/jsonp", None])
-def test_bodies_of_another_type_are_not_read(server, path, kind):
+def test_bodies_of_another_type_are_not_read(server, kind):
     headers = {} if kind is None else {"Content-Type": kind}
-    error = error_of(server.http.post(path, content=b'{"prompt": "a"}', headers=headers), 415)
-    assert "application/json" in error["message"] and error["code"] == "unsupported_media_type"
+    described = server.http.get("/openapi.json").json()["paths"]
+    paths = {path for path, methods in described.items() if "requestBody" in methods.get("post", {})}
+    assert paths == {COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize",
+                     "/detokenize"}  # fmt: skip
+    for path in paths:
+        error = server.http.post(path, content=b'{"prompt": "a"}', headers=headers)
+        assert error.status_code == 415 and error.json()["error"]["code"] == "unsupported_media_type"
+        assert "application/json" in error.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON"])
@@ -134,10 +141,11 @@ def test_tools_that_must_not_be_called_need_no_parser(server):
 
 
 def test_usage_comes_only_to_those_who_ask(server):
-    body = {"prompt": PROMPT, "max_tokens": 4, "stream": True}
+    body = {"prompt": PROMPT, "messages": HELLO, "max_tokens": 4, "stream": True}
     for options, expected in (({"continuous_usage_stats": True}, False), ({"include_usage": True}, True)):
-        text = server.post(COMPLETIONS, {**body, "stream_options": options}).text
-        assert ('"usage"' in text) is expected
+        for path in (COMPLETIONS, CHAT):
+            text = server.post(path, {**body, "stream_options": options}).text
+            assert ('"usage"' in text) is expected
 
 
 def test_prompt_logprobs_are_null_where_nobody_asked(server):

@@ -281,6 +281,7 @@ def test_clients_are_told_no_more_than_the_pools_hold():
         (RequestFailed("deadline", "late"), 504, "timeout_error"),
         (RequestFailed("shutdown", "bye"), 503, "service_unavailable_error"),
         (RequestFailed("engine_error", "broken"), 500, "server_error"),
+        (RequestFailed("invalid_grammar", "a dead end"), 400, "invalid_request_error"),
         (RequestFailed("stalled", "stuck"), 500, "server_error"),
         (KeyError("oops"), 500, "server_error"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -108,3 +109,16 @@ def test_the_openai_client_parses(server):
 def test_what_is_no_form_is_refused(server, body, param, told):
     error = error_of(server.post(COMPLETIONS, {"prompt": "a", **body}))
     assert told in error["message"] and error["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_with_a_dead_end_is_the_requests_fault_and_others_go_on(server, stream):
+    """The dead end lies behind the first token, where no trial looks."""
+    wanted = {"grammar": 'start: "a" nothing\nnothing: nothing'}
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(server.post, COMPLETIONS, {"prompt": "a", "max_tokens": 60, "ignore_eos": True})
+        answer = server.post(COMPLETIONS, {"prompt": "a", "structured_outputs": wanted, "stream": stream})
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if '"error"' in line]
+    error = json.loads(lines[0])["error"] if stream else error_of(answer)
+    assert error["code"] == "invalid_grammar" and "cannot be followed after 1 tokens" in error["message"]
+    assert other.result().json()["usage"]["completion_tokens"] == 60
