@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from swiftllm.core.request import SamplingParams, ServiceClass
 from swiftllm.core.sampling_params import MAX_LOGPROBS
@@ -35,6 +35,9 @@ SAMPLING_FIELDS = (
     "logit_bias", "seed", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids",
 )  # fmt: skip
 
+
+PROMPT_FORMS = [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}]
+PROMPT_FORMS += [{"type": "array", "items": form, "minItems": 1} for form in PROMPT_FORMS]
 
 BadWord = Annotated[str, Field(min_length=1, max_length=100, pattern=r"\S")]
 
@@ -208,7 +211,7 @@ class GenerationRequest(Lenient):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: Any
+    prompt: Annotated[Any, WithJsonSchema({"anyOf": PROMPT_FORMS})]
     echo: Flag = False
     logprobs: int | None = None
     add_special_tokens: Flag = True

@@ -194,6 +194,8 @@ def test_all_paths_are_described(server):
     body = schema["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
     fields = schema["components"]["schemas"][body["$ref"].rpartition("/")[2]]["properties"]
     assert {"messages", "temperature", "max_completion_tokens", "stream_options"} <= fields.keys()
+    forms = schema["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]["anyOf"]
+    assert [form["type"] for form in forms] == ["string", "array", "array", "array"]
     named = str(schema)
     for reference in {part.split("'")[0] for part in named.split("#/components/schemas/")[1:]}:
         assert reference in schema["components"]["schemas"]
