@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import datetime
 import json
+import re
 import shlex
 import sys
 from collections import Counter
@@ -45,6 +46,8 @@ SIDE_METRICS = {
     "trace_note", "predicted_wall_s", "trace_file", "seed", "repeats", "max_send_lag_s", "others_busy_cores",
     *(f"{metric}_{end}" for metric in DRAWN for end in ("low", "high")),
 }  # fmt: skip
+OF_A_LINE = re.compile(r"_(layer|up_to)_\d+$")
+"""Fields that are points of a figure's line: there are too many for the short table."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,9 @@ def columns_of(records: Sequence[FlatRecord]) -> tuple[list[str], list[str], dic
     values = {name: [record.get(name) for record in records] for record in records for name in record}
     names = [name for name, given in values.items() if any(value is not None for value in given)]
     headline = [name for name, _, _ in TABLE if name in names]
-    inputs = [name for name in names if name not in SIDE_METRICS and name not in headline]
+    inputs = [
+        name for name in names if name not in SIDE_METRICS and name not in headline and not OF_A_LINE.search(name)
+    ]
     same = [name for name in inputs if len(set(values[name])) == 1 and len(records) > 1]
     common = {name: make_cell(values[name][0])["text"] for name in same}
     first = [name for name in ("system", "workload", *SWEPT) if name in names and name not in common]

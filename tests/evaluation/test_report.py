@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from matplotlib import pyplot as plt
 
-from evaluation.report import Options, Section, claim_rows, latest_folders, main, render
+from evaluation.report import Options, Section, claim_rows, columns_of, latest_folders, main, render
 from evaluation.results.folder import ResultFolder, flat_record
 from tests.evaluation.headless_browser import open_browser
 
@@ -259,3 +259,13 @@ def test_browser_paints_the_page(browser, page, tmp_path):
     browser.open(page.as_uri())
     browser.screenshot(tmp_path / "page.png")
     assert len({tuple(pixel) for line in plt.imread(tmp_path / "page.png") for pixel in line}) > 20
+
+
+def test_the_short_table_leaves_out_the_points_of_lines() -> None:
+    rows = [
+        {"system": name, "perplexity": 10.0 + i, "worst_head_error_layer_3": i, "kl_up_to_50": i}
+        for i, name in enumerate("ab")
+    ]
+    short, full, _ = columns_of(rows)
+    assert "perplexity" in short and not {"worst_head_error_layer_3", "kl_up_to_50"} & set(short)
+    assert {"worst_head_error_layer_3", "kl_up_to_50"} < set(full)
