@@ -25,8 +25,10 @@ def points_of(
     """A point for each format that an experiment file's section lists under ``field``.
 
     Raises:
-        ValueError: there is no model; the message says what to do.
+        ValueError: there is no model, or the list is empty; the message says what to do.
     """
+    if not section[field]:
+        raise ValueError(f"the experiment file lists no {field}: name one or more")
     folder = model_folder(model)
     tasks = [task(folder, **{**section, field: name}, text=text) for name in section[field]]
     return [Point(name, name, name, made) for name, made in zip(section[field], tasks, strict=True)]
