@@ -73,6 +73,14 @@ class LayerGroups:
         """Blocks that the next token of a request needs at most."""
         return len(self.windows)
 
+    def describe(self) -> str:
+        """A line about the windows, for people."""
+        groups = [
+            f"{self.pool_layers} layers of {'all tokens' if ring is None else f'the last {window} ({ring} blocks)'}"
+            for window, ring in zip(self.windows, self.rings, strict=True)
+        ]
+        return f"Windows: {', '.join(groups)}; a block is of one such group, and no prefix is cached"
+
     # -- counting -----------------------------------------------------------------------------------------------------
 
     def blocks_for(self, num_tokens: int) -> int:
