@@ -181,7 +181,7 @@ class RemoteCpuTier:
         self.drop_fetched(blocks)
         for first in range(0, len(blocks), count):
             some = blocks[first : first + count]
-            content = torch.empty((shape.num_layers, len(some), *shape.block), dtype=shape.torch_dtype)
+            content = torch.empty((shape.num_layers, len(some), *shape.block), dtype=shape.kv_format.dtype)
             with contextlib.suppress(HostDied):
                 ticket = self._ask_for(BlocksRead(range(shape.num_layers), torch.tensor(some), content))
                 self._fetched.update({block: (ticket, content[:, i]) for i, block in enumerate(some)})
