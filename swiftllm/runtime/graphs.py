@@ -139,9 +139,7 @@ class LayerGraphs:
         self._row_buckets = _up_to(ROW_BUCKETS, max_rows)
         self._block_buckets = _up_to(BLOCK_BUCKETS, max_blocks) if model.ops.takes_empty_rows else ()
         widths, rows = max(self._block_buckets, default=0), self._row_buckets[-1]
-        self._lanes, self._cohorts = (
-            Frame(rows, model, dtype, len(layer_groups.windows), widths) for _ in range(2)
-        )
+        self._lanes, self._cohorts = (Frame(rows, model, dtype, len(layer_groups.windows), widths) for _ in range(2))
         # One for both frames: the logits are sampled before the next boundary begins.
         torch_device = model.rotary_table.device
         self._logits = torch.zeros(rows, model.num_logits, dtype=dtype, device=torch_device)

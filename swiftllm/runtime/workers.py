@@ -27,7 +27,7 @@ ALIVE_CHECK_S = 1.0  # between two looks at the thread while its ticket is waite
 FINISH, CRASH = "finish", "crash"  # queued instead of a ticket
 
 
-# -- tasks: all tensors are in host memory, blocks are int64, layers those of the pool -----------------------------------------------------------
+# -- tasks: all tensors are in host memory, blocks are int64, layers those of the pool ---------------------------------
 
 
 class OpenedRows(NamedTuple):
@@ -123,7 +123,11 @@ class TaskRunner:
                 addressed = self._layers[task.layer], tables, lens, task.out
                 new = task.qkv.split(heads, dim=1)
                 scale = task.out.shape[-1] ** -0.5
-                pacpu.paged_attention(*new, *addressed, scale, window=window, kernel=self._kernel, **threads)
+                if window is not None:
+                    from swiftllm.ops.interface import Ops
+
+                    return Ops().decode_attention(*new, *addressed, scale, window)
+                pacpu.paged_attention(*new, *addressed, scale, kernel=self._kernel, **threads)
             case RowsWrite():
                 k, v = task.content.chunk(2, 1)
                 rows.store_kv(k, v, self._layers[task.layer], task.blocks, task.offsets, **threads)

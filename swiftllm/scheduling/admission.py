@@ -31,7 +31,8 @@ class Admission:
     def longest_of(self, service_class: ServiceClass) -> int:
         """Prompt and output tokens of the longest request of a class."""
         largest_tier = max(self.num_blocks[tier] for tier in self.decode_tiers[service_class])
-        return min(self.max_model_len, self.groups.tokens_in(largest_tier) + 1)  # K and V of the last token are never stored
+        most_stored = self.groups.tokens_in(largest_tier)  # K and V of the last token are never stored
+        return min(self.max_model_len, most_stored + 1)
 
     @property
     def longest_request(self) -> int:
@@ -75,8 +76,9 @@ class Admission:
         tiers = self.decode_tiers[request.service_class]
         room = {tier: self.groups.tokens_in(self.num_blocks[tier]) for tier in tiers}
         if request.max_kv_tokens > max(room.values()):
+            size = self.groups.block_size
             pools = " and ".join(
-                f"{room[tier]} in the {tier.value.upper()} tier ({self.num_blocks[tier]} blocks of {self.groups.block_size})"
+                f"{room[tier]} in the {tier.value.upper()} tier ({self.num_blocks[tier]} blocks of {size})"
                 for tier in tiers
             )
             prompt_fits = request.prompt_len <= max(room.values())

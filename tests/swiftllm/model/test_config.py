@@ -136,7 +136,9 @@ def test_windows_are_those_that_transformers_gives_the_layers(read):
     for case in cases:
         raw = LLAMA | {"num_hidden_layers": 4, "pad_token_id": None} | case
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
-        theirs = [getattr(layer.self_attn, "sliding_window", model.config.sliding_window) for layer in model.model.layers]
+        theirs = [
+            getattr(layer.self_attn, "sliding_window", model.config.sliding_window) for layer in model.model.layers
+        ]
         theirs = [None if w is None or w >= model.config.max_position_embeddings else w for w in theirs]
         assert list(read(raw).windows or [None] * 4) == theirs, case
 
