@@ -281,8 +281,7 @@ class TorchBackend:
         self._ops.prefill_attention(chunks, self._scale)
 
     def _gather(self, kv_layer: torch.Tensor, chunk: PrefillChunk, group: int) -> torch.Tensor | None:
-        """The K and V of a chunk's context that its blocks hold, ``[2, num_kv_heads, tokens, head_dim]``; None: none
-        but its own."""
+        """K and V of a chunk's context in its blocks, ``[2, num_kv_heads, tokens, head_dim]``; None: it has none."""
         context = chunk.contexts[group]
         if context is None:
             return None
