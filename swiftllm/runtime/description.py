@@ -15,6 +15,8 @@ from swiftllm.core.request import Request, Tier
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.sampling.logprobs import PromptRows
 
+ALIGNED_IDS = 4
+"""Each group's tables begin at 16 bytes: Triton compiles another kernel for other addresses."""
 Chunk = tuple[int, int, list[list[int]]]
 """A prefill chunk: its first position, the tokens of its context, and its block table in each group of layers."""
 Tables = Mapping[str, Sequence[int]]
@@ -92,6 +94,8 @@ def _chunk(item: LaneItem, tables: Tables, groups: LayerGroups) -> Chunk:
 
 def _block_tables(requests: Iterable[Request], lens: list[int], tables: Tables, groups: LayerGroups) -> bytes:
     widest = -(-max(lens, default=0) // groups.block_size)
+    if len(groups.windows) > 1:
+        widest = -(-widest // ALIGNED_IDS) * ALIGNED_IDS
     table = np.zeros((len(groups.windows), len(lens), widest), dtype=np.int32)
     for row, (request, num_tokens) in enumerate(zip(requests, lens, strict=True)):
         own = groups.tables(tables[request.request_id], num_tokens)
