@@ -75,7 +75,8 @@ CODE_COLUMNS = 8
 
 
 class PackedCodes:
-    """A matrix of 4-bit codes. An element is `(code - zero) * scale`, rounded to the dtype of the rows.
+    """A matrix of 4-bit codes. An element is `(code - zero) * scale`, rounded to the dtype of the rows. In MXFP4 it is
+    the code's number (two bits of exponent, one of mantissa) times `2^(scale - 127)`.
 
     Outputs are cut into panels of `CODE_COLUMNS`, the last one padded; inputs into blocks of 128, the last one padded,
     and into groups. Runs on every CPU; in bfloat16 by dot products where `linear` computes with them. Keeps its arrays
@@ -83,7 +84,7 @@ class PackedCodes:
     """
 
     def __init__(
-        self, codes: Any, scales: Any, zeros: Any, order: Any | None, *, out_features: int, in_features: int
+        self, codes: Any, scales: Any, zeros: Any | None, order: Any | None, *, out_features: int, in_features: int
     ) -> None:
         """All arrays are contiguous.
 
@@ -91,7 +92,8 @@ class PackedCodes:
             codes: int32 `[panels, blocks, CODE_COLUMNS, 16]`. Bits 4 j to 4 j + 3 of word i: the code of the block's
                 input 16 j + i. Those of padding are arbitrary.
             scales: float32, float16 or bfloat16 `[panels, groups, CODE_COLUMNS]`. A group is a multiple of 16 inputs.
-            zeros: uint8 `[panels, groups, CODE_COLUMNS]`.
+                In MXFP4 uint8, of which 255 is NaN.
+            zeros: uint8 `[panels, groups, CODE_COLUMNS]`; None in MXFP4.
             order: int32 `[in_features]`: column i of codes multiplies input `order[i]`. None: input i.
         """
         self.native = _pacpu.PackedCodes(codes, scales, zeros, order, out_features, in_features)

@@ -1,5 +1,5 @@
-// Products of rows with packed 4-bit matrices. An element is (code - zero) * scale, rounded to the type of the rows; sums run
-// in float32. Compiled for several instruction sets: it must not define any inline function with external linkage.
+// Products of rows with packed 4-bit matrices. An element is (code - zero) * scale, or a number of MXFP4 times a power of two,
+// rounded to the type of the rows; sums run in float32. Compiled for several instruction sets: it must not define any inline function with external linkage.
 #pragma once
 
 #include <cstddef>
@@ -30,8 +30,8 @@ struct CodeMatrix {
     int in_features, out_features, group_size;  // groups of a multiple of run_inputs divide the inputs
     const uint32_t* codes;                      // [panels, blocks, code_columns, block_words]
     DType scale_type;
-    const void* scales;    // [panels, groups, code_columns]
-    const uint8_t* zeros;  // [panels, groups, code_columns]
+    const void* scales;    // [panels, groups, code_columns]; in MXFP4 uint8: 2^(scale - 127), 255 is NaN
+    const uint8_t* zeros;  // [panels, groups, code_columns]; nullptr in MXFP4
     const int32_t* order;  // [in]: column i of codes multiplies input order[i]; nullptr: input i
 };
 

@@ -43,7 +43,7 @@ class CpuOps(Ops):
         return lambda x: linear(x, packed, bias, "none", [], "")
 
     def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
-        return super().make_quantised_linear(matrix, bias) if matrix.is_mxfp4 else CodedLinear(self, matrix, bias)
+        return CodedLinear(self, matrix, bias)
 
     def make_crossing(self, parts: CrossingParts) -> Crossing | None:
         linears = parts.o, parts.gate_up, parts.down, parts.projection
@@ -155,7 +155,7 @@ class CodedLinear:
         self.arrays = (
             _in_panels(matrix.codes.view(-1, BLOCK_WORDS, self.out_features)).transpose(2, 3).contiguous(),
             _in_panels(matrix.scales).contiguous(),
-            _in_panels(matrix.zeros).contiguous(),
+            None if matrix.zeros is None else _in_panels(matrix.zeros).contiguous(),
         )
         self.order = matrix.order
         sizes = {"out_features": self.out_features, "in_features": self.in_features}
