@@ -15,6 +15,7 @@ __all__ = [
     "CODE_COLUMNS",
     "Crossing",
     "PackedCodes",
+    "PackedExperts",
     "argmax",
     "gather_blocks",
     "gather_kv",
@@ -111,6 +112,45 @@ class PackedCodes:
     def write_out(self, out: Any, *, num_threads: int = 1) -> None:
         """Write the elements, columns in the order of codes, to `out`: contiguous `[out_features, in_features]`."""
         self.native.write_out(out, num_threads)
+
+
+class PackedExperts:
+    """An FFN of experts in 4 bits, as one call of several phases: `gate_up`, an activation and `down` of each expert
+    with the rows that chose it, then their sums. A row of the result is the same, bit by bit, whatever other rows there
+    are. Keeps its arrays alive.
+    """
+
+    def __init__(
+        self,
+        gate_up: tuple[PackedCodes, Any | None],
+        down: tuple[PackedCodes, Any | None],
+        clamp: tuple[float, float] | None,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        ffn_size: int,
+    ) -> None:
+        """
+        Args:
+            gate_up: the matrices of all experts `[2 * ffn_size, hidden_size]`, each padded to whole panels, one below
+                the other, and the biases `[num_experts * 2 * ffn_size]`, or None. The first half are the gate's.
+            down: the same of `[hidden_size, ffn_size]`.
+            clamp: `limit` and `alpha` of the activation `(up + 1) * gate * sigmoid(alpha * gate)`, with gate at most
+                `limit` and up from `-limit` to `limit`. None: `silu(gate) * up`.
+        """
+        stacks = [(matrix.native, bias) for matrix, bias in (gate_up, down)]
+        self._native = _pacpu.PackedExperts(*stacks, clamp, num_experts, hidden_size, ffn_size)
+
+    def __call__(self, x: Any, ids: Any, likelihoods: Any, out: Any, *, num_threads: int = 1) -> None:
+        """`out = sum over slots of likelihood * expert(x)`, of products rounded to the dtype, summed in float32.
+
+        Args:
+            x: `[rows, hidden_size]`, of the dtype of the biases.
+            ids: int64 `[rows, slots]`, contiguous: experts. `num_experts`: none, which adds nothing.
+            likelihoods: float32 `[rows, slots]`, contiguous.
+            out: `[rows, hidden_size]`, overwritten.
+        """
+        self._native.run(x, ids, likelihoods, out, num_threads)
 
 
 class Crossing:

@@ -65,6 +65,7 @@ static constexpr size_t code_scratch_floats(int rows, int in_features) {
 // By DType. First the rows are brought into `inputs`, then every panel is multiplied. `scratch`: code_scratch_floats floats,
 // aligned to 64 bytes.
 struct CodeKernels {
+    int input_bytes[num_dtypes];  // of an element of `inputs`
     void (*take_inputs[num_dtypes])(const CodeLinear&, int begin_row, int end_row);
     void (*multiply[num_dtypes])(const CodeLinear&, int begin_panel, int end_panel, float* scratch);
     // Writes the elements of panels, columns in the order of codes, to `out` [out_features, in_features].
