@@ -31,12 +31,13 @@ COMMON: Mapping[str, Any] = MappingProxyType(
 BIASES = {"attention_bias": False, "mlp_bias": False}
 QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False, "eos_token_id": None}
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SWIGLU_ALPHA = 1.702
 SILU = ("silu", "swish")
 
 # Names of fields that change what a model computes, in the configurations of transformers.
 CHANGES_OUTPUT = re.compile(
     "multiplier|scal|softcap|clip|window|rope|rotary|norm|expert|router|bias|sink|activation|_act$|layer_types|mup|"
-    "parallel|alibi"
+    "parallel|alibi|swiglu"
 )
 WITHOUT_EFFECT = ("max_window_layers",)  # where no window is used
 
@@ -62,6 +63,12 @@ class Architecture:
     rope_kinds: tuple[RopeKind, ...] = ROPE_KINDS
     scales_queries: bool = False
     """Whether queries far behind the context of the first training are scaled; ``rope_parameters`` tell by how much."""
+    has_sinks: bool = False
+    """Whether each head has a sink: one more score, of a token whose V is 0."""
+    alternates_windows: bool = False
+    """Whether every other layer, the first one included, has the window unless ``layer_types`` say which ones have."""
+    residual_scale: float = 1.0
+    """See :attr:`~swiftllm.model.config.ModelConfig.residual_scale`."""
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -188,10 +195,41 @@ ARCHITECTURES = {
         expert_size="intermediate_size",
         ignored=TRAINS_ROUTERS,
     ),
+    "GptOssForCausalLM": Architecture(
+        "gpt_oss",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "attention_bias": True,
+            "sliding_window": 128,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_limit": 7.0,
+            "swiglu_alpha": SWIGLU_ALPHA,
+            "eos_token_id": None,
+        },
+        mlp_bias=True,
+        expert_size="intermediate_size",
+        ignored=(*TRAINS_ROUTERS, "experts_per_token"),
+        has_sinks=True,
+        alternates_windows=True,
+        residual_scale=2.0**-8,  # residuals reach hundreds of thousands, too much for float16
+    ),
 }
 WRAPPERS = {"Mistral3ForConditionalGeneration": ("MistralForCausalLM", "Ministral3ForCausalLM")}
 """Models of text and images whose text part is one of these; the first where the part does not say."""
-SUPPORTED = f"supported are {', '.join((*ARCHITECTURES, *WRAPPERS))} with SiLU and full attention"
+SUPPORTED = f"supported are {', '.join((*ARCHITECTURES, *WRAPPERS))} with SiLU, and windows in GptOss alone"
 
 
 class Unsupported(ValueError):
@@ -235,12 +273,17 @@ def recognise(raw: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
         raise Unsupported(f"hidden_act={fields['hidden_act']!r}")
     # Qwen gives a window and, beside it, whether it is used.
     uses_window = "use_sliding_window" not in row.own or fields["use_sliding_window"]
-    if fields["sliding_window"] is not None and uses_window:
+    if fields["sliding_window"] is not None and uses_window and not row.alternates_windows:
         raise Unsupported(f"sliding_window={fields['sliding_window']}")
-    if set(fields["layer_types"] or ()) - {"full_attention"}:
+    if set(fields["layer_types"] or ()) - {
+        "full_attention",
+        *(["sliding_attention"] if row.alternates_windows else []),
+    }:
         raise Unsupported(f"layer_types={sorted(set(fields['layer_types']))}")
     if fields.get("mlp_only_layers") or fields.get("decoder_sparse_step", 1) != 1:
         raise Unsupported("a model of which some layers only have experts")
+    if fields.get("swiglu_alpha", SWIGLU_ALPHA) != SWIGLU_ALPHA:
+        raise Unsupported(f"swiglu_alpha={fields['swiglu_alpha']}")
     read = {*row.defaults, *row.ignored, *SIZES, *WITHOUT_EFFECT}
     for name, value in raw.items():
         if name not in read and CHANGES_OUTPUT.search(name) and not _is_neutral(value):
