@@ -43,7 +43,7 @@ class CpuOps(Ops):
         return lambda x: linear(x, packed, bias, "none", [], "")
 
     def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
-        return CodedLinear(self, matrix, bias)
+        return super().make_quantised_linear(matrix, bias) if matrix.is_mxfp4 else CodedLinear(self, matrix, bias)
 
     def make_crossing(self, parts: CrossingParts) -> Crossing | None:
         linears = parts.o, parts.gate_up, parts.down, parts.projection

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from swiftllm.ops.experts import ExpertByExpert, Experts, ExpertWeights
+from swiftllm.ops.experts import ClampedSwiGLU, ExpertByExpert, Experts, ExpertWeights
 from swiftllm.ops.int8_blocks import pack, unpack
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 
@@ -123,11 +124,16 @@ class Ops:
     def make_experts(self, weights: ExpertWeights) -> Experts:
         """A function of rows; see :data:`~swiftllm.ops.experts.Experts`."""
 
-        def make_linear(matrix: torch.Tensor | QuantisedMatrix) -> Linear:
+        def make_linear(matrix: torch.Tensor | QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
             is_plain = isinstance(matrix, torch.Tensor)
-            return self.make_linear(matrix, None) if is_plain else self.make_quantised_linear(matrix, None)
+            return self.make_linear(matrix, bias) if is_plain else self.make_quantised_linear(matrix, bias)
 
-        return ExpertByExpert(weights, make_linear, self.silu_and_mul)
+        return ExpertByExpert(weights, make_linear, self.activation_of(weights))
+
+    def activation_of(self, weights: ExpertWeights) -> Callable[[torch.Tensor], torch.Tensor]:
+        """From an expert's ``[rows, 2 n]`` of gate and up to ``[rows, n]``."""
+        is_silu = weights.activation is None
+        return self.silu_and_mul if is_silu else partial(self.clamped_swiglu, activation=weights.activation)
 
     def make_crossing(self, parts: CrossingParts) -> Crossing | None:
         """All parts in one call, with the bits of the separate calls; None where there is no such call.
@@ -163,6 +169,12 @@ class Ops:
         """``[rows, 2 n]`` to ``[rows, n]``: SiLU of the first half times the second."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
+
+    def clamped_swiglu(self, gate_up: torch.Tensor, activation: ClampedSwiGLU) -> torch.Tensor:
+        """``[rows, 2 n]`` to ``[rows, n]``: gate is the first half, up the second; computed in float32."""
+        gate, up = gate_up.float().chunk(2, -1)
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        return ((up + 1) * gate * torch.sigmoid(activation.alpha * gate)).to(gate_up.dtype)
 
     def store_kv(
         self,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from swiftllm.ops.experts import ExpertByExpert, ExpertWeights, add_slots, choose_experts
+from swiftllm.ops.experts import ExpertByExpert, ExpertLinear, ExpertWeights, add_slots, choose_experts
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.triton.grouped import GroupedExperts, most_tiles, tile_rows
@@ -37,14 +38,22 @@ def random_experts(experts: int, slots: int, hidden: int, ffn: int, dtype: torch
 
 def expected(weights: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
     """By float64 products of every expert with every row; experts are chosen in float32, as the contract says."""
-    ids, likelihoods = choose_experts(x.float() @ weights.router.float().t(), weights.per_token, weights.normalises)
+    logits = x.float() @ weights.router.float().t()
+    logits = logits if weights.router_bias is None else logits + weights.router_bias
+    ids, likelihoods = choose_experts(logits, weights.per_token, weights.normalises)
     out = torch.zeros(x.shape, dtype=torch.float64)
     for expert in range(weights.num_experts):
-        gate_up, down = (m.dequantise() if isinstance(m, QuantisedMatrix) else m for m in weights.of(expert))
-        gate, up = (x.double() @ gate_up.double().t()).chunk(2, -1)
-        product = (torch.nn.functional.silu(gate) * up) @ down.double().t()
+        gate_up, down = map(in_float64, weights.of(expert))
+        activated = Ops().activation_of(weights)(gate_up(x.double()))
+        product = down(activated)
         out += product * torch.where(ids == expert, likelihoods.double(), 0.0).sum(1, keepdim=True)
     return out
+
+
+def in_float64(linear: ExpertLinear) -> Callable[[torch.Tensor], torch.Tensor]:
+    matrix, bias = linear
+    weight = matrix.dequantise() if isinstance(matrix, QuantisedMatrix) else matrix
+    return lambda x: torch.nn.functional.linear(x, weight.double(), None if bias is None else bias.double())
 
 
 CASES = [  # experts, slots, hidden, ffn, dtype, group, normalises, capability
@@ -114,7 +123,7 @@ def test_equal_experts_give_the_lower_ids_and_nan_stays_nan() -> None:
 
 
 def linears(weights: ExpertWeights) -> list:
-    return ExpertByExpert(weights, lambda m: Ops().make_linear(m, None), Ops().silu_and_mul)._linears
+    return ExpertByExpert(weights, Ops().make_linear, Ops().silu_and_mul)._linears
 
 
 def test_what_is_not_quantised_alike_is_refused() -> None:
