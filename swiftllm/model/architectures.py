@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from swiftllm.model.rope import ROPE_KINDS, RopeKind
 
@@ -30,6 +31,7 @@ COMMON: Mapping[str, Any] = MappingProxyType(
 )
 BIASES = {"attention_bias": False, "mlp_bias": False}
 QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False, "eos_token_id": None}
+QWEN_WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SWIGLU_ALPHA = 1.702
 SILU = ("silu", "swish")
@@ -39,6 +41,7 @@ CHANGES_OUTPUT = re.compile(
     "multiplier|scal|softcap|clip|window|rope|rotary|norm|expert|router|bias|sink|activation|_act$|layer_types|mup|"
     "parallel|alibi|swiglu"
 )
+FULL, SLIDING = "full_attention", "sliding_attention"
 WITHOUT_EFFECT = ("max_window_layers",)  # where no window is used
 
 
@@ -61,12 +64,13 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     """Fields that transformers does not read either."""
     rope_kinds: tuple[RopeKind, ...] = ROPE_KINDS
+    windows: Literal["all", "by layer", "alternating"] | None = None
+    """Which layers attend to the last ``sliding_window`` tokens only: all, or those that ``layer_types`` tells, or by
+    default none, or every other one from the first on."""
     scales_queries: bool = False
     """Whether queries far behind the context of the first training are scaled; ``rope_parameters`` tell by how much."""
     has_sinks: bool = False
     """Whether each head has a sink: one more score, of a token whose V is 0."""
-    alternates_windows: bool = False
-    """Whether every other layer, the first one included, has the window unless ``layer_types`` say which ones have."""
     residual_scale: float = 1.0
     """See :attr:`~swiftllm.model.config.ModelConfig.residual_scale`."""
 
@@ -94,6 +98,7 @@ ARCHITECTURES = {
         "mistral",
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         **WITHOUT_BIAS,
+        windows="all",
     ),
     "Ministral3ForCausalLM": Architecture(
         "ministral3",
@@ -116,12 +121,23 @@ ARCHITECTURES = {
         },
         scales_queries=True,
         **WITHOUT_BIAS,
+        windows="all",
     ),
     "Qwen2ForCausalLM": Architecture(
-        "qwen2", QWEN, qkv_bias=True, o_bias=False, mlp_bias=False, ignored=("attention_bias",)
+        "qwen2",
+        {**QWEN, **QWEN_WINDOWS},
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
+        ignored=("attention_bias",),
+        windows="by layer",
     ),
     "Qwen3ForCausalLM": Architecture(
-        "qwen3", {**QWEN, "head_dim": 128, "attention_bias": False}, mlp_bias=False, norms_heads=True
+        "qwen3",
+        {**QWEN, **QWEN_WINDOWS, "head_dim": 128, "attention_bias": False},
+        mlp_bias=False,
+        norms_heads=True,
+        windows="by layer",
     ),
     "Phi3ForCausalLM": Architecture(
         "phi3",
@@ -133,6 +149,7 @@ ARCHITECTURES = {
         },
         rope_kinds=("default",),
         **WITHOUT_BIAS,
+        windows="all",
     ),
     "GlmForCausalLM": Architecture("glm", GLM, o_bias=False, mlp_bias=False, interleaved_rotary=True),
     "Glm4ForCausalLM": Architecture(
@@ -151,6 +168,7 @@ ARCHITECTURES = {
             "no_rope_layer_interval": 4,
             "eos_token_id": 128001,
         },
+        windows="by layer",
     ),
     "GraniteForCausalLM": Architecture(
         "granite",
@@ -180,6 +198,7 @@ ARCHITECTURES = {
         norms_heads=True,
         expert_size="moe_intermediate_size",
         ignored=TRAINS_ROUTERS,
+        windows="all",
     ),
     "MixtralForCausalLM": Architecture(
         "mixtral",
@@ -194,6 +213,7 @@ ARCHITECTURES = {
         **WITHOUT_BIAS,
         expert_size="intermediate_size",
         ignored=TRAINS_ROUTERS,
+        windows="all",
     ),
     "GptOssForCausalLM": Architecture(
         "gpt_oss",
@@ -223,13 +243,13 @@ ARCHITECTURES = {
         expert_size="intermediate_size",
         ignored=(*TRAINS_ROUTERS, "experts_per_token"),
         has_sinks=True,
-        alternates_windows=True,
+        windows="alternating",
         residual_scale=2.0**-8,  # residuals reach hundreds of thousands, too much for float16
     ),
 }
 WRAPPERS = {"Mistral3ForConditionalGeneration": ("MistralForCausalLM", "Ministral3ForCausalLM")}
 """Models of text and images whose text part is one of these; the first where the part does not say."""
-SUPPORTED = f"supported are {', '.join((*ARCHITECTURES, *WRAPPERS))} with SiLU, and windows in GptOss alone"
+SUPPORTED = f"supported are {', '.join((*ARCHITECTURES, *WRAPPERS))} with SiLU"
 
 
 class Unsupported(ValueError):
@@ -271,15 +291,6 @@ def recognise(raw: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
     fields = row.defaults | dict(raw)
     if fields["hidden_act"] not in SILU:
         raise Unsupported(f"hidden_act={fields['hidden_act']!r}")
-    # Qwen gives a window and, beside it, whether it is used.
-    uses_window = "use_sliding_window" not in row.own or fields["use_sliding_window"]
-    if fields["sliding_window"] is not None and uses_window and not row.alternates_windows:
-        raise Unsupported(f"sliding_window={fields['sliding_window']}")
-    if set(fields["layer_types"] or ()) - {
-        "full_attention",
-        *(["sliding_attention"] if row.alternates_windows else []),
-    }:
-        raise Unsupported(f"layer_types={sorted(set(fields['layer_types']))}")
     if fields.get("mlp_only_layers") or fields.get("decoder_sparse_step", 1) != 1:
         raise Unsupported("a model of which some layers only have experts")
     if fields.get("swiglu_alpha", SWIGLU_ALPHA) != SWIGLU_ALPHA:
@@ -289,6 +300,37 @@ def recognise(raw: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
         if name not in read and CHANGES_OUTPUT.search(name) and not _is_neutral(value):
             raise Unsupported(f"{name}={value!r} in {names[0]}")
     return row, fields
+
+
+def layer_windows(row: Architecture, fields: Mapping[str, Any]) -> tuple[int | None, ...] | None:
+    """The attention window of each layer, in tokens; None: every layer attends to all tokens.
+
+    Raises:
+        Unsupported: there is no code for these windows.
+    """
+    num_layers, types, window = int(fields["num_hidden_layers"]), fields["layer_types"], fields["sliding_window"]
+    if "use_sliding_window" in row.own and not fields["use_sliding_window"]:  # Qwen gives a window that is not used
+        window = None
+    if window is not None and (row.windows is None or window < 1):
+        raise Unsupported(f"sliding_window={window}")
+    known = {FULL, SLIDING} if window is not None and row.windows != "all" else {FULL}
+    if types is not None and (set(types) - known or len(types) != num_layers):
+        raise Unsupported(f"{len(types)} layer_types={sorted(set(types))} with sliding_window={window}")
+    if window is None:
+        return None
+    if row.windows == "all":
+        return (int(window),) * num_layers
+    if types is None and row.windows == "alternating":
+        types = [FULL if layer % 2 else SLIDING for layer in range(num_layers)]
+    if types is None and "max_window_layers" not in row.own:
+        raise Unsupported(f"sliding_window={window} without layer_types")
+    if types is None:
+        types = [SLIDING if layer >= fields["max_window_layers"] else FULL for layer in range(num_layers)]
+    windows = tuple(int(window) if kind == SLIDING else None for kind in types)
+    counts = set(Counter(windows).values())
+    if len(counts) > 1:
+        raise Unsupported(f"a model of which {windows.count(None)} of {num_layers} layers have no window")
+    return windows if set(windows) != {None} else None
 
 
 def _is_neutral(value: Any) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swiftllm.model.architectures import SUPPORTED, Unsupported, recognise, text_part
+from swiftllm.model.architectures import SUPPORTED, Unsupported, layer_windows, recognise, text_part
 from swiftllm.model.checkpoint import tensor_names
 from swiftllm.model.quantised.scheme import QuantisationScheme
 from swiftllm.model.rope import RopeScaling, UnsupportedRope
@@ -85,7 +85,8 @@ class ModelConfig:
     experts: ExpertSizes | None = None
     """None: the FFN is dense."""
     windows: tuple[int | None, ...] | None = None
-    """Of each layer, to how many tokens a row attends, its own included; None: to all. None: all layers to all."""
+    """How many tokens each layer attends to, a row's own included; None: all, for one layer or for every one. As many
+    layers have one window as have any other."""
     has_sinks: bool = False
     """Whether each head of a layer has a sink: one more score, of a token whose V is 0."""
     named_positions: int | None = None
@@ -175,7 +176,7 @@ class ModelConfig:
                 norms_outputs=row.norms_outputs,
                 experts=ExpertSizes.from_fields(fields) if row.expert_size else None,
                 is_wrapped=text is not None,
-                windows=_windows(fields) if row.alternates_windows else None,
+                windows=layer_windows(row, fields),
                 has_sinks=row.has_sinks,
                 named_positions=named_positions,
             )
@@ -183,6 +184,8 @@ class ModelConfig:
                 config = _with_residual_scale(config, row.residual_scale)
             if "residual_multiplier" in row.own:
                 config = _with_multipliers(config, fields)
+        except Unsupported as what:
+            raise ValueError(f"{path}: {what} is not supported; {SUPPORTED}") from None
         except UnsupportedRope as error:
             raise ValueError(f"{path}: {error}") from None
         except KeyError as error:
@@ -303,17 +306,6 @@ def _layers_without_rotary(fields: Mapping[str, Any]) -> frozenset[int]:
     if has_rotary is None:
         return frozenset(layers[interval - 1 :: interval])
     return frozenset(layer for layer in layers if not has_rotary[layer])
-
-
-def _windows(fields: Mapping[str, Any]) -> tuple[int | None, ...] | None:
-    """Of each layer; see :attr:`ModelConfig.windows`."""
-    layers, window = int(fields["num_hidden_layers"]), int(fields["sliding_window"])
-    is_windowed = [kind == "sliding_attention" for kind in fields["layer_types"] or ()] or [
-        layer % 2 == 0 for layer in range(layers)
-    ]
-    if window < 1 or len(is_windowed) != layers:
-        raise ValueError(f"sliding_window={window} and layer_types of {len(is_windowed)} of {layers} layers")
-    return tuple(window if has else None for has in is_windowed) if any(is_windowed) else None
 
 
 def _with_residual_scale(config: ModelConfig, scale: float) -> ModelConfig:

@@ -23,6 +23,7 @@ TEXT_PREFIXES = {
 }
 EXPERT_NAMES = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "router": "gate"}
 STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(bias|blocks|scales))?")
+EVERY_OTHER = slice(0, None, 2), slice(1, None, 2)
 IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
 TO_RESIDUAL = ("o_proj", "down_proj")
@@ -98,7 +99,7 @@ def _experts_of(
     outputs, inputs = hidden, ffn
     if module == "gate_up_proj":
         outputs, inputs = 2 * ffn, hidden
-        of_gate, of_up = (slice(0, None, 2), slice(1, None, 2)) if alternates else (slice(0, ffn), slice(ffn, None))
+        of_gate, of_up = EVERY_OTHER if alternates else (slice(0, ffn), slice(ffn, None))
         of_expert = {"gate_proj": range(outputs)[of_gate], "up_proj": range(outputs)[of_up]}
     is_transposed = alternates and kind is None
     shapes = {

@@ -25,6 +25,7 @@ YARN = {
 GPT_OSS: dict[str, Any] = {
     "kind": GptOssConfig,
     "num_hidden_layers": 4,
+    "intermediate_size": 128,  # two ranks have whole groups of 32
     "head_dim": 16,
     "num_local_experts": 6,
     "num_experts_per_tok": 3,
