@@ -97,8 +97,6 @@ class EngineConfig:
                 raise ValueError(f"cpu_kv_dtype=int8 needs a block_size that 16 divides, not {self.block_size}")
             if self.cpu_kernel not in (None, "native"):
                 raise ValueError(f"cpu_kv_dtype=int8 needs the cpu_kernel native, not {self.cpu_kernel}")
-            if self.attention_hosts is not None:
-                raise ValueError("other hosts hold exact K and V only: drop attention_hosts or cpu_kv_dtype=int8")
         if self.ray_address is None and (self.attention_hosts or "").isdigit():
             raise ValueError(
                 f"attention_hosts={self.attention_hosts} is a number of hosts, which needs a ray_address; without Ray "

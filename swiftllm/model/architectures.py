@@ -308,15 +308,15 @@ def layer_windows(row: Architecture, fields: Mapping[str, Any]) -> tuple[int | N
     Raises:
         Unsupported: there is no code for these windows.
     """
-    num_layers, types, window = int(fields["num_hidden_layers"]), fields["layer_types"], fields["sliding_window"]
-    if "use_sliding_window" in row.own and not fields["use_sliding_window"]:  # Qwen gives a window that is not used
-        window = None
+    num_layers, types = int(fields["num_hidden_layers"]), fields["layer_types"]
+    is_used = "use_sliding_window" not in row.own or fields["use_sliding_window"]  # Qwen gives one that is not used
+    window = fields["sliding_window"] if is_used else None
     if window is not None and (row.windows is None or window < 1):
         raise Unsupported(f"sliding_window={window}")
     known = {FULL, SLIDING} if window is not None and row.windows != "all" else {FULL}
     if types is not None and (set(types) - known or len(types) != num_layers):
         raise Unsupported(f"{len(types)} layer_types={sorted(set(types))} with sliding_window={window}")
-    if window is None:
+    if window is None or window >= int(fields["max_position_embeddings"]):
         return None
     if row.windows == "all":
         return (int(window),) * num_layers
@@ -327,8 +327,7 @@ def layer_windows(row: Architecture, fields: Mapping[str, Any]) -> tuple[int | N
     if types is None:
         types = [SLIDING if layer >= fields["max_window_layers"] else FULL for layer in range(num_layers)]
     windows = tuple(int(window) if kind == SLIDING else None for kind in types)
-    counts = set(Counter(windows).values())
-    if len(counts) > 1:
+    if len(set(Counter(windows).values())) > 1:
         raise Unsupported(f"a model of which {windows.count(None)} of {num_layers} layers have no window")
     return windows if set(windows) != {None} else None
 

@@ -95,11 +95,11 @@ class ShardedBackend:
     # -- batches: the other ranks know them by numbers -----------------------------------------------------------------
 
     def open_lane(self, items: Sequence[LaneItem]) -> LaneBatch:
-        described = describe_lane(items, self.block_tables, self.own.block_size)
+        described = describe_lane(items, self.block_tables, self.own.layer_groups)
         return self._open(partial(self.own.build_lane, *described), "open_lane", tuple(described[0]))
 
     def open_cohort(self, requests: Sequence[Request]) -> CohortBatch:
-        described = describe_cohort(requests, self.block_tables, self.own.block_size)
+        described = describe_cohort(requests, self.block_tables, self.own.layer_groups)
         return self._open(partial(self.own.build_cohort, described, requests), "open_cohort", tuple(described))
 
     def drop_rows(self, cohort: CohortBatch, request_ids: frozenset[str]) -> CohortBatch:
