@@ -77,14 +77,20 @@ def cpu_format(cpu_kv_dtype: CpuKVDtype, dtype: torch.dtype) -> KVFormat:
     return INT8 if cpu_kv_dtype == "int8" else KVFormat.exact(dtype)
 
 
-def check_heads(config: EngineConfig, model: ModelConfig) -> None:
-    """Check that a model's K and V have the formats asked for, before anything is loaded.
+def check_kv(config: EngineConfig, model: ModelConfig) -> None:
+    """Check that a model's K and V can be held as asked for, before anything is loaded.
 
     Raises:
         ValueError: they do not.
     """
     if config.cpu_kv_dtype == "int8" and model.head_dim % 8:
         raise ValueError(f"cpu_kv_dtype=int8 needs a head dim that 8 divides, and this model has {model.head_dim}")
+    tiers = config.prefix_cache_tiers
+    if model.windows is not None and config.enable_prefix_caching and tiers != "auto":
+        raise ValueError(
+            f"prefix_cache_tiers={tiers} needs a model that keeps all K and V, and this one's attention windows let "
+            "them be overwritten: drop it"
+        )
 
 
 def tier_formats(config: EngineConfig, dtype: torch.dtype) -> Mapping[Tier, KVFormat]:

@@ -274,6 +274,10 @@ class ModelConfig:
             quantisation=None if self.quantisation is None else replace(self.quantisation, parts=ranks),
         )
 
+    def tokens_reached(self, rows: int, context: int) -> list[int]:
+        """How many tokens ``rows`` at the end of a context attend to, in layers of each window there is."""
+        return [context if window is None else min(context, rows + window) for window in set(self.windows or [None])]
+
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V of one token in all layers, at ``itemsize`` bytes per element."""
         return self.num_layers * self.num_kv_heads * 2 * self.head_dim * itemsize

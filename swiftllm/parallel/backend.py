@@ -24,7 +24,7 @@ from swiftllm.core.request import Request
 from swiftllm.device import open_device
 from swiftllm.engine.backend import RankFailed, Ticket, TicketTimes
 from swiftllm.kv.budget import plan_blocks
-from swiftllm.kv.format import check_heads
+from swiftllm.kv.format import check_kv
 from swiftllm.machine import available_host_bytes
 from swiftllm.model.config import ModelConfig
 from swiftllm.parallel.group import Group
@@ -205,7 +205,7 @@ def open_sharded_backend(
             "take device='cpu'"
         )
     model = ModelConfig.from_folder(config.model)
-    check_heads(config, model)  # before processes start
+    check_kv(config, model)  # before processes start
     Shard(model, 0, size)
     group = Group(0, size, hardware)
     team = Team(config, group, launcher or SpawnedRanks(), threaded=make_worker is not InlineWorker)

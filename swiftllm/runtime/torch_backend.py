@@ -15,7 +15,7 @@ from swiftllm.device import open_device
 from swiftllm.device.device import Device
 from swiftllm.engine.backend import Ticket
 from swiftllm.kv.budget import KVPlan, check_weights, plan_blocks
-from swiftllm.kv.format import check_heads
+from swiftllm.kv.format import check_kv
 from swiftllm.kv.pools import KVPools
 from swiftllm.machine import available_host_bytes
 from swiftllm.model.config import ModelConfig
@@ -380,7 +380,7 @@ def open_torch_backend(
     hardware = hardware or open_device(config.device)
     processors = Processors(config, hardware)
     model = ModelConfig.from_folder(config.model)
-    check_heads(config, model)
+    check_kv(config, model)
     placement = placement or all_resident(model.num_layers)
     host_bytes = None if hardware.torch_device.type == "cpu" else available_host_bytes()
     check_weights(model, processors.dtype, hardware.free_bytes(), placement, host_bytes=host_bytes)
