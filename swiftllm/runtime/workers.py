@@ -46,6 +46,7 @@ class AttentionTask:
     rows: Any  # what the tier made of them: OpenedRows in this process
     qkv: torch.Tensor  # [rows, num_heads + 2 num_kv_heads, head_dim]
     out: torch.Tensor  # [rows, num_heads, head_dim]; overwritten
+    sinks: torch.Tensor | None = None  # float32 [num_heads], of the layer
 
 
 class OfOneLayer:
@@ -123,10 +124,10 @@ class TaskRunner:
                 addressed = self._layers[task.layer], tables, lens, task.out
                 new = task.qkv.split(heads, dim=1)
                 scale = task.out.shape[-1] ** -0.5
-                if window is not None:
+                if window is not None or task.sinks is not None:
                     from swiftllm.ops.interface import Ops
 
-                    return Ops().decode_attention(*new, *addressed, scale, window)
+                    return Ops().decode_attention(*new, *addressed, scale, window, task.sinks)
                 pacpu.paged_attention(*new, *addressed, scale, kernel=self._kernel, **threads)
             case RowsWrite():
                 k, v = task.content.chunk(2, 1)
