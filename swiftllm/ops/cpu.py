@@ -211,9 +211,11 @@ class CodedExperts:
         )
 
     def __call__(self, x: torch.Tensor, num_rows: torch.Tensor | None = None) -> torch.Tensor:
-        ids, likelihoods = self._router(x, num_rows)
-        out = torch.empty_like(x)
-        routing = ids.contiguous(), likelihoods.contiguous()
+        return self.compute(x, *self._router(x, num_rows))
+
+    def compute(self, x: torch.Tensor, ids: torch.Tensor, likelihoods: torch.Tensor) -> torch.Tensor:
+        """The rows of experts that a router chose."""
+        out, routing = torch.empty_like(x), (ids.contiguous(), likelihoods.contiguous())
         self._packed(x, *routing, out, num_threads=self._ops.num_threads)
         return out
 

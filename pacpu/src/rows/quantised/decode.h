@@ -2,6 +2,8 @@
 // rounded once.
 #pragma once
 
+#include <type_traits>
+
 #include "../elements.h"
 #include "quantised.h"
 
@@ -104,8 +106,11 @@ struct Values {
     alignas(64) float table[1 << 4] = {};
 
     PACPU_INLINE void set(const float* numbers, float scale, float zero) {
-        for (int first = 0; first < 1 << 4; first += width)
-            store(table + first, rounded<T>(values_of(numbers, scale, zero, first)));
+        const bool is_exact = numbers == mxfp4_numbers && !std::is_same_v<T, Half>;
+        for (int first = 0; first < 1 << 4; first += width) {
+            const Floats values = values_of(numbers, scale, zero, first);
+            store(table + first, is_exact ? values : rounded<T>(values));
+        }
     }
 
     PACPU_INLINE Floats of(Words words) const {
