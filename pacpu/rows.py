@@ -214,7 +214,14 @@ def has_prompt_attention() -> bool:
     return _pacpu.has_prompt_attention()
 
 
-def prompt_attention(prompts: Sequence[tuple[Any, Any, Any, Any]], scale: float, *, num_threads: int = 1) -> None:
+def prompt_attention(
+    prompts: Sequence[tuple[Any, Any, Any, Any]],
+    scale: float,
+    *,
+    window: int | None = None,
+    sinks: Any | None = None,
+    num_threads: int = 1,
+) -> None:
     """Attention of each request's last tokens over its whole context, in bfloat16: no token attends to a later one.
 
     Scores and sums are float32; the softmax's weights are rounded to bfloat16, and subnormal numbers are zero. The
@@ -225,9 +232,9 @@ def prompt_attention(prompts: Sequence[tuple[Any, Any, Any, Any]], scale: float,
             q: bfloat16 `[rows, num_heads, head_dim]`; head_dim is even.
             k, v: bfloat16 `[num_kv_heads, context, head_dim]`, contiguous within a token; the rows are the last tokens.
             out: bfloat16 `[rows, num_heads, head_dim]`, overwritten.
-        scale: factor on the scores.
+        scale, window, sinks: as in `pacpu.paged_attention`.
     """
-    _pacpu.prompt_attention(prompts, scale, num_threads)
+    _pacpu.prompt_attention(prompts, scale, window, sinks, num_threads)
 
 
 def rms_norm(x: Any, weight: Any, eps: float, out: Any, *, addend: Any | None = None, num_threads: int = 1) -> None:

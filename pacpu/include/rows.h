@@ -113,8 +113,10 @@ void store_kv(const StoreKV& problem, int begin, int end);
 // K and V of a prompt are packed in panels of so many tokens; scores are computed for a stretch of panels at a time.
 constexpr int key_panel = 64, key_stretch = 512;
 
-// Attention of a request's last `rows` tokens over its whole context, in bfloat16: row i attends to all tokens but those
-// after it.
+constexpr int prompt_rows_at_once = 16;  // most rows of one call of `attend_prompt`
+
+// Attention of a request's last `rows` tokens over its whole context, in bfloat16: row i attends to the last `window`
+// tokens up to its own.
 struct Prompt {
     int rows, num_heads, num_kv_heads, context, head_dim;  // head_dim is even
     float scale;
@@ -126,6 +128,8 @@ struct Prompt {
     int64_t v_head_stride, v_stride;
     BFloat16* out;  // [rows, num_heads, head_dim]
     int64_t out_stride;
+    int window;
+    const float* sinks;  // [num_heads], or nullptr: each the score of one more token, whose value is zero
     BFloat16* packed;  // [num_kv_heads, panels, 2, key_panel, padded_dim()]: keys by pairs of elements, values of tokens
 
     int padded_dim() const { return (head_dim + key_panel - 1) / key_panel * key_panel; }

@@ -106,12 +106,12 @@ class CpuOps(Ops):
     def prefill_attention(
         self, chunks: Sequence[ChunkAttention], scale: float, sinks: torch.Tensor | None = None
     ) -> None:
-        has_more = sinks is not None or any(chunk.window is not None for chunk in chunks)
-        if not chunks or has_more or not pacpu_multiplies(chunks[0].q.dtype) or not rows.has_prompt_attention():
+        if not chunks or not pacpu_multiplies(chunks[0].q.dtype) or not rows.has_prompt_attention():
             return super().prefill_attention(chunks, scale, sinks)
         # No masks are needed: a chunk's rows are the last tokens of the context.
-        prompts = [(chunk.q, chunk.k, chunk.v, chunk.out) for chunk in chunks]
-        return rows.prompt_attention(prompts, scale, num_threads=self.num_threads)
+        for window in dict.fromkeys(chunk.window for chunk in chunks):
+            prompts = [(chunk.q, chunk.k, chunk.v, chunk.out) for chunk in chunks if chunk.window == window]
+            rows.prompt_attention(prompts, scale, window=window, sinks=sinks, num_threads=self.num_threads)
 
     def _attend_chunk(
         self,
@@ -139,9 +139,7 @@ class CpuOps(Ops):
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        if window is not None or sinks is not None:
-            return super().decode_attention(q, k, v, kv_layer, block_tables, seq_lens, out, scale, window, sinks)
-        how = {"num_threads": self.num_threads, "kernel": self._cpu_kernel}
+        how = {"window": window, "sinks": sinks, "num_threads": self.num_threads, "kernel": self._cpu_kernel}
         pacpu.paged_attention(q, k, v, kv_layer, block_tables, seq_lens, out, scale, **how)
 
 

@@ -265,14 +265,14 @@ class TritonOps(Ops):
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        if window is not None or sinks is not None:
-            return super().decode_attention(q, k, v, kv_layer, block_tables, seq_lens, out, scale, window, sinks)
         rows, heads, head_dim = q.shape
         if not rows:
             return
         num_kv_heads, block_size = kv_layer.shape[1], kv_layer.shape[3]
         group, dim_tile = heads // num_kv_heads, next_power_of_2(head_dim)
         context = block_tables.shape[1] * block_size
+        if window is not None:
+            context = min(context, window)
         if self._has_tensor_cores(q):
             kernel, group_tile = decode_partials_dot_kernel, max(MIN_DOT_TILE, next_power_of_2(group))
             tile, shared_bytes = max(MIN_DOT_TILE, TILE_ELEMENTS // dim_tile), DOT_SHARED_BYTES
@@ -288,18 +288,18 @@ class TritonOps(Ops):
             partial_lse = torch.empty((rows, heads, num_splits), dtype=torch.float32, device=q.device)
         launch(
             kernel, (num_splits, num_kv_heads, rows),
-            q, k, v, kv_layer, block_tables, seq_lens, partial_out, partial_lse, scale * LOG2_E,
+            q, k, v, kv_layer, block_tables, seq_lens, partial_out, partial_lse, sinks, scale * LOG2_E,
             _row_stride(q), _row_stride(k), _row_stride(v), _row_stride(out), block_tables.stride(0),
             num_splits, split_tokens,
-            num_kv_heads, group, head_dim, block_size, group_tile, dim_tile, tile, is_one,
+            num_kv_heads, group, head_dim, block_size, group_tile, dim_tile, tile, is_one, window,
             num_warps=4, num_stages=DOT_STAGES,
         )  # fmt: skip
         if is_one:
             return
         launch(
             decode_combine_kernel, (heads, rows),
-            partial_out, partial_lse, seq_lens, out, _row_stride(out), num_splits, split_tokens,
-            heads, head_dim, dim_tile, COMBINE_TILE,
+            partial_out, partial_lse, seq_lens, sinks, out, _row_stride(out), num_splits, split_tokens,
+            heads, head_dim, dim_tile, COMBINE_TILE, window,
             num_warps=4,
         )  # fmt: skip
 

@@ -60,10 +60,11 @@ void pack_queries(const Segment& segment) {
     }
 }
 
-// The tiles of a chunk under one KV head, and those that are wanted next; the same, where nothing is.
+// The tiles of a chunk under one KV head, and those that are wanted next; the same, where nothing is. Tokens count from
+// `begin` to `end`.
 struct Tiles {
     const char *tiles[chunk_tiles], *ahead[chunk_tiles];
-    int num_tokens;
+    int begin, end;
 };
 
 // What V's scales make of a chunk's weights.
@@ -77,7 +78,7 @@ struct ValueScales {
             const int token = i * width;
             const char* tile = chunk.tiles[token / tile_tokens];
             const Floats scales = load((const float*)(tile + scales_at(dim)) + tile_tokens + token % tile_tokens);
-            relative[i] = is_token(token, chunk.num_tokens) ? scales : Floats{};
+            relative[i] = is_token(token, chunk) ? scales : Floats{};
             most = larger(relative[i], most);
         }
         largest = reduce<1>(most, larger)[0];
@@ -87,8 +88,9 @@ struct ValueScales {
     }
 
     // Of the tokens from `first` on, lane by lane, whether there are such.
-    static PACPU_INLINE Ints is_token(int first, int num_tokens) {
-        return lanes(std::make_integer_sequence<int, width>{}) < num_tokens - first;
+    static PACPU_INLINE Ints is_token(int first, const Tiles& chunk) {
+        const Ints places = lanes(std::make_integer_sequence<int, width>{}) + first;
+        return (places >= chunk.begin) & (places < chunk.end);
     }
     template <int... lane>
     static PACPU_INLINE Ints lanes(std::integer_sequence<int, lane...>) {
@@ -112,7 +114,7 @@ PACPU_INLINE void softmax_step(const Tiles& chunk, int dim, const ValueScales& v
         Floats score[chunk_vectors], most = splat(-__builtin_inff());
         for (int i = 0; i < chunk_vectors; ++i) {
             const Floats product = load(scores[h] + i * width) * key_scales[i];
-            score[i] = ValueScales::is_token(i * width, chunk.num_tokens) ? product : splat(-__builtin_inff());
+            score[i] = ValueScales::is_token(i * width, chunk) ? product : splat(-__builtin_inff());
             most = maximum(score[i], most);
         }
         most = reduce<1>(most, [](Floats a, Floats b) { return maximum(a, b); });
@@ -175,7 +177,7 @@ PACPU_INLINE void attend_kv_head(const Segment& segment, int kv_head, Tiles chun
 // The first KV head's tiles of the chunk that begins with a tile; the last one twice, where there is no second.
 PACPU_INLINE void locate(const Segment& segment, int first_tile, const char** tiles) {
     const int tiles_per_block = segment.block_size / tile_tokens;
-    const int last = (segment.num_tokens - 1) / tile_tokens;
+    const int last = (segment.first_slot + segment.num_tokens - 1) / tile_tokens;
     for (int i = 0; i < chunk_tiles; ++i) {
         const int tile = min_of(first_tile + i, last);
         tiles[i] = segment.keys + segment.blocks[tile / tiles_per_block] * segment.block_bytes +
@@ -193,14 +195,16 @@ void walk(const Segment& segment, const Segment* next, SoftmaxState state) {
     __builtin_memset(state.output, 0, sizeof(float) * num_heads * segment.padded_dim);
     pack_queries<Math>(segment);
     const char* tiles[2][chunk_tiles];
-    locate(segment, 0, tiles[0]);
-    for (int token = 0, turn = 0; token < segment.num_tokens; token += chunk_tokens, turn ^= 1) {
+    const int first_tile = segment.first_slot / tile_tokens, end = segment.first_slot + segment.num_tokens;
+    locate(segment, first_tile, tiles[0]);
+    for (int slot = first_tile * tile_tokens, turn = 0; slot < end; slot += chunk_tokens, turn ^= 1) {
         const char **here = tiles[turn], **following = tiles[turn ^ 1];
-        const bool is_last = token + chunk_tokens >= segment.num_tokens;
-        if (!is_last) locate(segment, token / tile_tokens + chunk_tiles, following);
-        if (is_last && next) locate(*next, 0, following);
+        const bool is_last = slot + chunk_tokens >= end;
+        if (!is_last) locate(segment, slot / tile_tokens + chunk_tiles, following);
+        if (is_last && next) locate(*next, next->first_slot / tile_tokens, following);
         Tiles chunk;
-        chunk.num_tokens = min_of(segment.num_tokens - token, chunk_tokens);
+        chunk.begin = slot < segment.first_slot ? segment.first_slot - slot : 0;
+        chunk.end = min_of(end - slot, chunk_tokens);
         for (int kv_head = 0; kv_head < segment.num_kv_heads; ++kv_head) {
             const ptrdiff_t offset = kv_head * segment.head_bytes;
             for (int i = 0; i < chunk_tiles; ++i) {
