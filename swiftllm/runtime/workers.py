@@ -124,11 +124,8 @@ class TaskRunner:
                 addressed = self._layers[task.layer], tables, lens, task.out
                 new = task.qkv.split(heads, dim=1)
                 scale = task.out.shape[-1] ** -0.5
-                if window is not None or task.sinks is not None:
-                    from swiftllm.ops.interface import Ops
-
-                    return Ops().decode_attention(*new, *addressed, scale, window, task.sinks)
-                pacpu.paged_attention(*new, *addressed, scale, kernel=self._kernel, **threads)
+                which = {"window": window, "sinks": task.sinks}
+                pacpu.paged_attention(*new, *addressed, scale, **which, kernel=self._kernel, **threads)
             case RowsWrite():
                 k, v = task.content.chunk(2, 1)
                 rows.store_kv(k, v, self._layers[task.layer], task.blocks, task.offsets, **threads)
