@@ -33,12 +33,13 @@ BIASES = {"attention_bias": False, "mlp_bias": False}
 QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False, "eos_token_id": None}
 QWEN_WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SWIGLU_ALPHA = 1.702
 SILU = ("silu", "swish")
 
 # Names of fields that change what a model computes, in the configurations of transformers.
 CHANGES_OUTPUT = re.compile(
     "multiplier|scal|softcap|clip|window|rope|rotary|norm|expert|router|bias|sink|activation|_act$|layer_types|mup|"
-    "parallel|alibi"
+    "parallel|alibi|swiglu"
 )
 FULL, SLIDING = "full_attention", "sliding_attention"
 WITHOUT_EFFECT = ("max_window_layers",)  # where no window is used
@@ -63,11 +64,15 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     """Fields that transformers does not read either."""
     rope_kinds: tuple[RopeKind, ...] = ROPE_KINDS
-    windows: Literal["all", "by layer"] | None = None
+    windows: Literal["all", "by layer", "alternating"] | None = None
     """Which layers attend to the last ``sliding_window`` tokens only: all, or those that ``layer_types`` tells, or by
-    default none."""
+    default none, or every other one from the first on."""
     scales_queries: bool = False
     """Whether queries far behind the context of the first training are scaled; ``rope_parameters`` tell by how much."""
+    has_sinks: bool = False
+    """Whether each head has a sink: one more score, of a token whose V is 0."""
+    residual_scale: float = 1.0
+    """See :attr:`~swiftllm.model.config.ModelConfig.residual_scale`."""
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -210,6 +215,37 @@ ARCHITECTURES = {
         ignored=TRAINS_ROUTERS,
         windows="all",
     ),
+    "GptOssForCausalLM": Architecture(
+        "gpt_oss",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "attention_bias": True,
+            "sliding_window": 128,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_limit": 7.0,
+            "swiglu_alpha": SWIGLU_ALPHA,
+            "eos_token_id": None,
+        },
+        mlp_bias=True,
+        expert_size="intermediate_size",
+        ignored=(*TRAINS_ROUTERS, "experts_per_token"),
+        has_sinks=True,
+        windows="alternating",
+        residual_scale=2.0**-8,  # residuals reach hundreds of thousands, too much for float16
+    ),
 }
 WRAPPERS = {"Mistral3ForConditionalGeneration": ("MistralForCausalLM", "Ministral3ForCausalLM")}
 """Models of text and images whose text part is one of these; the first where the part does not say."""
@@ -257,6 +293,8 @@ def recognise(raw: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
         raise Unsupported(f"hidden_act={fields['hidden_act']!r}")
     if fields.get("mlp_only_layers") or fields.get("decoder_sparse_step", 1) != 1:
         raise Unsupported("a model of which some layers only have experts")
+    if fields.get("swiglu_alpha", SWIGLU_ALPHA) != SWIGLU_ALPHA:
+        raise Unsupported(f"swiglu_alpha={fields['swiglu_alpha']}")
     read = {*row.defaults, *row.ignored, *SIZES, *WITHOUT_EFFECT}
     for name, value in raw.items():
         if name not in read and CHANGES_OUTPUT.search(name) and not _is_neutral(value):
@@ -275,13 +313,15 @@ def layer_windows(row: Architecture, fields: Mapping[str, Any]) -> tuple[int | N
     window = fields["sliding_window"] if is_used else None
     if window is not None and (row.windows is None or window < 1):
         raise Unsupported(f"sliding_window={window}")
-    known = {FULL, SLIDING} if window is not None and row.windows == "by layer" else {FULL}
+    known = {FULL, SLIDING} if window is not None and row.windows != "all" else {FULL}
     if types is not None and (set(types) - known or len(types) != num_layers):
         raise Unsupported(f"{len(types)} layer_types={sorted(set(types))} with sliding_window={window}")
     if window is None or window >= int(fields["max_position_embeddings"]):
         return None
     if row.windows == "all":
         return (int(window),) * num_layers
+    if types is None and row.windows == "alternating":
+        types = [FULL if layer % 2 else SLIDING for layer in range(num_layers)]
     if types is None and "max_window_layers" not in row.own:
         raise Unsupported(f"sliding_window={window} without layer_types")
     if types is None:

@@ -43,7 +43,7 @@ class FrameKind(enum.IntEnum):
     BEAT = 4  # host, every HEARTBEAT_S
     OPEN = 5  # a rows, b id; the window or 0, seq_lens and block_tables
     DROP = 6  # b id
-    ATTEND = 7  # a layer, b id; qkv
+    ATTEND = 7  # a layer, b id; qkv, the sinks of the layer if it has any
     STORE = 8  # a layer, b rows; blocks, offsets, kv
     PUT = 9  # a first layer, b blocks; blocks, content of as many layers as there are bytes for
     GET = 10  # a first layer, b blocks; blocks, the layer after the last

@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 import json
 import logging
+import math
 import os
 import socket
 import sys
@@ -214,9 +215,11 @@ class Store:
         shape, dtype, in_blocks, layer = self.shape, self.shape.torch_dtype, self.pool.dtype, header.a
         if header.kind == FrameKind.ATTEND:
             rows = opened[header.b]
-            qkv = payload.view(dtype).view(len(rows.seq_lens), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-            out = torch.empty((len(qkv), shape.num_heads, shape.head_dim), dtype=dtype)
-            return AttentionTask(layer, rows, qkv, out)
+            sizes = len(rows.seq_lens), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim
+            qkv, sinks = payload.tensor_split([math.prod(sizes) * dtype.itemsize])
+            out = torch.empty((len(rows.seq_lens), shape.num_heads, shape.head_dim), dtype=dtype)
+            own_sinks = sinks.view(torch.float32) if len(sinks) else None
+            return AttentionTask(layer, rows, qkv.view(dtype).view(sizes), out, own_sinks)
         blocks, rest = _blocks_first(payload, header.b if header.kind != FrameKind.LOAD else None)
         if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < self.pool.shape[1]:
             raise ValueError(f"blocks {blocks.tolist()} are not all in the pool of {self.pool.shape[1]}")

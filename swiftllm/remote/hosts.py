@@ -102,7 +102,7 @@ class AttentionHosts:
         joined = JoinedTicket(len(task.rows), send_back)
         # Another host's part first: with a worker that computes at once, the local part would hold it up.
         for tier, rows, opened in sorted(task.rows, key=lambda part: part[0] is self._tiers[0]):
-            part = AttentionTask(task.layer, opened, task.qkv[rows], task.out[rows])
+            part = AttentionTask(task.layer, opened, task.qkv[rows], task.out[rows], task.sinks)
             try:
                 ticket = tier.attend(part, arrived, joined.part_done)
             except HostDied as error:  # the other parts are under way and must be waited for

@@ -136,7 +136,8 @@ class RemoteCpuTier:
 
     def attend(self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None) -> RemoteTicket:
         header = Header(FrameKind.ATTEND, task.layer, task.rows.number)
-        return self.channel.ask(header, task.qkv, out=task.out, arrived=arrived, send_back=send_back)
+        sinks = () if task.sinks is None else (task.sinks,)
+        return self.channel.ask(header, task.qkv, *sinks, out=task.out, arrived=arrived, send_back=send_back)
 
     def write(self, write: HostWrite, arrived: Event) -> None:
         count = len(write.blocks)

@@ -311,7 +311,7 @@ class LayerGraphs:
             tables, lens = frame.block_tables[group, :rows, :blocks], frame.seq_lens[:rows]
             addressed = self._gpu_layers[layer], tables, lens, frame.attention_out[:rows]
             window = self._layer_groups.windows[group]
-            self._model.ops.decode_attention(*new, *addressed, self._scale, window)
+            self._model.ops.decode_attention(*new, *addressed, self._scale, window, self._model.sinks(layer))
             return
         attention_out, residual = frame.attention_out[:rows], frame.residual[:rows]
         if layer == self._last:

@@ -105,11 +105,13 @@ def _written_out(model: ModelConfig, itemsize: int, hidden: int, gate_up: int, q
     With up to 512 rows codes are multiplied from sm_80 on, and on most CPUs with any; then this is more than is taken.
     """
     beside = {"qkv": qkv, "o": hidden, "gate_up": gate_up, "down": hidden + gate_up // 2}
-    return max(
+    written_out = [
         sum(matrix.out_features) * matrix.in_features * itemsize + beside[matrix.name]
         for matrix in fused_matrices(model)
+        if matrix.is_quantised
         if model.experts is None or matrix.name in ("qkv", "o")  # experts' codes are multiplied as they are
-    )
+    ]
+    return max(written_out, default=0)
 
 
 def _graph_buffers(model: ModelConfig, itemsize: int, requests: int) -> int:

@@ -73,6 +73,7 @@ class TorchBackend:
         self.cpu_tier: CpuTier = cpu_tier
         self.attention_hosts: AttentionHosts | None = None
         self._ops, self._scale = processors.ops, self.model_config.head_dim**-0.5
+        self._host_sinks = [None if own is None else own.cpu() for own in map(self.model.sinks, range(self.num_layers))]
         self._pacer = Pacer(self.hardware.compute)
         self._transfers = KVTransfers(self.hardware, kv_pools, self._ops, cpu_tier)
         self._builder = BatchBuilder(
@@ -229,10 +230,10 @@ class TorchBackend:
             self._prefill_attention(layer, lane, group)
         if lane.decodes is not None and (self.graphs is None or not self.graphs.attention(layer, lane)):
             rows, kv_layer = lane.decodes.rows, self.kv_pools.layers[Tier.GPU][layer]
-            new = self.model.split_qkv(lane.qkv[rows])
-            group, lens = self.layer_groups.group_of[layer], lane.decodes.seq_lens
-            addressed = kv_layer, lane.decodes.block_tables[group], lens, lane.attention_out[rows]
-            self._ops.decode_attention(*new, *addressed, self._scale, self.layer_groups.windows[group])
+            group, new = self.layer_groups.group_of[layer], self.model.split_qkv(lane.qkv[rows])
+            addressed = kv_layer, lane.decodes.block_tables[group], lane.decodes.seq_lens, lane.attention_out[rows]
+            how = self._scale, self.layer_groups.windows[group], self.model.sinks(layer)
+            self._ops.decode_attention(*new, *addressed, *how)
         self._pacer.wait()  # before the executor asks which cohorts are ready
 
     @torch.inference_mode()
@@ -275,10 +276,9 @@ class TorchBackend:
         chunks = []
         for chunk, context in zip(group.chunks, contexts, strict=True):
             k_and_v = (x[chunk.rows].transpose(0, 1) for x in (k, v)) if context is None else context
-            mask = None if context is None else chunk.contexts[index].mask
-            out = lane.attention_out[chunk.rows]
+            mask, out = None if context is None else chunk.contexts[index].mask, lane.attention_out[chunk.rows]
             chunks.append(ChunkAttention(q[chunk.rows], *k_and_v, mask, out, window))
-        self._ops.prefill_attention(chunks, self._scale)
+        self._ops.prefill_attention(chunks, self._scale, self.model.sinks(layer))
 
     def _gather(self, kv_layer: torch.Tensor, chunk: PrefillChunk, group: int) -> torch.Tensor | None:
         """K and V of a chunk's context in its blocks, ``[2, num_kv_heads, tokens, head_dim]``; None: it has none."""
@@ -302,7 +302,7 @@ class TorchBackend:
             hardware.to_device.copy(cohort.attention_out, cohort.host_out)
             cohort.returned = hardware.to_device.mark()
 
-        task = AttentionTask(place, cohort.opened[group], qkv, cohort.host_out)
+        task = AttentionTask(place, cohort.opened[group], qkv, cohort.host_out, self._host_sinks[layer])
         return self.cpu_tier.attend(task, hardware.to_host.mark(), send_back)
 
     def take_logprobs(self) -> Mapping[str, TokenLogprob]:

@@ -46,6 +46,7 @@ class AttentionTask:
     rows: Any  # what the tier made of them: OpenedRows in this process
     qkv: torch.Tensor  # [rows, num_heads + 2 num_kv_heads, head_dim]
     out: torch.Tensor  # [rows, num_heads, head_dim]; overwritten
+    sinks: torch.Tensor | None = None  # float32 [num_heads], of the layer
 
 
 class OfOneLayer:
@@ -123,7 +124,8 @@ class TaskRunner:
                 addressed = self._layers[task.layer], tables, lens, task.out
                 new = task.qkv.split(heads, dim=1)
                 scale = task.out.shape[-1] ** -0.5
-                pacpu.paged_attention(*new, *addressed, scale, window=window, kernel=self._kernel, **threads)
+                which = {"window": window, "sinks": task.sinks}
+                pacpu.paged_attention(*new, *addressed, scale, **which, kernel=self._kernel, **threads)
             case RowsWrite():
                 k, v = task.content.chunk(2, 1)
                 rows.store_kv(k, v, self._layers[task.layer], task.blocks, task.offsets, **threads)
