@@ -103,19 +103,28 @@ class CpuOps(Ops):
     def scatter_blocks(self, staging: torch.Tensor, pool: torch.Tensor, blocks: torch.Tensor) -> None:
         rows.scatter_blocks(staging, pool, blocks, num_threads=self.num_threads)
 
-    def prefill_attention(self, chunks: Sequence[ChunkAttention], scale: float) -> None:
-        if not chunks or not pacpu_multiplies(chunks[0].q.dtype) or not rows.has_prompt_attention():
-            return super().prefill_attention(chunks, scale)
+    def prefill_attention(
+        self, chunks: Sequence[ChunkAttention], scale: float, sinks: torch.Tensor | None = None
+    ) -> None:
+        has_more = sinks is not None or any(chunk.window is not None for chunk in chunks)
+        if not chunks or has_more or not pacpu_multiplies(chunks[0].q.dtype) or not rows.has_prompt_attention():
+            return super().prefill_attention(chunks, scale, sinks)
         # No masks are needed: a chunk's rows are the last tokens of the context.
         prompts = [(chunk.q, chunk.k, chunk.v, chunk.out) for chunk in chunks]
         return rows.prompt_attention(prompts, scale, num_threads=self.num_threads)
 
     def _attend_chunk(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         if pacpu_multiplies(q.dtype):  # torch's attention also uses oneDNN's GEMMs; float32 takes a quarter less time
             q, k, v = q.float(), k.float(), v.float()
-        return super()._attend_chunk(q, k, v, mask, scale)
+        return super()._attend_chunk(q, k, v, mask, scale, sinks)
 
     def decode_attention(
         self,
@@ -127,7 +136,11 @@ class CpuOps(Ops):
         seq_lens: torch.Tensor,
         out: torch.Tensor,
         scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
+        if window is not None or sinks is not None:
+            return super().decode_attention(q, k, v, kv_layer, block_tables, seq_lens, out, scale, window, sinks)
         how = {"num_threads": self.num_threads, "kernel": self._cpu_kernel}
         pacpu.paged_attention(q, k, v, kv_layer, block_tables, seq_lens, out, scale, **how)
 

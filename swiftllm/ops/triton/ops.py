@@ -262,7 +262,11 @@ class TritonOps(Ops):
         seq_lens: torch.Tensor,
         out: torch.Tensor,
         scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
+        if window is not None or sinks is not None:
+            return super().decode_attention(q, k, v, kv_layer, block_tables, seq_lens, out, scale, window, sinks)
         rows, heads, head_dim = q.shape
         if not rows:
             return
