@@ -16,7 +16,7 @@ from swiftllm.kv.pools import host_tensor
 
 HEAD_DIM = 128
 BLOCK_SIZE = 16
-HEADS = {"GQA": (32, 8), "MHA": (32, 32)}  # query heads, KV heads
+HEADS = {"GQA": (32, 8), "MHA": (32, 32), "GQA8": (32, 4)}  # query heads, KV heads; the last in bench_groups.py alone
 ISAS = ("amx", "avx512bf16", "avx512", "avx2")
 INT8 = "int8"
 BF16_ISAS = ISAS[:2]  # these differ from AVX-512 only in the native kernel for bfloat16
@@ -227,5 +227,9 @@ def prepare_pacpu(
 
 def make_cases(shapes: Sequence[Shape], threads: Sequence[int], dtypes: Sequence[str]) -> list[Case]:
     return [
-        Case(heads, dtype, shape, count) for heads in HEADS for dtype in dtypes for count in threads for shape in shapes
+        Case(heads, dtype, shape, count)
+        for heads in pacpu.HEADS
+        for dtype in dtypes
+        for count in threads
+        for shape in shapes
     ]
