@@ -46,7 +46,8 @@ class EngineConfig:
     """K and V in the CPU tier: auto keeps the dtype; int8, a scale per token and head, is not exact and takes about
     half of a 16-bit type's bytes. It needs a block_size that 16 divides and the kernel native."""
     enable_prefix_caching: bool = True
-    """Keep the K and V of full blocks, as long as there is room, for later requests that begin with the same tokens."""
+    """Keep the K and V of full blocks, as long as there is room, for later requests that begin with the same tokens.
+    Where layers have attention windows, blocks are overwritten and none is kept."""
     prefix_cache_tiers: CacheTiers = "auto"
     """Tiers where prefixes are cached. auto: both; the GPU tier alone in vllm; none in the papers' baselines (swiftllm,
     neo, fastdecode, sarathi, llumnix). With both, a GPU-only system copies prefixes back from the CPU tier."""

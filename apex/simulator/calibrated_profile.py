@@ -39,6 +39,7 @@ from apex.simulator.operator_files import Operators
 from apex.simulator.quantised_weights import quantised_origin, with_quantised_weights
 from swiftllm.config import CpuKVDtype
 from swiftllm.kv.format import cpu_format
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.model.config import ModelConfig
 
 BITS_PER_BYTE = 8
@@ -91,7 +92,7 @@ def hardware_profile(
     shape, itemsize = LayerShape.from_config(model_config), ITEMSIZES[dtype]
     shard = shape.shard(tensor_parallel)
     in_host = cpu_format(cpu_kv_dtype, getattr(torch, dtype))
-    cpu_token_bytes = in_host.token_bytes(model_config) / model_config.num_layers
+    cpu_token_bytes = in_host.token_bytes(model_config) / LayerGroups.of(model_config, block_size).pool_layers
     cpu_gb_s = cpu_bandwidth_gb_s or cpu_attention_gb_s(host, cpu_kernel, shape, cpu_kv_dtype)
     pcie_gb_s = effective_pcie_gb_s(gpu, host)
     tokens = _up_to(TOKENS, max_tokens)

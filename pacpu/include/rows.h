@@ -73,6 +73,22 @@ struct SiluAndMul {
     int64_t y_stride;
 };
 
+// y = (up + 1) * gate * sigmoid(alpha * gate), with gate = x[:size] of at most `limit`, and up = x[size:] from -limit to limit.
+struct ClampedSwiGLU {
+    SiluAndMul rows;
+    float limit, alpha;
+};
+
+// y[row] = the sum over slots of x[places[row, slot]] * factors[row, slot], slot by slot; a place of -1 adds nothing.
+struct AddSlots {
+    int rows, size, slots;
+    const void* x;  // [..., size]
+    const int32_t* places;
+    const float* factors;
+    void* y;
+    int64_t y_stride;
+};
+
 // The column of each row's highest value, the first of equals; NaN counts as the highest.
 struct Argmax {
     int rows, size;  // size is at least 1
@@ -134,6 +150,8 @@ struct RowKernels {
     void (*rms_norm[num_dtypes])(const RmsNorm&, int begin, int end);
     void (*rotary[num_dtypes])(const Rotary&, int begin, int end);
     void (*silu_and_mul[num_dtypes])(const SiluAndMul&, int begin, int end);
+    void (*clamped_swiglu[num_dtypes])(const ClampedSwiGLU&, int begin, int end);
+    void (*add_slots[num_dtypes])(const AddSlots&, int begin, int end);
     void (*argmax[num_dtypes])(const Argmax&, int begin, int end);
     // nullptr: there is none. First every panel of every KV head is packed, then rows are attended, in any order.
     void (*pack_panel)(const Prompt&, int kv_head, int panel);

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from swiftllm.model.rope import ROPE_KINDS, RopeKind
 
@@ -30,6 +31,7 @@ COMMON: Mapping[str, Any] = MappingProxyType(
 )
 BIASES = {"attention_bias": False, "mlp_bias": False}
 QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False, "eos_token_id": None}
+QWEN_WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SILU = ("silu", "swish")
 
@@ -38,6 +40,7 @@ CHANGES_OUTPUT = re.compile(
     "multiplier|scal|softcap|clip|window|rope|rotary|norm|expert|router|bias|sink|activation|_act$|layer_types|mup|"
     "parallel|alibi"
 )
+FULL, SLIDING = "full_attention", "sliding_attention"
 WITHOUT_EFFECT = ("max_window_layers",)  # where no window is used
 
 
@@ -60,6 +63,9 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     """Fields that transformers does not read either."""
     rope_kinds: tuple[RopeKind, ...] = ROPE_KINDS
+    windows: Literal["all", "by layer"] | None = None
+    """Which layers attend to the last ``sliding_window`` tokens only: all, or those that ``layer_types`` tells, or by
+    default none."""
     scales_queries: bool = False
     """Whether queries far behind the context of the first training are scaled; ``rope_parameters`` tell by how much."""
 
@@ -87,6 +93,7 @@ ARCHITECTURES = {
         "mistral",
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         **WITHOUT_BIAS,
+        windows="all",
     ),
     "Ministral3ForCausalLM": Architecture(
         "ministral3",
@@ -109,12 +116,23 @@ ARCHITECTURES = {
         },
         scales_queries=True,
         **WITHOUT_BIAS,
+        windows="all",
     ),
     "Qwen2ForCausalLM": Architecture(
-        "qwen2", QWEN, qkv_bias=True, o_bias=False, mlp_bias=False, ignored=("attention_bias",)
+        "qwen2",
+        {**QWEN, **QWEN_WINDOWS},
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
+        ignored=("attention_bias",),
+        windows="by layer",
     ),
     "Qwen3ForCausalLM": Architecture(
-        "qwen3", {**QWEN, "head_dim": 128, "attention_bias": False}, mlp_bias=False, norms_heads=True
+        "qwen3",
+        {**QWEN, **QWEN_WINDOWS, "head_dim": 128, "attention_bias": False},
+        mlp_bias=False,
+        norms_heads=True,
+        windows="by layer",
     ),
     "Phi3ForCausalLM": Architecture(
         "phi3",
@@ -126,6 +144,7 @@ ARCHITECTURES = {
         },
         rope_kinds=("default",),
         **WITHOUT_BIAS,
+        windows="all",
     ),
     "GlmForCausalLM": Architecture("glm", GLM, o_bias=False, mlp_bias=False, interleaved_rotary=True),
     "Glm4ForCausalLM": Architecture(
@@ -144,6 +163,7 @@ ARCHITECTURES = {
             "no_rope_layer_interval": 4,
             "eos_token_id": 128001,
         },
+        windows="by layer",
     ),
     "GraniteForCausalLM": Architecture(
         "granite",
@@ -173,6 +193,7 @@ ARCHITECTURES = {
         norms_heads=True,
         expert_size="moe_intermediate_size",
         ignored=TRAINS_ROUTERS,
+        windows="all",
     ),
     "MixtralForCausalLM": Architecture(
         "mixtral",
@@ -187,11 +208,12 @@ ARCHITECTURES = {
         **WITHOUT_BIAS,
         expert_size="intermediate_size",
         ignored=TRAINS_ROUTERS,
+        windows="all",
     ),
 }
 WRAPPERS = {"Mistral3ForConditionalGeneration": ("MistralForCausalLM", "Ministral3ForCausalLM")}
 """Models of text and images whose text part is one of these; the first where the part does not say."""
-SUPPORTED = f"supported are {', '.join((*ARCHITECTURES, *WRAPPERS))} with SiLU and full attention"
+SUPPORTED = f"supported are {', '.join((*ARCHITECTURES, *WRAPPERS))} with SiLU"
 
 
 class Unsupported(ValueError):
@@ -233,12 +255,6 @@ def recognise(raw: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
     fields = row.defaults | dict(raw)
     if fields["hidden_act"] not in SILU:
         raise Unsupported(f"hidden_act={fields['hidden_act']!r}")
-    # Qwen gives a window and, beside it, whether it is used.
-    uses_window = "use_sliding_window" not in row.own or fields["use_sliding_window"]
-    if fields["sliding_window"] is not None and uses_window:
-        raise Unsupported(f"sliding_window={fields['sliding_window']}")
-    if set(fields["layer_types"] or ()) - {"full_attention"}:
-        raise Unsupported(f"layer_types={sorted(set(fields['layer_types']))}")
     if fields.get("mlp_only_layers") or fields.get("decoder_sparse_step", 1) != 1:
         raise Unsupported("a model of which some layers only have experts")
     read = {*row.defaults, *row.ignored, *SIZES, *WITHOUT_EFFECT}
@@ -246,6 +262,34 @@ def recognise(raw: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
         if name not in read and CHANGES_OUTPUT.search(name) and not _is_neutral(value):
             raise Unsupported(f"{name}={value!r} in {names[0]}")
     return row, fields
+
+
+def layer_windows(row: Architecture, fields: Mapping[str, Any]) -> tuple[int | None, ...] | None:
+    """The attention window of each layer, in tokens; None: every layer attends to all tokens.
+
+    Raises:
+        Unsupported: there is no code for these windows.
+    """
+    num_layers, types = int(fields["num_hidden_layers"]), fields["layer_types"]
+    is_used = "use_sliding_window" not in row.own or fields["use_sliding_window"]  # Qwen gives one that is not used
+    window = fields["sliding_window"] if is_used else None
+    if window is not None and (row.windows is None or window < 1):
+        raise Unsupported(f"sliding_window={window}")
+    known = {FULL, SLIDING} if window is not None and row.windows == "by layer" else {FULL}
+    if types is not None and (set(types) - known or len(types) != num_layers):
+        raise Unsupported(f"{len(types)} layer_types={sorted(set(types))} with sliding_window={window}")
+    if window is None or window >= int(fields["max_position_embeddings"]):
+        return None
+    if row.windows == "all":
+        return (int(window),) * num_layers
+    if types is None and "max_window_layers" not in row.own:
+        raise Unsupported(f"sliding_window={window} without layer_types")
+    if types is None:
+        types = [SLIDING if layer >= fields["max_window_layers"] else FULL for layer in range(num_layers)]
+    windows = tuple(int(window) if kind == SLIDING else None for kind in types)
+    if len(set(Counter(windows).values())) > 1:
+        raise Unsupported(f"a model of which {windows.count(None)} of {num_layers} layers have no window")
+    return windows if set(windows) != {None} else None
 
 
 def _is_neutral(value: Any) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swiftllm.model.architectures import SUPPORTED, Unsupported, recognise, text_part
+from swiftllm.model.architectures import SUPPORTED, Unsupported, layer_windows, recognise, text_part
 from swiftllm.model.checkpoint import tensor_names
 from swiftllm.model.quantised.scheme import QuantisationScheme
 from swiftllm.model.rope import RopeScaling, UnsupportedRope
@@ -77,6 +77,9 @@ class ModelConfig:
     """Whether the checkpoint has a part for images, which is not read, beside the text model."""
     experts: ExpertSizes | None = None
     """None: the FFN is dense."""
+    windows: tuple[int | None, ...] | None = None
+    """How many tokens each layer attends to, a row's own included; None: all, for one layer or for every one. As many
+    layers have one window as have any other."""
     named_positions: int | None = None
     """``max_position_embeddings`` of a checkpoint that scales the queries behind those that are given here."""
 
@@ -164,10 +167,13 @@ class ModelConfig:
                 norms_outputs=row.norms_outputs,
                 experts=ExpertSizes.from_fields(fields) if row.expert_size else None,
                 is_wrapped=text is not None,
+                windows=layer_windows(row, fields),
                 named_positions=named_positions,
             )
             if "residual_multiplier" in row.own:
                 config = _with_multipliers(config, fields)
+        except Unsupported as what:
+            raise ValueError(f"{path}: {what} is not supported; {SUPPORTED}") from None
         except UnsupportedRope as error:
             raise ValueError(f"{path}: {error}") from None
         except KeyError as error:
@@ -245,6 +251,10 @@ class ModelConfig:
             vocab_size=-(-self.vocab_size // ranks),
             quantisation=None if self.quantisation is None else replace(self.quantisation, parts=ranks),
         )
+
+    def tokens_reached(self, rows: int, context: int) -> list[int]:
+        """How many tokens ``rows`` at the end of a context attend to, in layers of each window there is."""
+        return [context if window is None else min(context, rows + window) for window in set(self.windows or [None])]
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V of one token in all layers, at ``itemsize`` bytes per element."""

@@ -65,10 +65,6 @@ class ExpertWeights:
     def num_experts(self) -> int:
         return len(self.router)
 
-    @property
-    def is_mxfp4(self) -> bool:
-        return any(isinstance(stack, QuantisedMatrix) and stack.is_mxfp4 for stack in (self.gate_up, self.down))
-
     def of(self, expert: int) -> tuple[ExpertLinear, ExpertLinear]:
         """An expert's gate and up, and its down: views."""
         return self._part(self.gate_up, self.gate_up_bias, expert), self._part(self.down, self.down_bias, expert)

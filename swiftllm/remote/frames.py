@@ -24,7 +24,7 @@ import torch
 from swiftllm.config import CpuKVDtype
 from swiftllm.kv.format import KVFormat, cpu_format
 
-PROTOCOL = 3
+PROTOCOL = 4
 SECRET_VARIABLE = "APEX_HOST_SECRET"
 NONCE_BYTES = 16
 HEARTBEAT_S = 1.0
@@ -41,7 +41,7 @@ class FrameKind(enum.IntEnum):
     HELLO = 2  # engine: JSON
     WELCOME = 3  # host: JSON
     BEAT = 4  # host, every HEARTBEAT_S
-    OPEN = 5  # a rows, b id; seq_lens and block_tables
+    OPEN = 5  # a rows, b id; the window or 0, seq_lens and block_tables
     DROP = 6  # b id
     ATTEND = 7  # a layer, b id; qkv
     STORE = 8  # a layer, b rows; blocks, offsets, kv
@@ -164,7 +164,7 @@ def set_silence_limit(connection: socket.socket, seconds: float) -> None:
 
 @dataclass(frozen=True)
 class KVShape:
-    """What an engine stores: the sizes of a block in all layers, and the heads of the queries."""
+    """What an engine stores: the sizes of a block in all layers of a group, and the heads of the queries."""
 
     num_layers: int
     num_heads: int

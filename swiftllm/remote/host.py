@@ -53,6 +53,7 @@ from swiftllm.runtime.workers import (
     BlocksWrite,
     ContextRead,
     CpuTask,
+    OpenedRows,
     RowsWrite,
     TaskRunner,
 )
@@ -62,9 +63,6 @@ logger = logging.getLogger(__name__)
 QUEUE_DEPTH = 64  # frames that are received and not yet computed
 MAX_FRAME_BYTES = 1 << 30
 MEASURED_JSON_BYTES = 1024  # answers have a size that the asking side knows
-
-OpenedRows = tuple[torch.Tensor, torch.Tensor]
-"""Int32 block tables ``[rows, max_blocks]`` and lengths ``[rows]``."""
 
 
 class AttentionHost:
@@ -216,7 +214,7 @@ class Store:
         shape, dtype, in_blocks, layer = self.shape, self.shape.torch_dtype, self.pool.dtype, header.a
         if header.kind == FrameKind.ATTEND:
             rows = opened[header.b]
-            qkv = payload.view(dtype).view(len(rows[1]), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+            qkv = payload.view(dtype).view(len(rows.seq_lens), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
             out = torch.empty((len(qkv), shape.num_heads, shape.head_dim), dtype=dtype)
             return AttentionTask(layer, rows, qkv, out)
         blocks, rest = _blocks_first(payload, header.b if header.kind != FrameKind.LOAD else None)
@@ -322,7 +320,8 @@ class Session:
                 raise ValueError("this connection may only measure")
             case FrameKind.OPEN:
                 numbers = payload.view(torch.int32)
-                self._opened[header.b] = numbers[header.a :].view(header.a, -1), numbers[: header.a]
+                (window,), lens, tables = numbers.tensor_split([1, 1 + header.a])
+                self._opened[header.b] = OpenedRows(tables.view(header.a, -1), lens, int(window) or None)
             case _:
                 task = self._store.task_of(header, payload, self._opened)
                 self._store.runner.run_task(task)

@@ -15,7 +15,7 @@ from swiftllm.remote.tier import RemoteCpuTier
 from swiftllm.runtime.cpu_tier import CpuTier
 from swiftllm.runtime.workers import AttentionTask, BlocksRead, BlocksWrite, HostRead, HostWrite, RowsWrite
 
-OpenedRows = list[tuple[CpuTier, slice, object]]
+RowsByHost = list[tuple[CpuTier, slice, object]]
 """Adjacent rows that live on one host, and what its tier made of them."""
 
 
@@ -88,11 +88,11 @@ class AttentionHosts:
             yield self._tiers[host], rows, blocks[rows] - self._firsts[host]
             first += count
 
-    def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor) -> OpenedRows:
+    def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, window: int | None = None) -> RowsByHost:
         opened = []
         for tier, rows, own in self._split(block_tables[:, 0]):
             shift = int(own[0] - block_tables[rows.start, 0])
-            opened.append((tier, rows, tier.open(block_tables[rows] + shift, seq_lens[rows])))
+            opened.append((tier, rows, tier.open(block_tables[rows] + shift, seq_lens[rows], window)))
         return opened
 
     def attend(self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None) -> Ticket:

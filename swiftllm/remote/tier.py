@@ -123,14 +123,15 @@ class RemoteCpuTier:
         self._fetched.clear()
         return True
 
-    def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor) -> RemoteRows:
+    def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, window: int | None = None) -> RemoteRows:
         while self._dropped:
             self.channel.post(Header(FrameKind.DROP, b=self._dropped.popleft()))
         most = -(-int(seq_lens.max()) // self._shape.block_size)
         tables = block_tables[:, :most].clamp(min=0).contiguous()  # what pads a table is no block of this host
         rows = RemoteRows(next(self._numbers))
         weakref.finalize(rows, self._dropped.append, rows.number).atexit = False
-        self.channel.post(Header(FrameKind.OPEN, len(seq_lens), rows.number), seq_lens, tables)
+        header = Header(FrameKind.OPEN, len(seq_lens), rows.number)
+        self.channel.post(header, torch.tensor([window or 0], dtype=torch.int32), seq_lens, tables)
         return rows
 
     def attend(self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None) -> RemoteTicket:

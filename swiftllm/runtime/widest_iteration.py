@@ -30,7 +30,8 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    mask = torch.ones(chunk, context, dtype=torch.bool, device=device)  # a lane's masks stay for all layers
+    reached = sorted(sizes.tokens_reached(chunk, context))
+    masks = [torch.ones(chunk, tokens, dtype=torch.bool, device=device) for tokens in reached]  # stay for all layers
     model.weights.enter(-1)
     residual = model.embed(zeros(rows, dtype=torch.int64))
     rotary_rows = model.rotary_table[:1].expand(rows, -1, -1).contiguous()
@@ -43,9 +44,9 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
         model.weights.enter(0)
         model.cross(0, attention_out, residual, rotary_rows)
 
-    gathered = zeros(2, sizes.num_kv_heads, context, sizes.head_dim)
+    gathered = zeros(2, sizes.num_kv_heads, reached[-1], sizes.head_dim)
     keys_values = torch.cat([gathered, gathered[:, :, :0]], dim=2)
-    ops.prefill_attention([ChunkAttention(q[:chunk], *keys_values, mask, attention_out[:chunk])], scale)
+    ops.prefill_attention([ChunkAttention(q[:chunk], *keys_values, masks[-1], attention_out[:chunk])], scale)
     del gathered, keys_values
 
     block = zeros(1, sizes.num_kv_heads, 2, config.block_size, sizes.head_dim)

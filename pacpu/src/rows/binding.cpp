@@ -361,6 +361,7 @@ void bind_rows(py::module_& module) {
     module.def("linear_is_fastest", &linear_is_fastest);
     bind_kv_copies(module);
     bind_codes(module);
+    bind_experts(module);
     bind_crossing(module);
 }
 

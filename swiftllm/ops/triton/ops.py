@@ -117,7 +117,7 @@ class TritonOps(Ops):
         return f"{PACKAGE} {installed_version()}" if self._library is not None and self._library.is_used else None
 
     def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
-        if matrix.is_mxfp4:
+        if matrix.is_mxfp4:  # which no model has but for its experts
             return super().make_quantised_linear(matrix, bias)
         if self._library is not None and (linear := self._library.make(matrix, bias)) is not None:
             return linear
@@ -140,9 +140,6 @@ class TritonOps(Ops):
         return linear
 
     def make_experts(self, weights: ExpertWeights) -> Experts:
-        biases, is_mxfp4 = (weights.router_bias, weights.gate_up_bias, weights.down_bias), weights.is_mxfp4
-        if is_mxfp4 or weights.activation is not None or any(bias is not None for bias in biases):
-            return super().make_experts(weights)
         return GroupedExperts(weights, self.silu_and_mul, self._has_tensor_cores, launch)
 
     def _multiply_codes(

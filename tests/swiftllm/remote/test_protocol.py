@@ -35,6 +35,7 @@ from swiftllm.runtime.workers import (
     BlocksWrite,
     ContextRead,
     CpuTask,
+    OpenedRows,
     RowsWrite,
     TaskRunner,
 )
@@ -145,7 +146,7 @@ def test_a_store_of_int8_has_the_bits_of_a_local_one(host) -> None:
         carry_out(BlocksWrite(range(2), pool[:, [7, 2, 9]].clone(), blocks))
         carry_out(rows)
         carry_out(ContextRead(1, blocks, torch.empty(2, 2, 41, 32, dtype=torch.bfloat16)))
-        opened = tier.open(tables, lens) if target is tier else (tables, lens)
+        opened = tier.open(tables, lens) if target is tier else OpenedRows(tables, lens, None)
         carry_out(AttentionTask(1, opened, qkv, torch.empty(1, 8, 32, dtype=torch.bfloat16)))
         carry_out(BlocksRead(range(2), blocks, torch.empty(2, 3, *shape.block, dtype=torch.uint8)))
     for ours, theirs in zip(found, expected, strict=True):
