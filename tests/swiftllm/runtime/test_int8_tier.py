@@ -44,6 +44,7 @@ def test_tokens_are_those_of_attention_over_the_dequantised_cache(tiny_model_dir
     """Of prompts in chunks, whose earlier tokens come back from the tier, of decodes there, and of requests that
     travel; their logits tell an int8 tier from an exact one. With attention windows, too."""
     windows = {"kind": Qwen2Config, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
+    windows["initializer_range"] = 0.25  # its logits tell more
     llama, windowed = tiny_model_dir(), tiny_model_dir(num_hidden_layers=4, **windows)
     cases = (llama, None, False), (llama, 7, False), (llama, 20, True), (windowed, 7, False), (windowed, 50, True)
     for model_dir, chunk, moves in cases:
