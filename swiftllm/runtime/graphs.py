@@ -271,7 +271,8 @@ class LayerGraphs:
         keys = list(itertools.starmap(GraphKey, itertools.chain(boundaries, attentions, wholes)))
         keys = [key for key in keys if key.blocks or self._placement.at(key.layer) is not Place.CPU]
         on_device = (layer for layer in range(self._last) if self._placement.at(layer) is not Place.CPU)
-        of_each_kind = -1, 0, next(on_device, 0), self._last
+        of_each_group = map(self._layer_groups.group_of.index, range(len(self._layer_groups.windows)))
+        of_each_kind = {-1, 0, next(on_device, 0), self._last, *of_each_group}
         for key in keys:  # all, before a capture can fail: ranks launch the same collectives
             if key.layer in of_each_kind:
                 # A kernel's first launch compiles and loads it, which a capture does not allow. Contexts in the frame

@@ -16,7 +16,7 @@ PACPU_INLINE Floats sum_columns(const Floats* v) {
         return v[first];
     } else {
         return fold<bit>(sum_columns<columns, 2 * bit, first>(v), sum_columns<columns, 2 * bit, first + bit>(v),
-                         std::make_integer_sequence<int, width>{});
+                         [](Floats a, Floats b) { return a + b; }, std::make_integer_sequence<int, width>{});
     }
 }
 
