@@ -63,7 +63,7 @@ class LayerGroups:
     def pool_layers(self) -> int:
         return len(self.layer_windows) // len(self.windows)
 
-    @property
+    @cached_property
     def are_exact(self) -> bool:
         """Whether every block stays as it is once it is full. The blocks of a ring are overwritten."""
         return self.rings == (None,)
@@ -108,17 +108,23 @@ class LayerGroups:
 
     # -- block tables -------------------------------------------------------------------------------------------------
 
-    def tables(self, blocks: Sequence[int], num_tokens: int) -> np.ndarray:
-        """The block of each ``block_size`` tokens in each group, int32 ``[groups, ceil(num_tokens / block_size)]``.
+    def tables(self, blocks: Sequence[Sequence[int]], lens: Sequence[int]) -> np.ndarray:
+        """The block of each ``block_size`` tokens of some requests in each group, int32 ``[groups, requests, most]``.
 
-        ``blocks``: those of a request with at least so many tokens. A block of a ring holds the last tokens that were
-        written to it, so only those within the window of the newest token are in the block that the table tells.
+        ``blocks``: those of each request, for its ``lens`` tokens at least. A block of a ring holds the last tokens
+        that were written to it, so only those within the window of the newest token are in the block that the table
+        tells. What is beyond a request's tokens has no meaning.
         """
-        count = -(-num_tokens // self.block_size)
-        flat = np.array(blocks[: self.blocks_for(num_tokens)], dtype=np.int32)
+        most = max(lens, default=0)
+        lists = np.zeros((len(lens), self.blocks_for(most)), dtype=np.int32)
+        for row, (own, num_tokens) in enumerate(zip(blocks, lens, strict=True)):
+            count = self.blocks_for(num_tokens)
+            lists[row, :count] = own[:count]
         if self.are_exact:
-            return flat[None]
-        return flat[_places(self.rings, 1 << max(0, count - 1).bit_length())[:, :count]]
+            return lists[None]
+        count = -(-most // self.block_size)
+        places = _places(self.rings, 1 << max(0, count - 1).bit_length())[:, :count]
+        return np.ascontiguousarray(lists[:, places].swapaxes(0, 1))
 
     def first_kept(self, group: int, num_tokens: int) -> int:
         """The first token that the blocks of a group still hold when a request has so many."""

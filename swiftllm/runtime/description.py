@@ -89,18 +89,18 @@ def describe_cohort(requests: Sequence[Request], tables: Tables, groups: LayerGr
 
 
 def _chunk(item: LaneItem, tables: Tables, groups: LayerGroups) -> Chunk:
-    return item.start, item.context_len, groups.tables(tables[item.request.request_id], item.context_len).tolist()
+    return item.start, item.context_len, _tables_of([item.request], [item.context_len], tables, groups)[:, 0].tolist()
 
 
 def _block_tables(requests: Iterable[Request], lens: list[int], tables: Tables, groups: LayerGroups) -> bytes:
-    widest = -(-max(lens, default=0) // groups.block_size)
-    if len(groups.windows) > 1:
-        widest = -(-widest // ALIGNED_IDS) * ALIGNED_IDS
-    table = np.zeros((len(groups.windows), len(lens), widest), dtype=np.int32)
-    for row, (request, num_tokens) in enumerate(zip(requests, lens, strict=True)):
-        own = groups.tables(tables[request.request_id], num_tokens)
-        table[:, row, : own.shape[1]] = own
-    return table.tobytes()
+    found = _tables_of(requests, lens, tables, groups)
+    if len(found) > 1:
+        found = np.pad(found, ((0, 0), (0, 0), (0, -found.shape[2] % ALIGNED_IDS)))
+    return found.tobytes()
+
+
+def _tables_of(requests: Iterable[Request], lens: list[int], tables: Tables, groups: LayerGroups) -> np.ndarray:
+    return groups.tables([tables[request.request_id] for request in requests], lens)
 
 
 def _prompt_rows(item: LaneItem, first_row: int) -> list[PromptRows]:

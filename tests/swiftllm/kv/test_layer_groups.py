@@ -30,7 +30,7 @@ def test_tables_lead_to_the_tokens_that_windows_reach() -> None:
             end = start + (chunk if start < 90 else 1)
             while len(blocks) < groups.blocks_for(end):
                 blocks.append(pool.pop())
-            tables = groups.tables(blocks, end)
+            tables = groups.tables([blocks], [end])[:, 0]
             for group, window in enumerate(groups.windows):
                 reached = groups.first_reached(group, start)
                 assert reached % size == 0 and reached <= max(0, start + 1 - (window or start + 1))
@@ -50,7 +50,7 @@ def test_the_blocks_of_a_request_only_grow_and_are_as_few_as_windows_need() -> N
         size, counts = groups.block_size, [groups.blocks_for(n) for n in range(400)]
         for n in range(1, 400):
             assert 0 <= counts[n] - counts[n - 1] <= groups.growth
-            assert counts[n] == len({*groups.tables(list(range(counts[n])), n).flatten()})
+            assert counts[n] == len({*groups.tables([range(counts[n])], [n]).flatten()})
             assert groups.slots(n) <= counts[n] * size < groups.slots(n) + groups.growth * size
         for num_blocks in range(60):
             most = groups.tokens_in(num_blocks)

@@ -41,7 +41,7 @@ def test_no_two_rows_of_a_lane_are_stored_in_one_slot() -> None:
                     stored[tuple(slot)] = tokens[row]
             dropped += lane.num_rows - len(stored)
             for item in by_tier:
-                table = groups.tables(tables[item.request.request_id], item.context_len)[group]
+                table = groups.tables([tables[item.request.request_id]], [item.context_len])[group, 0]
                 for position in range(max(item.start, item.context_len - (window or 1000)), item.context_len):
                     assert stored[table[position // 4], position % 4] == (item, position)
     assert dropped > 300

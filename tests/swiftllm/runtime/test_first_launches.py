@@ -36,8 +36,8 @@ WINDOWS = {"kind": Qwen2Config, "use_sliding_window": True, "sliding_window": 8,
 
 @pytest.mark.parametrize(
     ("model", "can_capture", "kept"),
-    [({}, True, "int8"), ({}, False, "auto"), ({}, True, "auto"), (WINDOWS, True, "auto"), (WINDOWS, False, "auto")],
-    ids=["int8", "eager", "graphs", "windows", "windows, eager"],
+    [({}, True, "int8"), ({}, False, "auto"), ({}, True, "auto"), (WINDOWS, True, "auto"), (WINDOWS, False, "int8")],
+    ids=["int8", "eager", "graphs", "windows", "windows, eager, int8"],
 )
 def test_no_kernel_is_compiled_while_requests_wait_for_it(tiny_model_dir, model, can_capture, kept):
     """Prompts in chunks into both tiers, decodes in the lane and in cohorts that ride and step, swaps both ways."""

@@ -129,10 +129,12 @@ struct Vnni {
     }
 };
 
-// With a single query head to a KV head memory is the limit, and of the two kernels AVX2's, whose prefetches are further
-// apart, comes nearer to it: on a Zen 4 92% for 75% of what can be read, on a Zen 5 by 7% more.
+// With a single query head to a KV head memory is the limit. Of the two kernels AVX2's, whose prefetches are further apart,
+// comes nearer to it on AMD's processors: on a Zen 4 92% for 75% of what can be read, on a Zen 5 by 7% more. On an Emerald
+// Rapids this one does: 99% for 93%.
 void attend_by_group(const Segment& segment, const Segment* next, SoftmaxState state) {
-    (segment.group == 1 ? int8_avx2.attend : attend_int8<Vnni>)(segment, next, state);
+    static const bool is_intel = __builtin_cpu_is("intel");
+    (segment.group == 1 && !is_intel ? int8_avx2.attend : attend_int8<Vnni>)(segment, next, state);
 }
 
 }  // namespace
