@@ -72,9 +72,13 @@ def check_prefill_attention(device: torch.device) -> None:
                     k, v = torch.cat([earlier, torch.stack((k, v))], dim=2)
                     mask = torch.arange(context) <= torch.arange(context - rows, context)[:, None]
                     mask = mask.to(device)
-                out = attend_chunk(ops, q, k, v, mask, head_dim**-0.5)
-                expected = chunk_attention(q.cpu(), k.cpu(), v.cpu(), head_dim**-0.5)
-                assert_close(out.cpu(), expected, dtype)
+                sinks = torch.randn(num_heads)
+                for window, own_sinks in ((None, None), (None, sinks), (100, sinks), (3000, None)):
+                    on_device = None if own_sinks is None else own_sinks.to(device)
+                    own = mask if window is None else None  # which a window makes by itself
+                    out = attend_chunk(ops, q, k, v, own, head_dim**-0.5, window, on_device)
+                    how = head_dim**-0.5, window, own_sinks
+                    assert_close(out.cpu(), chunk_attention(q.cpu(), k.cpu(), v.cpu(), *how), dtype)
 
 
 def check_decode_attention(device: torch.device) -> None:
@@ -92,12 +96,16 @@ def check_decode_attention(device: torch.device) -> None:
                 cache[table[:count]] = context.masked_fill(~is_token, torch.nan)
             q = torch.randn(len(lens), num_heads, head_dim).to(dtype)
             k, v = (torch.randn(len(lens), num_kv_heads, head_dim).to(dtype) for _ in range(2))
-            on_device = cache.to(device)
-            out = torch.full((len(lens), num_heads, head_dim), torch.nan, dtype=dtype, device=device)
-            inputs = [tensor.to(device) for tensor in (q, k, v)]
-            ops.decode_attention(*inputs, on_device, tables.to(device), lens.to(device), out, head_dim**-0.5)
+            inputs, on_device = [tensor.to(device) for tensor in (q, k, v)], cache.to(device)
+            addressed = on_device, tables.to(device), lens.to(device)
             store_new_tokens(k, v, cache, tables, lens)
-            assert_close(out.cpu(), paged_attention(q, cache, tables, lens, head_dim**-0.5), dtype)
+            sinks = torch.randn(num_heads)
+            for window, own_sinks in ((None, None), (None, sinks), (100, sinks), (1000, None)):
+                out = torch.full((len(lens), num_heads, head_dim), torch.nan, dtype=dtype, device=device)
+                how = head_dim**-0.5, window, None if own_sinks is None else own_sinks.to(device)
+                ops.decode_attention(*inputs, *addressed, out, *how)
+                expected = paged_attention(q, cache, tables, lens, head_dim**-0.5, window, own_sinks)
+                assert_close(out.cpu(), expected, dtype)
             assert torch.equal(on_device.cpu().nan_to_num(7.0), cache.nan_to_num(7.0)), "the cache holds something else"
 
 

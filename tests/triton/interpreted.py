@@ -267,8 +267,8 @@ def test_windows_and_sinks(dtype, capability):
 def check_windows_and_sinks(dtype, capability, window, sinks) -> None:
     """What the window does not reach is NaN, and the ids of its blocks are out of range."""
     edge, block_size = MIN_SPLIT_TOKENS, 16
-    seq_lens = torch.tensor([1, edge, 0, 2 * edge - 7], dtype=torch.int32)
-    tables = torch.full((4, 2 * edge // block_size), 2**30, dtype=torch.int32)
+    seq_lens = torch.tensor([1, edge, 0, 3 * edge - 7], dtype=torch.int32)
+    tables = torch.full((4, 3 * edge // block_size), 2**30, dtype=torch.int32)
     order = iter(torch.randperm(tables.numel()).tolist())
     kv_layer = torch.full((tables.numel(), 2, 2, block_size, 64), torch.nan, dtype=dtype)
     for row, length in enumerate(seq_lens.tolist()):
