@@ -213,7 +213,7 @@ class EngineLoop:
     def _recover(self, error: BaseException) -> None:
         self._num_failures += 1
         logger.error("a step failed; its requests are computed again", exc_info=error)
-        blamed = self._isolation.step_failed()
+        blamed = self._isolation.step_failed(getattr(error, "request_id", None))
         self._deliver(list(self.open_requests.entries))  # tokens sampled before the step raised
         if blamed is not None:
             logger.error("request %s makes steps fail and is given up", blamed.request_id)
