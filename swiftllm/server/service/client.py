@@ -14,7 +14,7 @@ from typing import Protocol
 
 from swiftllm.core.request import Request, RequestRefused
 from swiftllm.model.tokenizer import Tokenizer
-from swiftllm.scheduling.admission import as_token_ids
+from swiftllm.scheduling.admission import as_token_array
 from swiftllm.server.service.front_end_link import SERVED
 from swiftllm.server.service.limits import NewRequest, ServiceLimits
 from swiftllm.server.service.messages import (
@@ -147,23 +147,25 @@ class EngineClient(asyncio.Protocol):
             ServiceStopping: the service accepts no new requests.
         """
         try:
-            requests = [self._checked(request) for request in requests]
             if self.health.status != "ok":
                 raise ServiceStopping(self.health.reason)
+            classes = [request.service_class for request in requests]
+            self._places.check(classes)  # before tokens are looked at: refusing many must cost little
+            requests = [self._checked(request) for request in requests]
             ids = [request.request_id for request in requests]
             taken = next((i for n, i in enumerate(ids) if i in self._numbers or i in ids[:n]), None)
             if taken is not None:
                 raise RequestRefused(f"request id {taken!r} is already in use; ids must be unique")
-            self._places.take(request.service_class for request in requests)
         except Exception:
             self._num_refused += len(requests)
             raise
+        self._places.take(classes)
         pairs = [self._open_stream(request) for request in requests]
         self._send(Submit([submitted for _, submitted in pairs]))
         return [stream for stream, _ in pairs]
 
     def _checked(self, new: NewRequest) -> NewRequest:
-        prompt = as_token_ids(new.prompt_token_ids)
+        prompt = as_token_array(new.prompt_token_ids)
         request = Request(new.request_id, prompt, new.sampling, service_class=new.service_class)
         self.ready.admission.check(request)
         return replace(new, prompt_token_ids=prompt)
