@@ -148,7 +148,7 @@ class Engine:
         """A checked request for :meth:`add`. Reads only what never changes, so any thread may call this.
 
         ``arrival_s`` is a time of the engine's clock, by default :meth:`now`. Only requests with one ``cache_salt``
-        share cached prefixes. ``is_checked``: :attr:`admission` has let it pass, maybe in another process; its prompt is
+        share cached prefixes. ``is_checked``: :attr:`admission` has let it pass, maybe elsewhere; its prompt is
         kept as it is.
 
         Raises:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from swiftllm.server.service.client import EngineClient
+from swiftllm.server.service.client import EngineClient, EngineGone
 from swiftllm.server.service.front_end_link import FrontEndLink
 from swiftllm.server.service.messages import Ends, NotBuilt, make_ends
 from swiftllm.server.service.service import EngineService
@@ -33,10 +33,16 @@ class EngineProcess:
     OSError for what the user can mend."""
 
     def __init__(self, build: Callable[[], EngineService]) -> None:
+        self._build = build
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._start()
+
+    def _start(self) -> None:
         self._ends, theirs = make_ends()
         # A fresh Python: CUDA does not survive a fork.
         self._process = multiprocessing.get_context("spawn").Process(
-            target=run_engine, args=(build, theirs.messages, theirs.served), name="engine"
+            target=run_engine, args=(self._build, theirs.messages, theirs.served), name="engine"
         )
         self._process.start()
         theirs.close()
@@ -51,7 +57,16 @@ class EngineProcess:
         Raises:
             EngineNotBuilt, EngineGone: it never will be.
         """
-        return EngineClient(self._ends, self._how_it_ended)
+        return EngineClient(self._ends, self._how_it_ended, self._start_again)
+
+    def _start_again(self) -> Ends:
+        """Start another process, when this one has ended or has failed. From any thread."""
+        with self._lock:
+            if self._is_closed:
+                raise EngineGone("the server ends")
+            self._end(END_GRACE_S)
+            self._start()
+            return self._ends
 
     def _how_it_ended(self) -> str:
         self._process.join(1.0)
@@ -62,6 +77,11 @@ class EngineProcess:
 
     def close(self, timeout_s: float) -> None:
         """Wait until the process has ended, at most ``timeout_s``; then kill it. The connection is closed first."""
+        with self._lock:
+            self._is_closed = True
+            self._end(timeout_s)
+
+    def _end(self, timeout_s: float) -> None:
         self._ends.close()
         self._process.join(timeout_s)
         if self._process.exitcode is None:
