@@ -35,6 +35,7 @@ from benchmarks.gpu_parts import (
     cpu_attention,
     cpu_attention_beside,
     decode_attention,
+    expert_layers,
     measure_wake_up,
     memory_bandwidth,
     product,
@@ -62,7 +63,7 @@ HOWS = {
 }
 PARTS = (
     *("versions", "memory", "gemm", "iterations", "sampling", "iterations_eager", "decode_attention"),
-    *("coded_products", "cpu_attention", "cpu_attention_beside", "wake_up"),
+    *("coded_products", "experts", "cpu_attention", "cpu_attention_beside", "wake_up"),
 )
 HOWS["mixed"] = tuple(how for (how,) in HOWS.values())
 
@@ -223,6 +224,7 @@ def measure(
         "iterations_eager": lambda: iterate(False),
         "decode_attention": lambda: decode_attention(timer, config, dtype, memory()["copy"], small),
         "coded_products": lambda: coded_products(timer, config, dtype, small),
+        "experts": lambda: expert_layers(timer, dtype, memory()["copy"], small),
         "cpu_attention": lambda: cpu_attention(config, dtype, cores, GIB // 8 if small else 2 * GIB),
         "cpu_attention_beside": lambda: cpu_attention_beside(timer, config, dtype, cores, small),
         "wake_up": lambda: measure_wake_up(timer) if device.type == "cuda" else None,

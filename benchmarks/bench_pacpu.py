@@ -112,8 +112,6 @@ class Point:
         ready = {}
         for contender in self.everyone:
             with contender.selected():
-                if self.case.dtype == "int8" and contender.kernel != "native":
-                    continue
                 ready[contender] = contender.prepare(self.case, self.memory, self.num_layers)
         return {contender: function for contender, function in ready.items() if function is not None}
 
@@ -162,6 +160,8 @@ class Point:
         case, rows = self.case, []
         num_heads, num_kv_heads = HEADS[case.heads]
         by_name = {(contender.kernel, contender.isa): gbps for contender, gbps in self.gbps.items()}
+        peers = [gbps for (kernel, _), gbps in by_name.items() if kernel == "vLLM"]
+        vllm = max(peers, key=statistics.median, default=None)
         for contender, gbps in self.gbps.items():
             ispc = by_name.get(("ispc", "avx512" if contender.isa in BF16_ISAS else contender.isa))
             rows.append(
@@ -179,6 +179,7 @@ class Point:
                     "read_gbps": statistics.median(self.read_gbps),
                     "fraction_of_read": median_ratio(gbps, self.read_gbps),
                     "ratio_to_ispc": ispc and median_ratio(gbps, ispc),
+                    "ratio_to_vllm": vllm and median_ratio(gbps, vllm),
                     **self._prefetch_columns(contender),
                     "rounds": len(gbps),
                     "backend": "measured: CPU attention speed",

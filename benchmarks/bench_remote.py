@@ -36,7 +36,7 @@ from swiftllm.remote.host import AttentionHost
 from swiftllm.remote.tier import RemoteCpuTier
 from swiftllm.runtime.workers import AttentionTask, CpuTask, TaskRunner
 
-LLAMA_8B = KVShape(num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+LLAMA_8B = KVShape(1, num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16", cpu_kv_dtype="auto")
 SECRET = b"benchmark"
 WARM_UP = 50
 MOST_BLOCKS = 4096

@@ -53,7 +53,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)  # as beside a GPU
     block = (args.kv_heads, 2, args.block_size, args.head_dim)
-    model = SimpleNamespace(num_layers=args.layers, num_kv_heads=args.kv_heads, head_dim=args.head_dim)
+    heads = {"num_kv_heads": args.kv_heads, "head_dim": args.head_dim}
+    model = SimpleNamespace(num_layers=args.layers, windows=None, **heads)
     block_bytes = dict.fromkeys(Tier, 2 * math.prod(block) * args.layers)
     plan = KVPlan({Tier.GPU: 1, Tier.CPU: args.blocks}, args.block_size, block_bytes)
     formats = dict.fromkeys(Tier, KVFormat.exact(torch.float16))

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 import pacpu
 from swiftllm.device import open_device
 from swiftllm.device.driver import NvidiaDriver
+from swiftllm.ops.experts import ExpertWeights, Router
 from swiftllm.ops.library import LibraryLinears, installed_version
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.select import select_ops
@@ -23,6 +25,7 @@ from swiftllm.runtime.attention_choices import use_fastest_attention
 
 ROUNDS = 9
 PRODUCT_ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048)
+EXPERT_ROWS = (1, 4, 16, 32, 64, 128)
 ATTENTION_SHAPES = ((1, 1024), (16, 1024), (64, 256), (64, 1024), (64, 4096))  # requests, tokens of context
 GIB = 1 << 30
 
@@ -214,6 +217,40 @@ def coded_products(timer: Timer, config: Any, dtype: torch.dtype, quick: bool) -
         if by_library is not None:
             row["library_us"] = timer.median(lambda x=x: by_library(x), calls=4) * 1e6
         rows.append(row)
+    return rows
+
+
+@torch.inference_mode()
+def expert_layers(timer: Timer, dtype: torch.dtype, copy_gb_s: float, quick: bool) -> list[dict]:
+    """A layer of 4-bit experts, of the sizes of Qwen3-30B-A3B: its time by that of reading the codes and scales of the
+    chosen experts at the rate of a copy. Rows choose at random, as equal ones would choose equal experts."""
+    experts, slots, hidden, ffn = (8, 2, 64, 32) if quick else (128, 8, 2048, 768)
+    ops, device, group = select_ops(timer.device, dtype), timer.device, 32 if quick else 128
+    stacks = []
+    for out, inputs in ((experts * 2 * ffn, hidden), (experts * hidden, ffn)):
+        new = partial(torch.empty, device=device)
+        stacks.append(QuantisedMatrix.allocate(new, out, inputs, inputs // group, group, dtype, dtype))
+        stacks[-1].codes.random_(-(1 << 31), (1 << 31) - 1)
+        stacks[-1].scales.fill_(0.01)
+        stacks[-1].zeros.fill_(8)
+    weights = ExpertWeights(torch.randn(experts, hidden, device=device), *stacks, slots, normalises=True)
+    layer, router, rows, graphs = ops.make_experts(weights), Router(weights), [], []
+    hardware, expert_bytes = open_device(device.type), sum(stack.nbytes for stack in stacks) / experts
+    for count in EXPERT_ROWS[: 2 if quick else None]:
+        batches = [torch.randn(count, hidden, device=device).to(dtype) for _ in range(8)]
+        touched = sum(len(router(x, None)[0].unique()) for x in batches)
+
+        def compute(batches: list = batches) -> None:
+            for x in batches:
+                layer(x)
+
+        compute()
+        if hardware.can_capture:  # as in the engine
+            graphs.append(hardware.capture(compute))
+            compute = graphs[-1].replay
+        seconds, copied_s = timer.median(compute, calls=4), touched * expert_bytes / copy_gb_s / 1e9
+        row = {"rows": count, "experts": touched / len(batches), "us": seconds / len(batches) * 1e6}
+        rows.append(row | {"over_copy": seconds / copied_s})
     return rows
 
 

@@ -16,7 +16,7 @@ from swiftllm.kv.pools import host_tensor
 
 HEAD_DIM = 128
 BLOCK_SIZE = 16
-HEADS = {"GQA": (32, 8), "MHA": (32, 32)}  # query heads, KV heads
+HEADS = {"GQA": (32, 8), "MHA": (32, 32), "GQA8": (32, 4)}  # query heads, KV heads; the last in bench_groups.py alone
 ISAS = ("amx", "avx512bf16", "avx512", "avx2")
 INT8 = "int8"
 BF16_ISAS = ISAS[:2]  # these differ from AVX-512 only in the native kernel for bfloat16
@@ -126,14 +126,17 @@ class Memory:
         k, v = self.pattern[:count], self.pattern[-count:]
         return tuple(bits.view(case.query_dtype).view(shape) for bits in (k, v))
 
-    def paged(self, case: Case, num_layers: int, block_size: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def paged(
+        self, case: Case, num_layers: int, block_size: int, *, as_bytes: bool = False
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """A cache `[num_blocks, num_kv_heads, 2, block_size, head_dim]`, or an int8 one, and each layer's block table.
 
-        The blocks are scattered over the memory, as in a cache that has been in use.
+        The blocks are scattered over the memory, as in a cache that has been in use. With `as_bytes` an int8 case's
+        cache has the first shape, in uint8.
         """
         num_kv_heads = HEADS[case.heads][1]
         elements = self.elements(case.dtype)
-        is_int8 = case.dtype == INT8
+        is_int8 = case.dtype == INT8 and not as_bytes
         shape = (int8.head_bytes(block_size, HEAD_DIM),) if is_int8 else (2, block_size, HEAD_DIM)
         block_elements = num_kv_heads * math.prod(shape)
         num_blocks = elements.numel() // block_elements
@@ -227,5 +230,9 @@ def prepare_pacpu(
 
 def make_cases(shapes: Sequence[Shape], threads: Sequence[int], dtypes: Sequence[str]) -> list[Case]:
     return [
-        Case(heads, dtype, shape, count) for heads in HEADS for dtype in dtypes for count in threads for shape in shapes
+        Case(heads, dtype, shape, count)
+        for heads in pacpu.HEADS
+        for dtype in dtypes
+        for count in threads
+        for shape in shapes
     ]

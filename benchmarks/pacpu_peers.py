@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.pacpu_cases import HEAD_DIM, HEADS, Case, Contender, Memory
+from benchmarks.pacpu_cases import HEAD_DIM, HEADS, INT8, Case, Contender, Memory
 from swiftllm.files import cache_dir
 
 MAX_SDPA_BYTES = 160 << 20  # larger cases take seconds without AMX, and rounds should be short
@@ -17,7 +17,8 @@ VLLM_BLOCK_SIZE = 32  # its AMX and vector kernels want multiples of this
 PEER_NOTES = {
     "torch SDPA": "torch SDPA: scaled_dot_product_attention over contiguous K and V, without a block table. It takes "
     f"no ragged batches, and is left out where a call reads over {MAX_SDPA_BYTES >> 20} MiB, to keep rounds short.",
-    "vLLM": "vLLM, vec: its kernel of vector instructions, the one it has for float16 and, without AMX, for bfloat16.",
+    "vLLM": "vLLM, vec: its kernel of vector instructions, the one it has for float16 and, without AMX, for bfloat16. "
+    "With int8 its cache is fp8 (e4m3), its queries bfloat16; GB/s count int8's bytes and so compare tokens/s.",
 }
 
 
@@ -40,7 +41,7 @@ def prepare_sdpa(case: Case, memory: Memory, num_layers: int) -> Callable[[int],
 
     The query heads of a group are rows of one matrix, which is several times faster than `enable_gqa`.
     """
-    if case.shape.ragged or case.num_bytes > MAX_SDPA_BYTES:
+    if case.shape.ragged or case.num_bytes > MAX_SDPA_BYTES or case.dtype == INT8:
         return None
     num_heads, num_kv_heads = HEADS[case.heads]
     batch, context = case.shape.batch, case.shape.context
@@ -91,11 +92,13 @@ def load_vllm() -> None:
 
 def prepare_vllm(isa: str, case: Case, memory: Memory, num_layers: int) -> Callable[[int], torch.Tensor] | None:
     """Decode as in vLLM 0.32: metadata once for all layers, then one operation per layer."""
-    if isa == "amx" and case.dtype != "bfloat16":
+    is_fp8 = case.dtype == INT8
+    if isa == "amx" and case.dtype == "float16":
         return None
     num_heads, num_kv_heads = HEADS[case.heads]
-    dtype = getattr(torch, case.dtype)
-    cache, tables = memory.paged(case, num_layers, VLLM_BLOCK_SIZE)
+    dtype = torch.bfloat16 if is_fp8 else case.query_dtype
+    kv_dtype = "fp8" if is_fp8 else "auto"
+    cache, tables = memory.paged(case, num_layers, VLLM_BLOCK_SIZE, as_bytes=is_fp8)
     keys, values = cache.unbind(2)
     seq_lens = torch.tensor(case.shape.seq_lens(), dtype=torch.int32)
     starts = torch.arange(case.shape.batch + 1, dtype=torch.int32)
@@ -103,14 +106,15 @@ def prepare_vllm(isa: str, case: Case, memory: Memory, num_layers: int) -> Calla
     out = torch.empty_like(q)
     torch.set_num_threads(case.threads)
     metadata = torch.ops._C.get_scheduler_metadata(
-        case.shape.batch, num_heads, num_kv_heads, HEAD_DIM, seq_lens, dtype, starts, True, -1, isa, True, None, "auto"
-    )
+        case.shape.batch, num_heads, num_kv_heads, HEAD_DIM, seq_lens, dtype, starts, True, -1, isa, True, None,
+        kv_dtype,
+    )  # fmt: skip
 
     def attend(layer: int) -> torch.Tensor:
         torch.set_num_threads(case.threads)
         torch.ops._C.cpu_attention_with_kv_cache(
             q, keys, values, out, starts, seq_lens, HEAD_DIM**-0.5, True, None, -1, tables[layer % len(tables)], 0.0,
-            metadata, None, None, 1.0, 1.0, "auto",
+            metadata, None, None, 1.0, 1.0, kv_dtype,
         )  # fmt: skip
         return out
 

@@ -146,15 +146,19 @@ def print_prefetches(rows: Sequence[FlatRecord]) -> None:
 
 
 def print_ratios(rows: Sequence[FlatRecord]) -> None:
-    """Tokens/s of int8 by those of float16, as medians over shapes."""
+    """Tokens/s of int8 by those of float16, and of the native kernel by those of vLLM's faster one, as medians over
+    shapes."""
     groups: dict[tuple, list[float]] = {}
     for row in rows:
+        kind = heads_name(row), row["isa"], row["threads"]
         if row["ratio_to_float16"]:
-            key = heads_name(row), row["isa"], row["threads"]
-            groups.setdefault(key, []).append(row["ratio_to_float16"])
-    for (heads, isa, threads), ratios in groups.items():
+            groups.setdefault(("int8 to float16", *kind), []).append(row["ratio_to_float16"])
+        if row["ratio_to_vllm"] and row["kernel"] == "native":
+            peer = "vLLM's fp8" if row["dtype"] == "int8" else "vLLM"
+            groups.setdefault((f"{row['dtype']} to {peer}", *kind), []).append(row["ratio_to_vllm"])
+    for (what, heads, isa, threads), ratios in groups.items():
         middle = f"{statistics.median(ratios):.2f}x tokens/s ({min(ratios):.2f}x in the worst shape)"
-        print(f"int8 to float16, {heads}, {isa}, {threads} threads: {middle}")
+        print(f"{what}, {heads}, {isa}, {threads} threads: {middle}")
 
 
 def markdown_rows(rows: Sequence[FlatRecord]) -> str:

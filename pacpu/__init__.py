@@ -47,10 +47,12 @@ def paged_attention(
     out: Any,
     scale: float,
     *,
+    window: int | None = None,
+    sinks: Any | None = None,
     num_threads: int = 1,
     kernel: str | None = None,
 ) -> None:
-    """Store each request's new token in the KV cache and attend over its whole context, in one layer.
+    """Store each request's new token in the KV cache and attend to its context, or a window of it, in one layer.
 
     `out[i, h] = sum_t softmax_t(scale * <q[i, h], K_t>) V_t` over the `seq_lens[i]` tokens of request i, accumulated
     in float32. All of q, k, v, kv_cache and out have one dtype: float32, float16 or bfloat16. kv_cache may be int8
@@ -66,10 +68,12 @@ def paged_attention(
             request; index 0 of the third dimension holds K, index 1 holds V. Or uint8 `[num_blocks, num_kv_heads,
             head_bytes]`: new tokens become codes when they are stored.
         block_tables: int32 `[batch, max_blocks_per_seq]`, ids of each request's blocks; only the first
-            `ceil(seq_lens[i] / block_size)` are looked at.
+            `ceil(seq_lens[i] / block_size)` are looked at, and of these only what the window reaches.
         seq_lens: int32 `[batch]`, context length in tokens, including the new one.
         out: `[batch, num_heads, head_dim]`, overwritten.
         scale: factor on the scores, usually `head_dim ** -0.5`.
+        window: how many tokens a request attends to, the last ones, the new one included; None: all.
+        sinks: float32 `[num_heads]`, or None: each the score of one more token of that head, whose value is zero.
         num_threads: threads to use at most, the caller's included; any number gives the same result up to rounding,
             and the same number the same bits.
         kernel: one of `kernels(dtype)`; None means `default_kernel(dtype)`.
@@ -78,7 +82,7 @@ def paged_attention(
         ValueError: an argument does not fit the above; nothing has been written. The message names the argument and
             the offending value.
     """
-    _pacpu.paged_attention(q, k, v, kv_cache, block_tables, seq_lens, out, scale, num_threads, kernel)
+    _pacpu.paged_attention(q, k, v, kv_cache, block_tables, seq_lens, out, scale, window, sinks, num_threads, kernel)
 
 
 def read_bandwidth(array: Any, *, num_threads: int = 1) -> float:

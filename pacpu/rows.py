@@ -15,6 +15,7 @@ __all__ = [
     "CODE_COLUMNS",
     "Crossing",
     "PackedCodes",
+    "PackedExperts",
     "argmax",
     "gather_blocks",
     "gather_kv",
@@ -75,7 +76,8 @@ CODE_COLUMNS = 8
 
 
 class PackedCodes:
-    """A matrix of 4-bit codes. An element is `(code - zero) * scale`, rounded to the dtype of the rows.
+    """A matrix of 4-bit codes. An element is `(code - zero) * scale`, rounded to the dtype of the rows. In MXFP4 it is
+    the code's number (two bits of exponent, one of mantissa) times `2^(scale - 127)`.
 
     Outputs are cut into panels of `CODE_COLUMNS`, the last one padded; inputs into blocks of 128, the last one padded,
     and into groups. Runs on every CPU; in bfloat16 by dot products where `linear` computes with them. Keeps its arrays
@@ -83,7 +85,7 @@ class PackedCodes:
     """
 
     def __init__(
-        self, codes: Any, scales: Any, zeros: Any, order: Any | None, *, out_features: int, in_features: int
+        self, codes: Any, scales: Any, zeros: Any | None, order: Any | None, *, out_features: int, in_features: int
     ) -> None:
         """All arrays are contiguous.
 
@@ -91,7 +93,8 @@ class PackedCodes:
             codes: int32 `[panels, blocks, CODE_COLUMNS, 16]`. Bits 4 j to 4 j + 3 of word i: the code of the block's
                 input 16 j + i. Those of padding are arbitrary.
             scales: float32, float16 or bfloat16 `[panels, groups, CODE_COLUMNS]`. A group is a multiple of 16 inputs.
-            zeros: uint8 `[panels, groups, CODE_COLUMNS]`.
+                In MXFP4 uint8, of which 255 is NaN.
+            zeros: uint8 `[panels, groups, CODE_COLUMNS]`; None in MXFP4.
             order: int32 `[in_features]`: column i of codes multiplies input `order[i]`. None: input i.
         """
         self.native = _pacpu.PackedCodes(codes, scales, zeros, order, out_features, in_features)
@@ -109,6 +112,45 @@ class PackedCodes:
     def write_out(self, out: Any, *, num_threads: int = 1) -> None:
         """Write the elements, columns in the order of codes, to `out`: contiguous `[out_features, in_features]`."""
         self.native.write_out(out, num_threads)
+
+
+class PackedExperts:
+    """An FFN of experts in 4 bits, as one call of several phases: `gate_up`, an activation and `down` of each expert
+    with the rows that chose it, then their sums. A row of the result is the same, bit by bit, whatever other rows there
+    are. Keeps its arrays alive.
+    """
+
+    def __init__(
+        self,
+        gate_up: tuple[PackedCodes, Any | None],
+        down: tuple[PackedCodes, Any | None],
+        clamp: tuple[float, float] | None,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        ffn_size: int,
+    ) -> None:
+        """
+        Args:
+            gate_up: the matrices of all experts `[2 * ffn_size, hidden_size]`, each padded to whole panels, one below
+                the other, and the biases `[num_experts * 2 * ffn_size]`, or None. The first half are the gate's.
+            down: the same of `[hidden_size, ffn_size]`.
+            clamp: `limit` and `alpha` of the activation `(up + 1) * gate * sigmoid(alpha * gate)`, with gate at most
+                `limit` and up from `-limit` to `limit`. None: `silu(gate) * up`.
+        """
+        stacks = [(matrix.native, bias) for matrix, bias in (gate_up, down)]
+        self._native = _pacpu.PackedExperts(*stacks, clamp, num_experts, hidden_size, ffn_size)
+
+    def __call__(self, x: Any, ids: Any, likelihoods: Any, out: Any, *, num_threads: int = 1) -> None:
+        """`out = sum over slots of likelihood * expert(x)`, of products rounded to the dtype, summed in float32.
+
+        Args:
+            x: `[rows, hidden_size]`, of the dtype of the biases.
+            ids: int64 `[rows, slots]`, contiguous: experts. `num_experts`: none, which adds nothing.
+            likelihoods: float32 `[rows, slots]`, contiguous.
+            out: `[rows, hidden_size]`, overwritten.
+        """
+        self._native.run(x, ids, likelihoods, out, num_threads)
 
 
 class Crossing:
@@ -172,7 +214,14 @@ def has_prompt_attention() -> bool:
     return _pacpu.has_prompt_attention()
 
 
-def prompt_attention(prompts: Sequence[tuple[Any, Any, Any, Any]], scale: float, *, num_threads: int = 1) -> None:
+def prompt_attention(
+    prompts: Sequence[tuple[Any, Any, Any, Any]],
+    scale: float,
+    *,
+    window: int | None = None,
+    sinks: Any | None = None,
+    num_threads: int = 1,
+) -> None:
     """Attention of each request's last tokens over its whole context, in bfloat16: no token attends to a later one.
 
     Scores and sums are float32; the softmax's weights are rounded to bfloat16, and subnormal numbers are zero. The
@@ -183,9 +232,9 @@ def prompt_attention(prompts: Sequence[tuple[Any, Any, Any, Any]], scale: float,
             q: bfloat16 `[rows, num_heads, head_dim]`; head_dim is even.
             k, v: bfloat16 `[num_kv_heads, context, head_dim]`, contiguous within a token; the rows are the last tokens.
             out: bfloat16 `[rows, num_heads, head_dim]`, overwritten.
-        scale: factor on the scores.
+        scale, window, sinks: as in `pacpu.paged_attention`.
     """
-    _pacpu.prompt_attention(prompts, scale, num_threads)
+    _pacpu.prompt_attention(prompts, scale, window, sinks, num_threads)
 
 
 def rms_norm(x: Any, weight: Any, eps: float, out: Any, *, addend: Any | None = None, num_threads: int = 1) -> None:

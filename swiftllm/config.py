@@ -46,7 +46,8 @@ class EngineConfig:
     """K and V in the CPU tier: auto keeps the dtype; int8, a scale per token and head, is not exact and takes about
     half of a 16-bit type's bytes. It needs a block_size that 16 divides and the kernel native."""
     enable_prefix_caching: bool = True
-    """Keep the K and V of full blocks, as long as there is room, for later requests that begin with the same tokens."""
+    """Keep the K and V of full blocks, as long as there is room, for later requests that begin with the same tokens.
+    Where layers have attention windows, blocks are overwritten and none is kept."""
     prefix_cache_tiers: CacheTiers = "auto"
     """Tiers where prefixes are cached. auto: both; the GPU tier alone in vllm; none in the papers' baselines (swiftllm,
     neo, fastdecode, sarathi, llumnix). With both, a GPU-only system copies prefixes back from the CPU tier."""
@@ -97,8 +98,6 @@ class EngineConfig:
                 raise ValueError(f"cpu_kv_dtype=int8 needs a block_size that 16 divides, not {self.block_size}")
             if self.cpu_kernel not in (None, "native"):
                 raise ValueError(f"cpu_kv_dtype=int8 needs the cpu_kernel native, not {self.cpu_kernel}")
-            if self.attention_hosts is not None:
-                raise ValueError("other hosts hold exact K and V only: drop attention_hosts or cpu_kv_dtype=int8")
         if self.ray_address is None and (self.attention_hosts or "").isdigit():
             raise ValueError(
                 f"attention_hosts={self.attention_hosts} is a number of hosts, which needs a ray_address; without Ray "

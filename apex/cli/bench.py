@@ -169,7 +169,7 @@ class Bench(SystemsCommand):
     def _print_setting(self, engine: Engine) -> None:
         """What runs, and how many of the requests each tier holds at once."""
         description = engine.describe()
-        per_request = -(-(self.input_len + self.output_len - 1) // description["block_size"])
+        per_request = engine.kv.blocks_for(self.input_len + self.output_len - 1)
         blocks = {tier: description[f"num_{tier.lower()}_blocks"] for tier in ("GPU", "CPU")}
         tiers = ", ".join(f"{n} {tier} blocks ({n // per_request} requests)" for tier, n in blocks.items())
         requests = f"{self.num_requests} requests of {self.input_len} in / {self.output_len} out"

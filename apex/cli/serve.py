@@ -149,7 +149,7 @@ def start_message(client: EngineClient, settings: ServerSettings, defaults: Mapp
     values = ", ".join(f"{name}={value}" for name, value in defaults.items())
     by_default = f"sampling by default, as generation_config.json says: {values} (--generation-config none: OpenAI's)\n"
     formats = settings.formats(tokenizer)
-    calls, reasoning = formats.calls.name if formats.calls else "none", "think" if formats.has_reasoning else "none"
+    calls, reasoning = formats.calls_name or "none", formats.reasoning_name or "none"
     no_text = "the model folder has no tokenizer: prompts are lists of token ids, and answers have no text\n"
     return (
         f"{description['system']} serves {description['model']} ({description['dtype']}{weights}) "

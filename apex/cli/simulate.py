@@ -21,6 +21,7 @@ from apex.simulator.runtime import VLLM, VLLM_DEFAULTS, vllm_runtime
 from apex.strategy import StrategyConfig
 from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.core.request import Tier
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.systems import find_system
 
 if TYPE_CHECKING:
@@ -172,8 +173,9 @@ class Simulate(SystemsCommand):
         return 1 if any(why_none) else 0
 
     def _bound(self, machine: PredictedMachine, blocks: Iterable[tuple[int, int]]) -> tuple[float, int, int]:
-        tokens = tuple(self.block_size * max(of_tier) for of_tier in zip(*blocks, strict=True))
         context, most = self.input_len + self.output_len / 2, min(self.max_num_seqs, self.num_requests)
+        per_slot = context / LayerGroups.of(machine.model, self.block_size).slots(context)
+        tokens = tuple(per_slot * self.block_size * max(of_tier) for of_tier in zip(*blocks, strict=True))
         return decode_bound(machine.table, machine.model.num_layers, context, tokens, most)
 
     def check_flags(self) -> None:
@@ -227,6 +229,7 @@ class Simulate(SystemsCommand):
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             max_model_len=machine.model.max_position_embeddings,
+            windows=machine.model.windows,
             strategy=strategy,
             remote_hosts=machine.remote_hosts,
             vocab_size=VOCABULARY,

@@ -20,6 +20,7 @@ from apex.perf.workbench import Workbench
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.files import write_atomically
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.runtime.build import scheduler_limits
 from swiftllm.runtime.cores import CoreDivision, counted
 from swiftllm.runtime.torch_backend import TorchBackend
@@ -68,15 +69,15 @@ class DecodeRates:
         return {load: rate for load, rate in (("GPU tier", self.gpu_tier), ("both tiers", self.both_tiers)) if rate}
 
 
-def full_load(num_blocks: Mapping[Tier, int], block_size: int, limits: SchedulerLimits) -> DecodeMix:
+def full_load(num_blocks: Mapping[Tier, int], groups: LayerGroups, limits: SchedulerLimits) -> DecodeMix:
     """As many requests as may run at once, long enough to fill the tiers where the model allows it."""
     gpu, cpu = num_blocks[Tier.GPU], num_blocks[Tier.CPU]
-    longest = -(-limits.max_model_len // block_size)
-    blocks_each = max(1, min((gpu + cpu) // limits.max_num_seqs, longest, max(gpu, cpu)))
+    longest = groups.blocks_for(limits.max_model_len)
+    blocks_each = max(groups.growth, min((gpu + cpu) // limits.max_num_seqs, longest, max(gpu, cpu)))
     on_gpu = min(gpu // blocks_each, limits.max_num_seqs)
     on_cpu = min(cpu // blocks_each, limits.max_num_seqs - on_gpu)
     part = min(1.0, MOST_REQUESTS / (on_gpu + on_cpu))
-    context = min(blocks_each * block_size, limits.max_model_len)
+    context = min(groups.tokens_in(blocks_each), limits.max_model_len)
     return DecodeMix(math.ceil(part * on_gpu), math.ceil(part * on_cpu), context)
 
 
@@ -91,7 +92,7 @@ def division_rates(
     if path.exists() and not measure_again:
         return [DecodeRates(**rates) for rates in json.loads(path.read_text())["rates"]]
     bench, limits = make_workbench(config, backend), scheduler_limits(config, backend)
-    load = full_load(bench.num_blocks, bench.block_size, limits)
+    load = full_load(bench.num_blocks, bench.layer_groups, limits)
     with progress_bar("dividing the cores") as progress:
         rates = measure_divisions(backend.use_cores, bench, divisions, load, progress)
     measured = {"identity": identity, "load": asdict(load), "rates": [asdict(rate) for rate in rates]}

@@ -115,4 +115,5 @@ def cpu_attention_gbps(table: ProfileTable, backend: TorchBackend) -> float | No
     """GB/s at which the CPU kernel reads K and V, at the best size of the table; None if the tier was too small to
     measure."""
     rate = attention_rate(table.cpu_attention)
-    return rate and rate * backend.cpu_kv_bytes_per_block / backend.block_size / backend.num_layers / 1e9
+    bytes_per_token = backend.cpu_kv_bytes_per_block / backend.block_size / backend.layer_groups.pool_layers
+    return rate and rate * bytes_per_token / 1e9

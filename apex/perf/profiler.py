@@ -95,7 +95,7 @@ def _operations(bench: Workbench, max_tokens: int, grid: Grid) -> Operations:
 
 
 def _prefill_sizes(bench: Workbench, max_tokens: int, grid: Grid) -> list[tuple[int, int]]:
-    room = bench.num_blocks[bench.larger_tier] * bench.block_size
+    room = bench.layer_groups.tokens_in(bench.num_blocks[bench.larger_tier])
     tokens = sizes_up_to(grid.prefill_tokens, min(max_tokens, bench.max_model_len // 2, room // 2))
     cached = sizes_up_to(grid.prefill_cached, min(bench.max_model_len, room) - tokens[-1])
     return [(n, c) for n in tokens for c in cached]
@@ -107,7 +107,7 @@ def _decode_sizes(bench: Workbench, tier: Tier, grid: Grid) -> list[tuple[int, i
     requests = [n for n in grid.decode_requests if 2 * n <= blocks]
     if len(requests) < 2:
         return []
-    longest = {n: min(blocks // n * bench.block_size, bench.max_model_len) for n in requests}
+    longest = {n: min(bench.layer_groups.tokens_in(blocks // n), bench.max_model_len) for n in requests}
     return [(n, context) for n in requests for context in sizes_up_to(grid.decode_contexts, longest[n])]
 
 

@@ -47,7 +47,7 @@ class Workbench:
         """
         self.backend = backend
         self.num_blocks = {Tier.GPU: backend.num_gpu_blocks, Tier.CPU: backend.num_cpu_blocks}
-        self.block_size = backend.block_size
+        self.layer_groups = backend.layer_groups
         self.max_model_len = max_model_len
         self.tables: dict[str, list[int]] = {}
         self._synchronize = torch.cuda.synchronize if backend.device.type == "cuda" else lambda: None
@@ -93,7 +93,8 @@ class Workbench:
         return self._attention(lane, requests, lane)
 
     def _attention(self, lane: Batch, rows: int, sweeper: Batch | None = None) -> TimedOperation:
-        """Time attention after a boundary, which replaces the caches' contents as in a run.
+        """Time attention after a boundary, which replaces the caches' contents as in a run; the mean over the groups of
+        layers.
 
         The boundary's batch is ``sweeper``. Prefills use a lane of one row. Decodes use their own lane, which leaves it
         where captured graphs expect it.
@@ -103,7 +104,7 @@ class Workbench:
 
         def sample() -> float:
             seconds = []
-            for _ in range(2 if rows <= SMALL_TOKENS else 1):
+            for _ in range(max(self.layer_groups.growth, 2 if rows <= SMALL_TOKENS else 1)):
                 self.backend.boundary(next(boundaries), [sweeper])
                 seconds.append(self._time_s(lambda: self.backend.gpu_attention(next(layers), lane)))
             return statistics.fmean(seconds)
@@ -118,14 +119,16 @@ class Workbench:
         lane, lane_layers, layers = self._lane(self._single_rows(1)), self._layers(), self._layers()
 
         def sample() -> float:
-            ticket = backend.submit_cpu_attention(next(layers), cohort)
-            while not ticket.ready():
-                backend.boundary(next(lane_layers), [lane])
-            busy_s = ticket.wait()
+            busy_s = []
+            for _ in range(self.layer_groups.growth):
+                ticket = backend.submit_cpu_attention(next(layers), cohort)
+                while not ticket.ready():
+                    backend.boundary(next(lane_layers), [lane])
+                busy_s.append(ticket.wait())
             self._synchronize()
             start_s = time.perf_counter()
             idle_busy_s = backend.submit_cpu_attention(next(layers), cohort).wait()
-            return busy_s + max(0.0, time.perf_counter() - start_s - idle_busy_s)
+            return statistics.fmean(busy_s) + max(0.0, time.perf_counter() - start_s - idle_busy_s)
 
         return sample
 
@@ -177,7 +180,7 @@ class Workbench:
         items = []
         for _ in range(requests):
             request = self._request(2, Tier.GPU)
-            self.tables[request.request_id] = [0]  # opening a lane reads the table only
+            self.tables[request.request_id] = [0] * self.layer_groups.growth  # opening a lane reads the table only
             items.append(LaneItem(request, 1, 1, Tier.GPU, False))
 
         def sample() -> float:
@@ -211,7 +214,7 @@ class Workbench:
         start = self._prompts.randrange(PROMPTS)
         prompt = tuple(self._tokens[start : start + tokens])
         request = Request(f"profile-{len(self.tables)}", prompt, SamplingParams(max_tokens=1), tier=tier)
-        count = -(-tokens // self.block_size)
+        count = self.layer_groups.blocks_for(tokens)
         pool = self._pool(tier, count)
         self.tables[request.request_id] = self._random.sample(pool, count) if count <= len(pool) else []
         return request
@@ -223,7 +226,7 @@ class Workbench:
     def _prefill_items(self, tokens: int) -> list[LaneItem]:
         """Prefill chunks of ``tokens`` tokens in total, each short enough for the larger tier."""
         tier = self.larger_tier
-        longest = min(self.max_model_len, self.num_blocks[tier] * self.block_size)
+        longest = min(self.max_model_len, self.layer_groups.tokens_in(self.num_blocks[tier]))
         sizes = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
         return [LaneItem(self._request(size, tier), 0, size, tier, True) for size in sizes]
 
@@ -244,8 +247,9 @@ class Workbench:
     # -- timing -----------------------------------------------------------------------------------------------------
 
     def _layers(self, stop: int | None = None) -> Iterator[int]:
-        """Cycles over the layers; by default those whose boundary has a next layer."""
-        return itertools.cycle(range(max(1, self.backend.num_layers - 1 if stop is None else stop)))
+        """Cycles over the layers, from group to group; by default those whose boundary has a next layer."""
+        layers = range(max(1, self.backend.num_layers - 1 if stop is None else stop))
+        return itertools.cycle(sorted(layers, key=lambda layer: self.layer_groups.place_of[layer]))
 
     def _boundary(self, lane: Batch, layers: Iterator[int], rows: int) -> TimedOperation:
         """The lane at one of these boundaries after the other. Short ones are crossed three times, and two count.

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from apex.placement.costs import BoundaryCost, Rates, batch_s
 from apex.placement.search import PlacementProblem, fastest_placements, least_gpu_bytes
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB, gib_rounded_up
 from swiftllm.model.placement import Place
 
@@ -47,10 +48,11 @@ class CostModel(Protocol):
     """Of the boundaries from -1 on."""
     other_bytes: float
     """Embedding, vocabulary and norms, which stay on the GPU."""
+    layer_groups: LayerGroups
     kv_bytes_per_token: float
-    """In all layers, on the GPU."""
+    """In all layers of a group, on the GPU."""
     cpu_kv_bytes_per_token: float
-    """In all layers, in the CPU tier."""
+    """In all layers of a group, in the CPU tier."""
     rates: Rates
 
     def costs(self, rows: float) -> list[BoundaryCost]:
@@ -128,9 +130,10 @@ def estimate_budget(
         )
     gpu_kv_bytes = model.gpu_kv_bytes(weight_bytes)
     gpu_bytes = weight_bytes - model.other_bytes
-    on_gpu = min(workload.num_requests, gpu_kv_bytes / (model.kv_bytes_per_token * workload.context))
+    slots = model.layer_groups.slots(workload.context)
+    on_gpu = min(workload.num_requests, gpu_kv_bytes / (model.kv_bytes_per_token * slots))
     tier_bytes = model.cpu_kv_bytes(sum(model.boundary_bytes) - max(0.0, gpu_bytes))
-    in_tier = tier_bytes / (model.cpu_kv_bytes_per_token * workload.context)
+    in_tier = tier_bytes / (model.cpu_kv_bytes_per_token * slots)
     estimates = []
     for share in CPU_SHARES if offloads else CPU_SHARES[:1]:
         on_cpu = min(workload.num_requests - on_gpu, share * in_tier)
@@ -162,6 +165,6 @@ def _estimate(
     )
     fastest = fastest_placements(problem)[0]
     streamed_bytes = fastest.placement.bytes_at(Place.STREAMED, model.boundary_bytes)
-    kv_bytes = on_cpu * workload.context * model.cpu_kv_bytes_per_token
+    kv_bytes = on_cpu * model.layer_groups.slots(workload.context) * model.cpu_kv_bytes_per_token
     seconds = batch_s(streamed_bytes, kv_bytes, fastest.iteration_s, model.rates, fastest.cpu_s)
     return Estimate(weight_bytes, requests / seconds, requests, problem)

@@ -116,6 +116,7 @@ class MeasuredCosts:
         """Attention rates are bytes of K and V a second."""
         self.boundary_bytes, self.other_bytes = memory.boundary_bytes, memory.other_bytes
         self.kv_bytes_per_token, self.cpu_kv_bytes_per_token = memory.kv_bytes_per_token, memory.cpu_kv_bytes_per_token
+        self.layer_groups = memory.layer_groups
         self.gpu_kv_bytes, self.cpu_kv_bytes = memory.gpu_kv_bytes, memory.cpu_kv_bytes
         self.rates = times.rates(cpu_attention)
         self._times = times
@@ -128,5 +129,5 @@ class MeasuredCosts:
 
     def other_s(self, on_gpu: float, context: float, requests: float) -> float:
         """Attention at its measured rate; the vocabulary's matrix takes its share of a boundary's time."""
-        attention_s = on_gpu * context * self.kv_bytes_per_token / self._gpu_attention
+        attention_s = on_gpu * self.layer_groups.slots(context) * self.kv_bytes_per_token / self._gpu_attention
         return attention_s + self._vocabulary_share * self._times.gpu(requests)

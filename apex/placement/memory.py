@@ -8,6 +8,7 @@ from apex.placement.budget import Workload
 from swiftllm.config import EngineConfig
 from swiftllm.device.cuda import CONTEXT_BYTES
 from swiftllm.kv.budget import CPU_TIER_SHARE, HOST_HEADROOM_BYTES
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB, available_host_bytes, gib_rounded_up
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.sizes import boundary_bytes
@@ -32,7 +33,8 @@ class EngineMemory:
         self.weight_bytes, self.other_bytes = budget.weight_bytes, budget.weights.staying
         self.block_bytes = budget.bytes_per_block
         self.cpu_block_bytes = budget.host_block_bytes
-        self.kv_bytes_per_token = model.kv_bytes_per_token(dtype.itemsize)
+        self.layer_groups = LayerGroups.of(model, config.block_size)
+        self.kv_bytes_per_token = budget.bytes_per_block // config.block_size
         self.cpu_kv_bytes_per_token = budget.host_block_bytes // config.block_size
         self.usable_bytes = budget.usable_bytes
         self.host_bytes = host_bytes - HOST_HEADROOM_BYTES
@@ -71,7 +73,7 @@ class EngineMemory:
         requests at once at their full lengths."""
         blocks = self.config.num_gpu_blocks
         if blocks is None:
-            each = -(-int(workload.input_len + workload.output_len) // self.config.block_size)
+            each = self.layer_groups.blocks_for(int(workload.input_len + workload.output_len))
             blocks = workload.num_requests * each
         return self.usable_bytes - self.weight_bytes >= blocks * self.block_bytes
 

@@ -17,6 +17,7 @@ from apex.strategy import StrategyConfig
 from swiftllm.core.request import Tier
 from swiftllm.engine.engine import Engine
 from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.scheduling.admission import SchedulerLimits
 from swiftllm.scheduling.gpu_only import Vllm
 from swiftllm.systems import Platform, build, find_system
@@ -41,6 +42,7 @@ def build_simulated(
     scheduler_table: ProfileTable | None = None,
     weights: SimulatedWeights | None = None,
     cached_tiers: Collection[Tier] = (),
+    windows: tuple[int | None, ...] | None = None,
     runtime: Runtime = OWN_ENGINE,
 ) -> Engine:
     """An engine of a named system whose time is predicted from ``table``.
@@ -57,6 +59,7 @@ def build_simulated(
         remote_hosts: CPU hosts beside the GPUs' own, see :mod:`apex.simulator.cpu_hosts`.
         weights: where the weights are, if not all on the GPU; needs ``interconnect``.
         cached_tiers: where prefixes are cached; by default nowhere, since simulated prompts are placeholders.
+        windows: see :attr:`swiftllm.model.config.ModelConfig.windows`. With any, no prefix is cached.
         scheduler_table: what the scheduler predicts from in place of ``table``, to see what a wrong one costs.
         runtime: what runs the iterations; with the default `vllm` is what the papers compared with.
 
@@ -68,7 +71,10 @@ def build_simulated(
         raise ValueError("the KV cache has no blocks in either tier: raise num_gpu_blocks or num_cpu_blocks")
     strategy = strategy or StrategyConfig()
     usable = max(0, num_gpu_blocks - runtime.null_blocks)
-    kv = KVCacheManager(usable, num_cpu_blocks, block_size, cached_tiers=cached_tiers)
+    groups = LayerGroups(block_size, windows or (None,))
+    kv = KVCacheManager(
+        usable, num_cpu_blocks, block_size, cached_tiers=cached_tiers if groups.are_exact else (), groups=groups
+    )
 
     def model(times: ProfileTable) -> PerfModel:
         """A model of its own for backend and scheduler: each keeps its own list of extrapolated operations."""

@@ -39,6 +39,7 @@ from apex.simulator.operator_files import Operators
 from apex.simulator.quantised_weights import quantised_origin, with_quantised_weights
 from swiftllm.config import CpuKVDtype
 from swiftllm.kv.format import cpu_format
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.model.config import ModelConfig
 
 BITS_PER_BYTE = 8
@@ -46,9 +47,9 @@ ITEMSIZES = {"float16": 2, "bfloat16": 2}
 # Powers of two and their middles: between neighbours a straight line is at most 4% off a square.
 TOKENS = (1, *sorted({2**i for i in range(4, 15)} | {3 * 2**i for i in range(4, 13)}))
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
-# Decode attention and swaps are linear in either size, so the corners of the grid suffice.
+# Decode attention and swaps are linear in either size, but for a window, so the corners of the grid suffice.
 REQUESTS = (1, 4096)
-CONTEXTS = (1, 1 << 17)
+LONGEST_CONTEXT = 1 << 17
 BLOCKS = (1, 1 << 16)
 
 
@@ -91,7 +92,7 @@ def hardware_profile(
     shape, itemsize = LayerShape.from_config(model_config), ITEMSIZES[dtype]
     shard = shape.shard(tensor_parallel)
     in_host = cpu_format(cpu_kv_dtype, getattr(torch, dtype))
-    cpu_token_bytes = in_host.token_bytes(model_config) / model_config.num_layers
+    cpu_token_bytes = in_host.token_bytes(model_config) / LayerGroups.of(model_config, block_size).pool_layers
     cpu_gb_s = cpu_bandwidth_gb_s or cpu_attention_gb_s(host, cpu_kernel, shape, cpu_kv_dtype)
     pcie_gb_s = effective_pcie_gb_s(gpu, host)
     tokens = _up_to(TOKENS, max_tokens)
@@ -101,7 +102,7 @@ def hardware_profile(
     )  # of each GPU; codes cross PCIe as such
     linear = linear_curve(gpu, shard, itemsize, max_tokens)
     scheme = model_config.quantisation
-    if scheme is not None:
+    if scheme is not None and not scheme.experts_only:
         linear = with_quantised_weights(linear, gpu, shard, itemsize, scheme)
     if shape.num_experts:
         linear = with_experts(linear, gpu, shard, itemsize, scheme)
@@ -130,15 +131,16 @@ def hardware_profile(
         linear=linear,
         ends=_curve(ROWS, lambda rows: ends_s(gpu, model_config, itemsize, rows, tensor_parallel)),
         swap=_curve(BLOCKS, lambda blocks: transfer_s(blocks * block_bytes, pcie_gb_s, latency_s)),
-        prefill_attention=_surface(
-            tokens, (0, CONTEXTS[-1]), lambda new, cached: prefill_attention_s(gpu, shard, new, cached)
+        prefill_attention=_of_layers(
+            model_config, tokens, 0, lambda new, cached: prefill_attention_s(gpu, shard, new, cached)
         ),
-        gpu_attention=_surface(
-            REQUESTS, CONTEXTS, lambda n, context: gpu_attention_s(gpu, shard, itemsize, n, context)
+        gpu_attention=_of_layers(
+            model_config, REQUESTS, 1, lambda n, context: gpu_attention_s(gpu, shard, itemsize, n, context)
         ),
-        cpu_attention=_surface(
+        cpu_attention=_of_layers(
+            model_config,
             REQUESTS,
-            CONTEXTS,
+            1,
             lambda n, context: cpu_attention_s(
                 host, shape, itemsize, cpu_token_bytes, cpu_gb_s, pcie_gb_s, n, context, tensor_parallel
             ),
@@ -333,6 +335,17 @@ def _curve(sizes: Sequence[int], seconds: Callable[[float], float]) -> Curve:
     return Curve(tuple(sizes), tuple(seconds(size) for size in sizes))
 
 
-def _surface(firsts: Sequence[int], second_sizes: Sequence[int], formula: Callable[[float, float], float]) -> Surface:
-    curves = (_curve(second_sizes, lambda second, first=first: formula(first, second)) for first in firsts)
+def _of_layers(
+    config: ModelConfig, firsts: Sequence[int], shortest: int, formula: Callable[[float, float], float]
+) -> Surface:
+    """The mean over a model's layers of ``formula`` over a first size and a context, from ``shortest`` on; a layer with
+    a window has no longer one than that."""
+    windows = config.windows or (None,)
+    contexts = sorted({shortest, *(window for window in windows if window is not None), LONGEST_CONTEXT})
+
+    def seconds(first: float, context: float) -> float:
+        each = [formula(first, context if window is None else min(context, window)) for window in windows]
+        return sum(each) / len(each)
+
+    curves = (_curve(contexts, lambda context, first=first: seconds(first, context)) for first in firsts)
     return Surface(tuple(firsts), tuple(curves))

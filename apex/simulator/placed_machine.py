@@ -21,6 +21,7 @@ from apex.simulator.predicted_machine import PredictedMachine
 from apex.simulator.quantised_weights import packed_bytes, with_quantised_weights_on_cpu
 from apex.simulator.weight_path import CHUNK_BYTES, SimulatedWeights
 from swiftllm.kv.budget import CPU_TIER_SHARE, SIMULATED_HOST_SHARE, blocks_in, choose_blocks
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB
 from swiftllm.model.placement import Place, Placement
 
@@ -73,7 +74,8 @@ class WeightPlacer:
         model, identity, itemsize = machine.model, machine.table.identity, ITEMSIZES[machine.dtype]
         shape, scheme = LayerShape.from_config(model), model.quantisation
         self._budget = machine.budget(block_size)
-        self.kv_bytes_per_token = model.kv_bytes_per_token(itemsize)
+        self.layer_groups = LayerGroups.of(model, block_size)
+        self.kv_bytes_per_token = self._budget.bytes_per_block // block_size
         self.cpu_kv_bytes_per_token = self._budget.host_block_bytes // block_size
         layer_bytes = shape.gemm_weights * itemsize if scheme is None else packed_bytes(shape, scheme)
         first, layers = machine.table.first_share, model.num_layers

@@ -25,7 +25,7 @@ from apex.simulator.hardware import (
 )
 from swiftllm.config import CpuKVDtype
 from swiftllm.kv.budget import CPU_TIER_SHARE, SIMULATED_GPU_SHARE, MemoryBudget, choose_blocks
-from swiftllm.kv.format import cpu_format
+from swiftllm.kv.format import KVFormat, cpu_format
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.quantised.scheme import AWQ, QuantisationScheme
 from swiftllm.model.sizes import weight_bytes as bytes_of_weights
@@ -86,14 +86,13 @@ class PredictedMachine:
 
     def budget(self, block_size: int) -> MemoryBudget:
         """What the machine's memory holds, with KV blocks of ``block_size`` tokens."""
+        dtype = getattr(torch, self.dtype)
         return MemoryBudget(
             device_bytes=self.gpu["memory_gb"] * self.tensor_parallel * 1e9 * SIMULATED_GPU_SHARE,
             host_bytes=self.host["memory_gb"] * 1e9 * self.cpu_hosts,
             weight_bytes=self.weight_bytes,
-            bytes_per_block=self.model.kv_bytes_per_token(ITEMSIZES[self.dtype]) * block_size,
-            cpu_bytes_per_block=cpu_format(self.cpu_kv_dtype, getattr(torch, self.dtype)).block_bytes(
-                self.model, block_size
-            ),
+            bytes_per_block=KVFormat.exact(dtype).block_bytes(self.model, block_size),
+            cpu_bytes_per_block=cpu_format(self.cpu_kv_dtype, dtype).block_bytes(self.model, block_size),
         )
 
     def num_blocks(self, num_gpu: int | None, num_cpu: int | None, block_size: int) -> tuple[int, int]:

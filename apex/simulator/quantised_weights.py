@@ -14,13 +14,14 @@ from math import ceil, hypot
 
 from apex.perf.model import Curve
 from apex.simulator.hardware import Gpu, Host, LayerShape, closest_layer
-from swiftllm.model.quantised.scheme import QuantisationScheme
+from swiftllm.model.quantised.scheme import MXFP4, QuantisationScheme
 
 MOST_QUANTISED_ROWS = 512  # as in swiftllm.ops.triton.ops, which needs Triton
 ROWS_OF_A_READ = 128
 """Rows for which codes are read once. The L2 cache may serve more."""
 CPU_GAIN_ROWS = (1, 2, 4, 8, 16, 128)  # of the figures cpu_int4_gain_<rows>; the last holds beyond
-CODE_BITS, GROUP_BITS = 4, 24  # of an element; of the scale and the zero point of a group
+CODE_BITS = 4  # of an element
+GROUP_BITS, MXFP4_GROUP_BITS = 24, 8  # of the scale and the zero point of a group; of an exponent
 
 
 def with_quantised_weights(
@@ -69,7 +70,8 @@ def packed_bytes(shape: LayerShape, scheme: QuantisationScheme) -> float:
 
 def bits_per_element(scheme: QuantisationScheme, in_features: int) -> float:
     """With an element's part of its group's scale and zero point; without groups all inputs are one."""
-    return CODE_BITS + GROUP_BITS / (scheme.group_size or in_features)
+    group_bits = MXFP4_GROUP_BITS if scheme.method == MXFP4 else GROUP_BITS
+    return CODE_BITS + group_bits / (scheme.group_size or in_features)
 
 
 def quantised_origin(gpu: Gpu, scheme: QuantisationScheme) -> str:

@@ -52,4 +52,12 @@ T read_scalar(const char* name, pybind11::handle object) {
 // At least 1.
 int read_num_threads(pybind11::handle object);
 
+// At least 1; of None the largest.
+int read_window(pybind11::handle object);
+
+// Nothing of None.
+std::optional<Array> read_optional(const char* name, pybind11::handle object);
+
+void check_sinks(const Array& array, int64_t num_heads);
+
 }  // namespace pacpu

@@ -26,7 +26,7 @@ struct Contexts {
     int most_rows = 1;       // of a run
 
     // Rows share full blocks with the same ids at the same places from the first one on, where that pays. Rows without
-    // such blocks keep their order.
+    // such blocks keep their order. A row that does not reach back to its first token shares none.
     explicit Contexts(const Problem& problem);
 };
 
@@ -41,6 +41,10 @@ constexpr int rows_per_read(int num_heads, int num_kv_heads) {
 
 // What a block that so many rows share costs.
 inline int shared_block_cost(const Problem& p, int rows) { return block_cost + (rows - 1) * p.shared_row_cost; }
+
+// The first token that a row attends to, and its block.
+inline int first_token(const Problem& p, int row) { return p.seq_lens[row] > p.window ? p.seq_lens[row] - p.window : 0; }
+inline int64_t first_block(const Problem& p, int row) { return first_token(p, row) / p.block_size; }
 
 inline int64_t blocks_of(const Problem& p, int row) { return (int64_t{p.seq_lens[row]} + p.block_size - 1) / p.block_size; }
 

@@ -44,8 +44,9 @@ struct Segment {
     const char* keys;         // K of the first KV head in block 0 of the cache: [block_size, head_dim], V follows; or tiles
     int64_t head_bytes;       // from a KV head in a block to the next one
     int64_t block_bytes;      // from a block of the cache to the next one
-    const int32_t* blocks;    // block ids of this stretch; it starts at the first token of blocks[0]
-    int num_tokens;           // >= 1; ceil(num_tokens / block_size) entries of `blocks` are valid
+    const int32_t* blocks;    // block ids of this stretch
+    int first_slot;           // where in blocks[0] it starts, below block_size; what is before must not count
+    int num_tokens;           // >= 1; ceil((first_slot + num_tokens) / block_size) entries of `blocks` are valid
     int block_size;           // tokens per block, >= 1
     int head_dim;             // a positive multiple of 8
     int padded_dim;           // head_dim rounded up to a multiple of 32

@@ -22,6 +22,8 @@ struct Problem {
     int64_t table_stride;
     const int32_t* seq_lens;  // including the new token
     float scale;
+    int window;          // how many tokens a row attends to at most, the last ones
+    const float* sinks;  // [num_heads], or nullptr: each the score of one more token, whose value is zero
     int num_threads;
     Prefetch prefetch;
     int shared_row_cost;  // 1 to 8, see contexts.h; 8: no blocks are shared

@@ -1,5 +1,5 @@
-// Products of rows with packed 4-bit matrices. An element is (code - zero) * scale, rounded to the type of the rows; sums run
-// in float32. Compiled for several instruction sets: it must not define any inline function with external linkage.
+// Products of rows with packed 4-bit matrices. An element is (code - zero) * scale, or a number of MXFP4 times a power of two,
+// rounded to the type of the rows; sums run in float32. Compiled for several instruction sets: it must not define any inline function with external linkage.
 #pragma once
 
 #include <cstddef>
@@ -30,8 +30,8 @@ struct CodeMatrix {
     int in_features, out_features, group_size;  // groups of a multiple of run_inputs divide the inputs
     const uint32_t* codes;                      // [panels, blocks, code_columns, block_words]
     DType scale_type;
-    const void* scales;    // [panels, groups, code_columns]
-    const uint8_t* zeros;  // [panels, groups, code_columns]
+    const void* scales;    // [panels, groups, code_columns]; in MXFP4 uint8: 2^(scale - 127), 255 is NaN
+    const uint8_t* zeros;  // [panels, groups, code_columns]; nullptr in MXFP4
     const int32_t* order;  // [in]: column i of codes multiplies input order[i]; nullptr: input i
 };
 
@@ -65,6 +65,7 @@ static constexpr size_t code_scratch_floats(int rows, int in_features) {
 // By DType. First the rows are brought into `inputs`, then every panel is multiplied. `scratch`: code_scratch_floats floats,
 // aligned to 64 bytes.
 struct CodeKernels {
+    int input_bytes[num_dtypes];  // of an element of `inputs`
     void (*take_inputs[num_dtypes])(const CodeLinear&, int begin_row, int end_row);
     void (*multiply[num_dtypes])(const CodeLinear&, int begin_panel, int end_panel, float* scratch);
     // Writes the elements of panels, columns in the order of codes, to `out` [out_features, in_features].

@@ -73,6 +73,22 @@ struct SiluAndMul {
     int64_t y_stride;
 };
 
+// y = (up + 1) * gate * sigmoid(alpha * gate), with gate = x[:size] of at most `limit`, and up = x[size:] from -limit to limit.
+struct ClampedSwiGLU {
+    SiluAndMul rows;
+    float limit, alpha;
+};
+
+// y[row] = the sum over slots of x[places[row, slot]] * factors[row, slot], slot by slot; a place of -1 adds nothing.
+struct AddSlots {
+    int rows, size, slots;
+    const void* x;  // [..., size]
+    const int32_t* places;
+    const float* factors;
+    void* y;
+    int64_t y_stride;
+};
+
 // The column of each row's highest value, the first of equals; NaN counts as the highest.
 struct Argmax {
     int rows, size;  // size is at least 1
@@ -97,8 +113,10 @@ void store_kv(const StoreKV& problem, int begin, int end);
 // K and V of a prompt are packed in panels of so many tokens; scores are computed for a stretch of panels at a time.
 constexpr int key_panel = 64, key_stretch = 512;
 
-// Attention of a request's last `rows` tokens over its whole context, in bfloat16: row i attends to all tokens but those
-// after it.
+constexpr int prompt_rows_at_once = 16;  // most rows of one call of `attend_prompt`
+
+// Attention of a request's last `rows` tokens over its whole context, in bfloat16: row i attends to the last `window`
+// tokens up to its own.
 struct Prompt {
     int rows, num_heads, num_kv_heads, context, head_dim;  // head_dim is even
     float scale;
@@ -110,6 +128,8 @@ struct Prompt {
     int64_t v_head_stride, v_stride;
     BFloat16* out;  // [rows, num_heads, head_dim]
     int64_t out_stride;
+    int window;
+    const float* sinks;  // [num_heads], or nullptr: each the score of one more token, whose value is zero
     BFloat16* packed;  // [num_kv_heads, panels, 2, key_panel, padded_dim()]: keys by pairs of elements, values of tokens
 
     int padded_dim() const { return (head_dim + key_panel - 1) / key_panel * key_panel; }
@@ -134,6 +154,8 @@ struct RowKernels {
     void (*rms_norm[num_dtypes])(const RmsNorm&, int begin, int end);
     void (*rotary[num_dtypes])(const Rotary&, int begin, int end);
     void (*silu_and_mul[num_dtypes])(const SiluAndMul&, int begin, int end);
+    void (*clamped_swiglu[num_dtypes])(const ClampedSwiGLU&, int begin, int end);
+    void (*add_slots[num_dtypes])(const AddSlots&, int begin, int end);
     void (*argmax[num_dtypes])(const Argmax&, int begin, int end);
     // nullptr: there is none. First every panel of every KV head is packed, then rows are attended, in any order.
     void (*pack_panel)(const Prompt&, int kv_head, int panel);

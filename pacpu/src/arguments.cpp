@@ -82,4 +82,21 @@ int read_num_threads(py::handle object) {
     return static_cast<int>(std::min(num_threads, int_max));
 }
 
+int read_window(pybind11::handle object) {
+    const int64_t window = object.is_none() ? int_max : read_scalar<int64_t>("window", object);
+    if (window < 1) refuse("window must be at least 1, not " + std::to_string(window));
+    return static_cast<int>(window < int_max ? window : int_max);
+}
+
+std::optional<Array> read_optional(const char* name, pybind11::handle object) {
+    if (object.is_none()) return std::nullopt;
+    return read_array(name, object);
+}
+
+void check_sinks(const Array& array, int64_t num_heads) {
+    check_shape(array, {num_heads}, "[num_heads]");
+    if (dtype_of(array) != DType::float32) refuse("sinks must have dtype float32, not " + array.dtype_name());
+    row_stride(array, false);
+}
+
 }  // namespace pacpu

@@ -30,7 +30,7 @@ void check_tables(const Problem& p, int64_t max_blocks, int64_t num_blocks) {
             refuse("seq_lens[" + std::to_string(i) + "] must be between 1 and " + std::to_string(max_blocks * p.block_size) +
                    " (max_blocks_per_seq * block_size), not " + std::to_string(seq_len));
         const int32_t* table = p.block_tables + i * p.table_stride;
-        for (int64_t j = 0; j * p.block_size < seq_len; ++j)
+        for (int64_t j = first_block(p, i); j * p.block_size < seq_len; ++j)
             if (table[j] < 0 || table[j] >= num_blocks)
                 refuse("block_tables[" + std::to_string(i) + ", " + std::to_string(j) + "] must be a block id below " +
                        std::to_string(num_blocks) + ", not " + std::to_string(table[j]));
@@ -39,13 +39,16 @@ void check_tables(const Problem& p, int64_t max_blocks, int64_t num_blocks) {
 
 void paged_attention(py::handle q_object, py::handle k_object, py::handle v_object, py::handle kv_cache_object,
                      py::handle block_tables_object, py::handle seq_lens_object, py::handle out_object, py::handle scale_object,
-                     py::handle num_threads_object, py::handle kernel_object) {
+                     py::handle window_object, py::handle sinks_object, py::handle num_threads_object,
+                     py::handle kernel_object) {
     const Array q = read_array("q", q_object), k = read_array("k", k_object), v = read_array("v", v_object);
     const Array kv_cache = read_array("kv_cache", kv_cache_object), out = read_array("out", out_object);
     const Array block_tables = read_array("block_tables", block_tables_object);
     const Array seq_lens = read_array("seq_lens", seq_lens_object);
     const auto scale = read_scalar<double>("scale", scale_object);
     const int num_threads = read_num_threads(num_threads_object);
+    const int window = read_window(window_object);
+    const std::optional<Array> sinks = read_optional("sinks", sinks_object);
 
     const std::optional<DType> dtype = dtype_of(q);
     if (!dtype) refuse("q must have dtype float32, float16 or bfloat16, not " + q.dtype_name());
@@ -79,6 +82,7 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
     check_shape(block_tables, {batch, max_blocks}, "[batch, max_blocks_per_seq]");
     check_shape(seq_lens, {batch}, "[batch]");
     check_shape(out, q.shape, "[batch, num_heads, head_dim]");
+    if (sinks) check_sinks(*sinks, num_heads);
     row_stride(kv_cache, false);
     row_stride(seq_lens, false);
     check_writable(kv_cache);
@@ -115,6 +119,8 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
                              row_stride(block_tables),
                              static_cast<const int32_t*>(seq_lens.data),
                              static_cast<float>(scale),
+                             window,
+                             sinks ? static_cast<const float*>(sinks->data) : nullptr,
                              num_threads,
                              prefetch(cache_type, num_heads > num_kv_heads),
                              shared_row_cost(cache_type, num_heads > num_kv_heads)};

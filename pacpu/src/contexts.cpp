@@ -21,7 +21,10 @@ public:
 
     // Divides the rest from block `from` on of rows order[begin, end), whose first `common` full blocks are the same.
     void divide(int begin, int end, int64_t from, int64_t common) {
-        if (end - begin == 1) return add(begin, end, from, blocks_of(p_, to_.order[begin]));
+        if (end - begin == 1) {
+            const int row = to_.order[begin];
+            return add(begin, end, std::max(from, first_block(p_, row)), blocks_of(p_, row));
+        }
         const int32_t* first = table(to_.order[begin]);
         int64_t shared = full_blocks(to_.order[begin]);
         for (int i = begin + 1; i < end; ++i) {
@@ -48,7 +51,8 @@ public:
 
 private:
     const int32_t* table(int row) const { return p_.block_tables + row * p_.table_stride; }
-    int64_t full_blocks(int row) const { return p_.seq_lens[row] / p_.block_size; }
+    // Those that it may share.
+    int64_t full_blocks(int row) const { return first_token(p_, row) ? 0 : p_.seq_lens[row] / p_.block_size; }
     int runs_of(int rows) const { return (rows + most_rows_ - 1) / most_rows_; }
 
     bool pays(int rows, int64_t blocks) const {
@@ -79,7 +83,7 @@ Contexts::Contexts(const Problem& p) : order(p.batch) {
     if (most_rows > 1) return;
     std::iota(order.begin(), order.end(), 0);
     runs.clear();
-    for (int i = 0; i < p.batch; ++i) runs.push_back({i, i + 1, 0, blocks_of(p, i)});
+    for (int i = 0; i < p.batch; ++i) runs.push_back({i, i + 1, first_block(p, i), blocks_of(p, i)});
 }
 
 }  // namespace pacpu

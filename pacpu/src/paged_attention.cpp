@@ -129,7 +129,9 @@ private:
 
     bool is_complete(const Piece& piece) const {
         const Run& run = *piece.run;
-        return run.rows() == 1 && piece.block == 0 && piece.num_blocks == blocks_of(p_, contexts_.order[run.begin_row]);
+        const int row = contexts_.order[run.begin_row];
+        const int64_t first = first_block(p_, row);
+        return run.rows() == 1 && piece.block == first && piece.num_blocks == blocks_of(p_, row) - first;
     }
 
     // Gives memory to the states of partial pieces. Returns the rows that have such, as positions in the order.
@@ -178,13 +180,16 @@ private:
         const int64_t end_block = piece.block + piece.num_blocks;
         const int row = contexts_.order[run.begin_row];  // whose blocks are read
         const int64_t end_token = std::min<int64_t>(end_block * p_.block_size, p_.seq_lens[row]);
+        const int64_t block_token = piece.block * p_.block_size;
+        const int64_t begin_token = std::max<int64_t>(block_token, first_token(p_, row));
         return {memory,
                 load_queries(piece, memory),
                 static_cast<const char*>(p_.kv_cache) + piece.slice * kv_heads_ * head_bytes_,
                 head_bytes_,
                 block_bytes_,
                 p_.block_tables + row * p_.table_stride + piece.block,
-                static_cast<int>(end_token - piece.block * p_.block_size),
+                static_cast<int>(begin_token - block_token),
+                static_cast<int>(end_token - begin_token),
                 p_.block_size,
                 p_.head_dim,
                 padded_dim_,
@@ -266,7 +271,8 @@ private:
         for (int h = 0; h < heads_; ++h, out += p_.head_dim) {
             const int i = head_in(piece, row, h);
             const float* output = state.output + size_t(i) * padded_dim_;
-            const float factor = 1 / state.sum[i];
+            const float sink = p_.sinks ? std::exp(p_.sinks[piece.slice * heads_ + h] - state.max[i]) : 0;
+            const float factor = 1 / (state.sum[i] + sink);
             for (int d = 0; d < p_.head_dim; ++d) narrow(output[d] * factor, out[d]);
         }
     }

@@ -133,7 +133,7 @@ class Engine:
         residents, kv = self.residents, self.kv
         num_blocks = {tier: kv.capacity(tier) for tier in Tier}
         tiers = {service_class: residents.rules.tiers_of(service_class) for service_class in ServiceClass}
-        return Admission(self.vocab_size, residents.limits.max_model_len, kv.block_size, num_blocks, tiers)
+        return Admission(self.vocab_size, residents.limits.max_model_len, kv.groups, num_blocks, tiers)
 
     def make_request(
         self,

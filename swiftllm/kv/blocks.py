@@ -1,18 +1,20 @@
 """Block tables of the requests, and the prefix cache, in both tiers. Pure bookkeeping, no tensors.
 
 A request that starts holds the cached blocks of its tokens: those of its tier are shared, those of the other tier are
-copied to its own. Full blocks never change, and the last, partial block is always a request's own.
+copied to its own. Full blocks never change, and the last, partial block is always a request's own. Where layers have
+attention windows, blocks are overwritten (:mod:`swiftllm.kv.layer_groups`), and no prefix is cached.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Request, Tier
 from swiftllm.kv.allocator import BlockAllocator, HostPools
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.kv.names import BlockNames
 
 LEAST_COMPUTED = 2
@@ -20,11 +22,12 @@ LEAST_COMPUTED = 2
 
 
 class KVCacheManager:
-    """Block tables of all requests that hold KV cache. A block holds ``block_size`` tokens.
+    """Block tables of all requests that hold KV cache. A block holds ``block_size`` tokens in all layers of a group.
 
     The CPU tier may have several pools: this host's, and other hosts'. All blocks of a request are in one pool.
 
     Attributes:
+        groups: the layers by their attention window.
         block_tables: of each request, in its tier.
         names: of full blocks; None without a prefix cache.
         swaps: copies for the plan being made, in order.
@@ -42,9 +45,12 @@ class KVCacheManager:
         block_size: int,
         host_blocks: Sequence[int] = (),
         cached_tiers: Collection[Tier] = (),
+        groups: LayerGroups | None = None,
     ) -> None:
         """``host_blocks``: the blocks of each other host; their ids follow those of this host. ``cached_tiers``: where
-        prefixes are cached."""
+        prefixes are cached. ``groups``: by default one whose layers attend to all tokens."""
+        self.groups = groups or LayerGroups(block_size)
+        assert self.groups.are_exact or not cached_tiers, "blocks of a ring are overwritten"
         self.block_size = block_size
         self.names = BlockNames(block_size) if cached_tiers else None
         self.host_pools = HostPools((num_cpu_blocks, *host_blocks), caches=Tier.CPU in cached_tiers)
@@ -75,7 +81,11 @@ class KVCacheManager:
         return self.moves[0].source if self.moves else None
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return self.groups.blocks_for(num_tokens)
+
+    def _slots_for(self, num_tokens: int) -> int:
+        """The tokens that the blocks for so many can hold."""
+        return -(-num_tokens // self.block_size) * self.block_size
 
     def capacity(self, tier: Tier) -> int:
         """Blocks that a tier always has. Other hosts may go away, so theirs do not count."""
@@ -133,7 +143,7 @@ class KVCacheManager:
         pool.num_tables += 1
         self.block_tables[request.request_id] = table
         found = len(here) + len(there)
-        request.num_kv_slots, request.num_named = num_blocks * self.block_size, found
+        request.num_kv_slots, request.num_named = self._slots_for(num_tokens), found
         request.num_uncomputed = request.num_tokens - found * self.block_size
         if not request.output_len:
             by_tier = {request.tier: len(here) * self.block_size, request.tier.other: len(there) * self.block_size}
@@ -143,7 +153,7 @@ class KVCacheManager:
         """Extend the request's table in its tier to ``num_tokens`` in total. False, and no change: too few blocks."""
         if num_tokens <= request.num_kv_slots:
             return True
-        missing = self.blocks_for(num_tokens - request.num_kv_slots)
+        missing = self.blocks_for(num_tokens) - self.blocks_for(request.num_kv_slots)
         table = self.block_tables.get(request.request_id)
         pool = self._pool_with_room(request.tier, missing) if table is None else self.pool_of(request)
         if missing > pool.num_free:
@@ -152,23 +162,34 @@ class KVCacheManager:
             table = self.block_tables[request.request_id] = []
             pool.num_tables += 1
         table.extend(pool.allocate(missing))
-        request.num_kv_slots += missing * self.block_size
+        request.num_kv_slots = self._slots_for(num_tokens)
         return True
 
     def allocate_block_each(self, requests: Sequence[Request], tier: Tier) -> bool:
-        """Allocate one more block for each of these requests of a tier. False, and no change: too few blocks."""
+        """Give each of these requests of a tier room for ``block_size`` more tokens. False, and no change: too few
+        blocks."""
         allocator = self.allocators[tier]
+        missing = [self._growth_of(request) for request in requests]
         if isinstance(allocator, HostPools):
-            counts = Counter(map(self.pool_of, requests))
+            counts: Counter[BlockAllocator] = Counter()
+            for request, count in zip(requests, missing, strict=True):
+                counts[self.pool_of(request)] += count
             if any(count > pool.num_free for pool, count in counts.items()):
                 return False
             return all(self.allocate_slots(request, request.num_kv_slots + self.block_size) for request in requests)
-        if len(requests) > allocator.num_free:
+        if sum(missing) > allocator.num_free:
             return False
-        for request, block in zip(requests, allocator.allocate(len(requests)), strict=True):
-            self.block_tables[request.request_id].append(block)
+        blocks = iter(allocator.allocate(sum(missing)))
+        for request, count in zip(requests, missing, strict=True):
+            self.block_tables[request.request_id] += islice(blocks, count)
             request.num_kv_slots += self.block_size
         return True
+
+    def _growth_of(self, request: Request) -> int:
+        """The blocks of its next ``block_size`` tokens."""
+        if self.groups.are_exact:
+            return 1
+        return self.blocks_for(request.num_kv_slots + self.block_size) - self.blocks_for(request.num_kv_slots)
 
     def move_blocks(self, request: Request, target: Tier) -> None:
         """Move a request's blocks to the other tier, which must have room: those that are cached there are shared, the
@@ -219,13 +240,13 @@ class KVCacheManager:
             allocator.free_all()
 
     def _pool_with_room(self, tier: Tier, num_blocks: int, names: Sequence[bytes] = ()) -> BlockAllocator:
-        """Where a request that enters a tier gets its blocks: of the pools with room for it and one more block for
-        each request there, the one with most of ``names``, by default the first; else of those with room. Without any,
-        the one filled first."""
+        """Where a request that enters a tier gets its blocks: of the pools with room for it and the next token of each
+        request there, the one with most of ``names``, by default the first; else of those with room. Without any, the
+        one filled first."""
         pools = self.pools(tier)
         if len(pools) == 1:
             return pools[0]
-        for spare in (1, 0):
+        for spare in (self.groups.growth, 0):
             roomy = [pool for pool in pools if num_blocks + spare * pool.num_tables <= pool.num_free]
             if roomy:
                 return max(roomy, key=lambda pool: len(self._longest_prefix(names, pool)[0])) if names else roomy[0]

@@ -13,6 +13,7 @@ import torch
 
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Placement
@@ -42,7 +43,7 @@ class MemoryBudget:
         device_bytes: the card's memory that may be used. None: no card, weights and both pools lie in host memory.
         host_bytes: available host memory.
         weight_bytes: of all weights.
-        bytes_per_block: K and V of a block in all layers.
+        bytes_per_block: K and V of a block in all layers of a group.
         cpu_bytes_per_block: the same in the CPU tier; None: its format is no other.
         activation_bytes: at the peak of the widest iteration, with the buffers that stay.
         reserved_bytes: for the CUDA context, captured graphs, libraries and fragmentation; without a card, of the host.
@@ -215,21 +216,23 @@ def weights_advice(sizes: WeightSizes, device_bytes: float, host_bytes: float) -
 
 @dataclass(frozen=True)
 class KVPlan:
-    """Number of blocks in each tier, their tokens, and their bytes in all layers."""
+    """Number of blocks in each tier, their tokens, and their bytes in all layers of a group."""
 
     num_blocks: Mapping[Tier, int]
     block_size: int
     bytes_per_block: Mapping[Tier, int]
 
-    def describe(self, max_model_len: int) -> list[str]:
-        """One line per tier: blocks, tokens, GiB, and how many requests of ``max_model_len`` tokens it holds."""
-        blocks_per_request = -(-max_model_len // self.block_size)
-        return [
+    def describe(self, max_model_len: int, groups: LayerGroups) -> list[str]:
+        """One line per tier: blocks, tokens, GiB, and how many requests of ``max_model_len`` tokens it holds; one more
+        where layers have windows."""
+        blocks_per_request = groups.blocks_for(max_model_len)
+        lines = [
             f"{tier.value.upper()} tier: {blocks:,} blocks of {self.block_size} = {blocks * self.block_size:,} tokens, "
             f"{blocks * self.bytes_per_block[tier] / GIB:.2f} GiB, {blocks / blocks_per_request:,.1f} requests of "
             f"{max_model_len:,} tokens"
             for tier, blocks in self.num_blocks.items()
         ]
+        return lines if groups.are_exact else [*lines, groups.describe()]
 
 
 def plan_blocks(

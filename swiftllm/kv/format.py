@@ -15,6 +15,7 @@ import torch
 
 from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.core.request import Tier
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.model.config import ModelConfig
 
 LEAST_BLOCK = 16
@@ -54,16 +55,17 @@ class KVFormat:
         return (int8.head_bytes(block_size, head_dim),)
 
     def pool_shape(self, model: ModelConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Shape of a tier's tensor: ``[num_layers, num_blocks, num_kv_heads, 2, block_size, head_dim]``, or for int8
-        ``[num_layers, num_blocks, num_kv_heads, head_bytes]``."""
-        return (model.num_layers, num_blocks, model.num_kv_heads, *self.head_shape(block_size, model.head_dim))
+        """Shape of a tier's tensor: ``[layers, num_blocks, num_kv_heads, 2, block_size, head_dim]``, or for int8
+        ``[layers, num_blocks, num_kv_heads, head_bytes]``; its layers are those of a group."""
+        layers = LayerGroups.of(model, block_size).pool_layers
+        return (layers, num_blocks, model.num_kv_heads, *self.head_shape(block_size, model.head_dim))
 
     def block_bytes(self, model: ModelConfig, block_size: int) -> int:
-        """Bytes of K and V of a block in all layers, scales included."""
+        """Bytes of K and V of a block in all layers of a group, scales included."""
         return math.prod(self.pool_shape(model, 1, block_size)) * self.dtype.itemsize
 
     def token_bytes(self, model: ModelConfig) -> int:
-        """Bytes of K and V of a token in all layers, scales included."""
+        """Bytes of K and V of a token in all layers of a group, scales included."""
         return self.block_bytes(model, LEAST_BLOCK) // LEAST_BLOCK
 
 
@@ -75,14 +77,20 @@ def cpu_format(cpu_kv_dtype: CpuKVDtype, dtype: torch.dtype) -> KVFormat:
     return INT8 if cpu_kv_dtype == "int8" else KVFormat.exact(dtype)
 
 
-def check_heads(config: EngineConfig, model: ModelConfig) -> None:
-    """Check that a model's K and V have the formats asked for, before anything is loaded.
+def check_kv(config: EngineConfig, model: ModelConfig) -> None:
+    """Check that a model's K and V can be held as asked for, before anything is loaded.
 
     Raises:
         ValueError: they do not.
     """
     if config.cpu_kv_dtype == "int8" and model.head_dim % 8:
         raise ValueError(f"cpu_kv_dtype=int8 needs a head dim that 8 divides, and this model has {model.head_dim}")
+    tiers = config.prefix_cache_tiers
+    if model.windows is not None and config.enable_prefix_caching and tiers != "auto":
+        raise ValueError(
+            f"prefix_cache_tiers={tiers} needs a model that keeps all K and V, and this one's attention windows let "
+            "them be overwritten: drop it"
+        )
 
 
 def tier_formats(config: EngineConfig, dtype: torch.dtype) -> Mapping[Tier, KVFormat]:
@@ -91,7 +99,7 @@ def tier_formats(config: EngineConfig, dtype: torch.dtype) -> Mapping[Tier, KVFo
 
 
 def block_bytes(formats: Mapping[Tier, KVFormat], model: ModelConfig, block_size: int) -> Mapping[Tier, int]:
-    """Bytes of a block of each tier, in all layers.
+    """Bytes of a block of each tier, in all layers of a group.
 
     Raises:
         ValueError: the model's heads have no int8 format.

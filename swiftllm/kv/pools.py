@@ -12,19 +12,21 @@ import torch
 from swiftllm.core.request import Tier
 from swiftllm.kv.budget import KVPlan
 from swiftllm.kv.format import KVFormat
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.model.config import ModelConfig
 
 
 class KVPools:
     """The KV cache of both tiers, each in its format; :meth:`~swiftllm.kv.format.KVFormat.pool_shape` has the shapes.
 
-    ``layers[tier][layer]`` is one layer's view. Only the first ``num_written`` blocks of each tier are initialised.
+    ``layers[tier][layer]`` is the view of one of the model's layers. Layers of two ``groups`` may have the same view,
+    and use other blocks of it. Only the first ``num_written`` blocks of each tier are initialised.
     """
 
     def __init__(
         self, model: ModelConfig, plan: KVPlan, device: torch.device, formats: Mapping[Tier, KVFormat]
     ) -> None:
-        self.plan, self.formats = plan, formats
+        self.plan, self.formats, self.groups = plan, formats, LayerGroups.of(model, plan.block_size)
 
         def pool(tier: Tier) -> torch.Tensor:
             shape, dtype = formats[tier].pool_shape(model, plan.num_blocks[tier], plan.block_size), formats[tier].dtype
@@ -33,12 +35,12 @@ class KVPools:
             return host_tensor(shape, dtype)
 
         self.tensors = {tier: pool(tier) for tier in (Tier.GPU, Tier.CPU)}
-        self.layers = {tier: list(tensor.unbind(0)) for tier, tensor in self.tensors.items()}
+        self.layers = {tier: [tensor[i] for i in self.groups.place_of] for tier, tensor in self.tensors.items()}
         self.num_written = 0
 
     def write(self, num_blocks: int, progress: Callable[[float, str], None]) -> None:
         """Zero the first ``num_blocks`` blocks of each tier. Takes seconds, since the first write maps the pages."""
-        layers = [layer[:num_blocks] for tier in Tier for layer in self.layers[tier]]
+        layers = [layer[:num_blocks] for tier in Tier for layer in self.tensors[tier]]
         for done, layer in enumerate(layers):
             progress(done / len(layers), f"{num_blocks:,} blocks of each tier at most")
             layer.zero_()

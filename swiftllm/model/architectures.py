@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from swiftllm.model.rope import ROPE_KINDS, RopeKind
 
@@ -30,14 +31,17 @@ COMMON: Mapping[str, Any] = MappingProxyType(
 )
 BIASES = {"attention_bias": False, "mlp_bias": False}
 QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False, "eos_token_id": None}
+QWEN_WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SWIGLU_ALPHA = 1.702
 SILU = ("silu", "swish")
 
 # Names of fields that change what a model computes, in the configurations of transformers.
 CHANGES_OUTPUT = re.compile(
     "multiplier|scal|softcap|clip|window|rope|rotary|norm|expert|router|bias|sink|activation|_act$|layer_types|mup|"
-    "parallel|alibi"
+    "parallel|alibi|swiglu"
 )
+FULL, SLIDING = "full_attention", "sliding_attention"
 WITHOUT_EFFECT = ("max_window_layers",)  # where no window is used
 
 
@@ -60,8 +64,15 @@ class Architecture:
     ignored: tuple[str, ...] = ()
     """Fields that transformers does not read either."""
     rope_kinds: tuple[RopeKind, ...] = ROPE_KINDS
+    windows: Literal["all", "by layer", "alternating"] | None = None
+    """Which layers attend to the last ``sliding_window`` tokens only: all, or those that ``layer_types`` tells, or by
+    default none, or every other one from the first on."""
     scales_queries: bool = False
     """Whether queries far behind the context of the first training are scaled; ``rope_parameters`` tell by how much."""
+    has_sinks: bool = False
+    """Whether each head has a sink: one more score, of a token whose V is 0."""
+    residual_scale: float = 1.0
+    """See :attr:`~swiftllm.model.config.ModelConfig.residual_scale`."""
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -87,6 +98,7 @@ ARCHITECTURES = {
         "mistral",
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         **WITHOUT_BIAS,
+        windows="all",
     ),
     "Ministral3ForCausalLM": Architecture(
         "ministral3",
@@ -109,12 +121,23 @@ ARCHITECTURES = {
         },
         scales_queries=True,
         **WITHOUT_BIAS,
+        windows="all",
     ),
     "Qwen2ForCausalLM": Architecture(
-        "qwen2", QWEN, qkv_bias=True, o_bias=False, mlp_bias=False, ignored=("attention_bias",)
+        "qwen2",
+        {**QWEN, **QWEN_WINDOWS},
+        qkv_bias=True,
+        o_bias=False,
+        mlp_bias=False,
+        ignored=("attention_bias",),
+        windows="by layer",
     ),
     "Qwen3ForCausalLM": Architecture(
-        "qwen3", {**QWEN, "head_dim": 128, "attention_bias": False}, mlp_bias=False, norms_heads=True
+        "qwen3",
+        {**QWEN, **QWEN_WINDOWS, "head_dim": 128, "attention_bias": False},
+        mlp_bias=False,
+        norms_heads=True,
+        windows="by layer",
     ),
     "Phi3ForCausalLM": Architecture(
         "phi3",
@@ -126,6 +149,7 @@ ARCHITECTURES = {
         },
         rope_kinds=("default",),
         **WITHOUT_BIAS,
+        windows="all",
     ),
     "GlmForCausalLM": Architecture("glm", GLM, o_bias=False, mlp_bias=False, interleaved_rotary=True),
     "Glm4ForCausalLM": Architecture(
@@ -144,6 +168,7 @@ ARCHITECTURES = {
             "no_rope_layer_interval": 4,
             "eos_token_id": 128001,
         },
+        windows="by layer",
     ),
     "GraniteForCausalLM": Architecture(
         "granite",
@@ -173,6 +198,7 @@ ARCHITECTURES = {
         norms_heads=True,
         expert_size="moe_intermediate_size",
         ignored=TRAINS_ROUTERS,
+        windows="all",
     ),
     "MixtralForCausalLM": Architecture(
         "mixtral",
@@ -187,11 +213,43 @@ ARCHITECTURES = {
         **WITHOUT_BIAS,
         expert_size="intermediate_size",
         ignored=TRAINS_ROUTERS,
+        windows="all",
+    ),
+    "GptOssForCausalLM": Architecture(
+        "gpt_oss",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "attention_bias": True,
+            "sliding_window": 128,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_limit": 7.0,
+            "swiglu_alpha": SWIGLU_ALPHA,
+            "eos_token_id": None,
+        },
+        mlp_bias=True,
+        expert_size="intermediate_size",
+        ignored=(*TRAINS_ROUTERS, "experts_per_token"),
+        has_sinks=True,
+        windows="alternating",
+        residual_scale=2.0**-8,  # residuals reach hundreds of thousands, too much for float16
     ),
 }
 WRAPPERS = {"Mistral3ForConditionalGeneration": ("MistralForCausalLM", "Ministral3ForCausalLM")}
 """Models of text and images whose text part is one of these; the first where the part does not say."""
-SUPPORTED = f"supported are {', '.join((*ARCHITECTURES, *WRAPPERS))} with SiLU and full attention"
+SUPPORTED = f"supported are {', '.join((*ARCHITECTURES, *WRAPPERS))} with SiLU"
 
 
 class Unsupported(ValueError):
@@ -233,19 +291,45 @@ def recognise(raw: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
     fields = row.defaults | dict(raw)
     if fields["hidden_act"] not in SILU:
         raise Unsupported(f"hidden_act={fields['hidden_act']!r}")
-    # Qwen gives a window and, beside it, whether it is used.
-    uses_window = "use_sliding_window" not in row.own or fields["use_sliding_window"]
-    if fields["sliding_window"] is not None and uses_window:
-        raise Unsupported(f"sliding_window={fields['sliding_window']}")
-    if set(fields["layer_types"] or ()) - {"full_attention"}:
-        raise Unsupported(f"layer_types={sorted(set(fields['layer_types']))}")
     if fields.get("mlp_only_layers") or fields.get("decoder_sparse_step", 1) != 1:
         raise Unsupported("a model of which some layers only have experts")
+    if fields.get("swiglu_alpha", SWIGLU_ALPHA) != SWIGLU_ALPHA:
+        raise Unsupported(f"swiglu_alpha={fields['swiglu_alpha']}")
     read = {*row.defaults, *row.ignored, *SIZES, *WITHOUT_EFFECT}
     for name, value in raw.items():
         if name not in read and CHANGES_OUTPUT.search(name) and not _is_neutral(value):
             raise Unsupported(f"{name}={value!r} in {names[0]}")
     return row, fields
+
+
+def layer_windows(row: Architecture, fields: Mapping[str, Any]) -> tuple[int | None, ...] | None:
+    """The attention window of each layer, in tokens; None: every layer attends to all tokens.
+
+    Raises:
+        Unsupported: there is no code for these windows.
+    """
+    num_layers, types = int(fields["num_hidden_layers"]), fields["layer_types"]
+    is_used = "use_sliding_window" not in row.own or fields["use_sliding_window"]  # Qwen gives one that is not used
+    window = fields["sliding_window"] if is_used else None
+    if window is not None and (row.windows is None or window < 1):
+        raise Unsupported(f"sliding_window={window}")
+    known = {FULL, SLIDING} if window is not None and row.windows != "all" else {FULL}
+    if types is not None and (set(types) - known or len(types) != num_layers):
+        raise Unsupported(f"{len(types)} layer_types={sorted(set(types))} with sliding_window={window}")
+    if window is None or window >= int(fields["max_position_embeddings"]):
+        return None
+    if row.windows == "all":
+        return (int(window),) * num_layers
+    if types is None and row.windows == "alternating":
+        types = [FULL if layer % 2 else SLIDING for layer in range(num_layers)]
+    if types is None and "max_window_layers" not in row.own:
+        raise Unsupported(f"sliding_window={window} without layer_types")
+    if types is None:
+        types = [SLIDING if layer >= fields["max_window_layers"] else FULL for layer in range(num_layers)]
+    windows = tuple(int(window) if kind == SLIDING else None for kind in types)
+    if len(set(Counter(windows).values())) > 1:
+        raise Unsupported(f"a model of which {windows.count(None)} of {num_layers} layers have no window")
+    return windows if set(windows) != {None} else None
 
 
 def _is_neutral(value: Any) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swiftllm.model.architectures import SUPPORTED, Unsupported, recognise, text_part
+from swiftllm.model.architectures import SUPPORTED, Unsupported, layer_windows, recognise, text_part
 from swiftllm.model.checkpoint import tensor_names
 from swiftllm.model.quantised.scheme import QuantisationScheme
 from swiftllm.model.rope import RopeScaling, UnsupportedRope
@@ -23,6 +23,9 @@ class ExpertSizes:
     per_token: int
     normalises: bool
     """Whether the likelihoods of a row's experts are divided by their sum."""
+    swiglu_limit: float | None = None
+    """None: SiLU without biases. Otherwise experts are those of gpt-oss: router and experts have biases, SwiGLU is
+    clamped, and a checkpoint has stacks ``[num_experts, in, out]`` in which outputs of gate and up alternate."""
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> ExpertSizes:
@@ -31,7 +34,11 @@ class ExpertSizes:
         sizes = int(fields["num_experts"] if told is None else told), int(fields["num_experts_per_tok"])
         if not 1 <= sizes[1] <= sizes[0]:
             raise ValueError(f"{sizes[1]} of {sizes[0]} experts")
-        return cls(*sizes, normalises=bool(fields.get("norm_topk_prob", True)))
+        limit = fields.get("swiglu_limit")
+        if limit is not None and not float(limit) > 0:
+            raise ValueError(f"swiglu_limit={limit}")
+        normalises = bool(fields.get("norm_topk_prob", True))
+        return cls(*sizes, normalises, None if limit is None else float(limit))
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,11 @@ class ModelConfig:
     """Whether the checkpoint has a part for images, which is not read, beside the text model."""
     experts: ExpertSizes | None = None
     """None: the FFN is dense."""
+    windows: tuple[int | None, ...] | None = None
+    """How many tokens each layer attends to, a row's own included; None: all, for one layer or for every one. As many
+    layers have one window as have any other."""
+    has_sinks: bool = False
+    """Whether each head of a layer has a sink: one more score, of a token whose V is 0."""
     named_positions: int | None = None
     """``max_position_embeddings`` of a checkpoint that scales the queries behind those that are given here."""
 
@@ -164,10 +176,16 @@ class ModelConfig:
                 norms_outputs=row.norms_outputs,
                 experts=ExpertSizes.from_fields(fields) if row.expert_size else None,
                 is_wrapped=text is not None,
+                windows=layer_windows(row, fields),
+                has_sinks=row.has_sinks,
                 named_positions=named_positions,
             )
+            if row.residual_scale != 1.0:
+                config = _with_residual_scale(config, row.residual_scale)
             if "residual_multiplier" in row.own:
                 config = _with_multipliers(config, fields)
+        except Unsupported as what:
+            raise ValueError(f"{path}: {what} is not supported; {SUPPORTED}") from None
         except UnsupportedRope as error:
             raise ValueError(f"{path}: {error}") from None
         except KeyError as error:
@@ -184,7 +202,12 @@ class ModelConfig:
                 f"num_key_value_heads={config.num_kv_heads}"
             )
         if quantisation is not None:
-            for in_features in (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size):
+            if quantisation.experts_only != config.has_swiglu_limit:
+                raise ValueError(
+                    f"{path}: {row.model_type} in {quantisation.describe()} is not supported: gpt_oss goes with MXFP4"
+                )
+            o_inputs = () if quantisation.experts_only else (config.num_heads * config.head_dim,)
+            for in_features in (config.hidden_size, *o_inputs, config.intermediate_size):
                 try:
                     quantisation.group_size_of(in_features)
                 except ValueError as error:
@@ -198,6 +221,11 @@ class ModelConfig:
     def qkv_size(self) -> int:
         """Rows of the fused QKV matrix."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def has_swiglu_limit(self) -> bool:
+        """Whether experts are those of gpt-oss; see :attr:`ExpertSizes.swiglu_limit`."""
+        return self.experts is not None and self.experts.swiglu_limit is not None
 
     @property
     def num_parameters(self) -> int:
@@ -246,6 +274,10 @@ class ModelConfig:
             quantisation=None if self.quantisation is None else replace(self.quantisation, parts=ranks),
         )
 
+    def tokens_reached(self, rows: int, context: int) -> list[int]:
+        """How many tokens ``rows`` at the end of a context attend to, in layers of each window there is."""
+        return [context if window is None else min(context, rows + window) for window in set(self.windows or [None])]
+
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V of one token in all layers, at ``itemsize`` bytes per element."""
         return self.num_layers * self.num_kv_heads * 2 * self.head_dim * itemsize
@@ -278,6 +310,13 @@ def _layers_without_rotary(fields: Mapping[str, Any]) -> frozenset[int]:
     if has_rotary is None:
         return frozenset(layers[interval - 1 :: interval])
     return frozenset(layer for layer in layers if not has_rotary[layer])
+
+
+def _with_residual_scale(config: ModelConfig, scale: float) -> ModelConfig:
+    """Residuals times a power of two. Norms give the same to the bit, if ``rms_norm_eps`` is multiplied by its square,
+    as long as no element leaves the range of its dtype."""
+    eps = config.rms_norm_eps * scale**2
+    return replace(config, embedding_multiplier=scale, residual_scale=scale, rms_norm_eps=eps)
 
 
 def _with_multipliers(config: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:

@@ -94,6 +94,10 @@ class LlamaModel:
         ffn = self._ffn(weights.ffn, attention_out, residual, num_rows)
         return weights.projection(self._norm_of_sum(ffn, residual, weights.norm))
 
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        """float32 ``[num_heads]``: see :meth:`~swiftllm.ops.interface.Ops.decode_attention`."""
+        return self.weights.boundary(layer - 1).sinks
+
     def split_qkv(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of q ``[rows, num_heads, head_dim]``, k and v ``[rows, num_kv_heads, head_dim]``; rows not adjacent."""
         config = self.config

@@ -3,6 +3,7 @@ operations expect."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,13 +14,16 @@ from swiftllm.model.checkpoint import StoredTensor, WeightsError
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.quantised.readers import IN, OUT, Axis, StoredMatrix, divisible_axes
 from swiftllm.model.rope import rotary_order
+from swiftllm.ops.quantised_matrix import MXFP4_GROUP
 
 TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-MIXTRAL_NAMES = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+EXPERT_NAMES = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "router": "gate"}
+STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(bias|blocks|scales))?")
+EVERY_OTHER = slice(0, None, 2), slice(1, None, 2)
 IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
 TO_RESIDUAL = ("o_proj", "down_proj")
@@ -55,11 +59,11 @@ def as_llama(config: ModelConfig, tensors: Iterable[tuple[str, StoredTensor]]) -
             prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
             name = TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
         if config.experts is not None:
-            name = ".".join(MIXTRAL_NAMES.get(word, word) for word in name.split("."))
-            if ".mlp.gate." in name and not name.endswith(".gate.weight"):
+            name = ".".join(EXPERT_NAMES.get(word, word) for word in name.split("."))
+            if ".mlp.gate." in name and not name.endswith((".gate.weight", ".gate.bias")):
                 raise WeightsError(f"{name}: routers that are quantised are not supported")
-            if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-                yield from _experts_of(name, stored, config)
+            if (stack := STACK.fullmatch(name)) is not None:
+                yield from _experts_of(*stack.groups(), stored, config)
                 continue
         place, _, kind = name.rpartition(".")
         block, _, module = place.rpartition(".")
@@ -81,22 +85,38 @@ def as_llama(config: ModelConfig, tensors: Iterable[tuple[str, StoredTensor]]) -
             first += size
 
 
-def _experts_of(name: str, stored: StoredTensor, config: ModelConfig) -> Iterator[tuple[str, StoredTensor]]:
-    """The matrices in a stack ``[num_experts, out, in]``; gate is above up.
+def _experts_of(
+    block: str, module: str, kind: str | None, stored: StoredTensor, config: ModelConfig
+) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors in a stack ``[num_experts, out, in]``, ``[num_experts, out]`` or of MXFP4. Gate is above up, but in
+    gpt-oss their outputs alternate.
 
     Raises:
         WeightsError: it has another shape.
     """
-    block, _, module = name.rpartition(".")
     hidden, ffn, experts = config.hidden_size, config.intermediate_size, config.experts.num_experts
-    shape, parts = [experts, hidden, ffn], {"down_proj": range(hidden)}
+    alternates, of_expert = config.has_swiglu_limit, {"down_proj": range(hidden)}
+    outputs, inputs = hidden, ffn
     if module == "gate_up_proj":
-        shape, parts = [experts, 2 * ffn, hidden], {"gate_proj": range(ffn), "up_proj": range(ffn, 2 * ffn)}
+        outputs, inputs = 2 * ffn, hidden
+        of_gate, of_up = EVERY_OTHER if alternates else (slice(0, ffn), slice(ffn, None))
+        of_expert = {"gate_proj": range(outputs)[of_gate], "up_proj": range(outputs)[of_up]}
+    is_transposed = alternates and kind is None
+    shapes = {
+        None: [inputs, outputs] if is_transposed else [outputs, inputs],
+        "bias": [outputs],
+        "blocks": [outputs, inputs // MXFP4_GROUP, MXFP4_GROUP // 2],
+        "scales": [outputs, inputs // MXFP4_GROUP],
+    }
+    shape = [experts, *shapes[kind]]
     if stored.get_shape() != shape:
-        raise WeightsError(f"{name} has shape {stored.get_shape()}, config.json asks for {shape}")
+        stack = f"{block}.{module}" + (f"_{kind}" if kind else "")
+        raise WeightsError(f"{stack} has shape {stored.get_shape()}, config.json asks for {shape}")
     for expert in range(experts):
-        for part, rows in parts.items():
-            yield f"{block}.{expert}.{part}.weight", _Part(_OfExpert(stored, expert), 0, rows)
+        own: StoredTensor = _OfExpert(stored, expert)
+        for part, wanted in of_expert.items():
+            rows = _Part(_Transposed(own) if is_transposed else own, 0, wanted)
+            yield f"{block}.{expert}.{part}.{kind or 'weight'}", rows
 
 
 @dataclass(frozen=True)
@@ -117,8 +137,25 @@ class _OfExpert:
 
 
 @dataclass(frozen=True)
+class _Transposed:
+    """A stored matrix ``[in, out]`` as ``[out, in]``."""
+
+    stored: StoredTensor
+
+    def get_shape(self) -> list[int]:
+        return self.stored.get_shape()[::-1]
+
+    def get_dtype(self) -> str:
+        return self.stored.get_dtype()
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
+        rows, columns = (*slices, slice(None))[:2]
+        return self.stored[columns, rows].t()
+
+
+@dataclass(frozen=True)
 class _Part:
-    """Some rows or columns of a stored tensor."""
+    """Some rows or columns of a stored tensor; those in between may be of another part."""
 
     stored: StoredTensor
     axis: int
@@ -135,7 +172,7 @@ class _Part:
     def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
         whole = [*slices, *[slice(None)] * (self.axis + 1 - len(slices))]
         own = self.wanted[whole[self.axis]]
-        whole[self.axis] = slice(own.start, own.stop)
+        whole[self.axis] = slice(own.start, own.stop, own.step)
         return self.stored[tuple(whole)]
 
 

@@ -135,7 +135,9 @@ def _cpu_linear(device: Device, host_ops: Ops, weight: Matrix, bias: torch.Tenso
 
 def _cpu_experts(device: Device, host_ops: Ops, weights: ExpertWeights) -> Experts:
     """The same for an FFN of experts."""
-    experts, stream = host_ops.make_experts(replace(weights, router=weights.router.cpu())), device.compute
+    bias = None if weights.router_bias is None else weights.router_bias.cpu()
+    of_host = replace(weights, router=weights.router.cpu(), router_bias=bias)
+    experts, stream = host_ops.make_experts(of_host), device.compute
 
     def compute_on_cpu(x: torch.Tensor, num_rows: torch.Tensor | None = None) -> torch.Tensor:
         rows, count = stream.fetch(x), None if num_rows is None else stream.fetch(num_rows)

@@ -9,9 +9,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.architectures import SWIGLU_ALPHA
+from swiftllm.model.config import ExpertSizes, ModelConfig
 from swiftllm.model.weights import LayerWeights, LinearTensors, LlamaWeights
-from swiftllm.ops.experts import Experts, ExpertWeights
+from swiftllm.ops.experts import ClampedSwiGLU, Experts, ExpertWeights
 from swiftllm.ops.interface import Crossing, CrossingParts, Linear, Ops
 from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
 
@@ -51,6 +52,8 @@ class BoundaryWeights:
     """``[num_heads + num_kv_heads, head_dim]``: a norm for each head of Q and K, in models that have them."""
     rotates: bool = True
     """Whether Q and K of the next layer are rotated."""
+    sinks: torch.Tensor | None = None
+    """float32 ``[num_heads]`` of the next layer's attention, in models that have them."""
     in_one_call: Crossing | None = None
     """All of the above but the embedding, where the operations have it."""
 
@@ -97,9 +100,9 @@ def make_boundary(
             dense = take("gate_up"), take("down")
             mlp = partial(_dense, ops, *dense)
         else:
-            stacks, sizes = (linears.pop(name)[0] for name in ("gate_up", "down")), config.experts
-            mlp = make_experts(ExpertWeights(layer.router, *stacks, sizes.per_token, sizes.normalises))
+            mlp = make_experts(_take_experts(layer, config.experts, linears))
         ffn = FfnWeights(o, layer.post_norm, mlp, layer.o_norm, layer.down_norm)
+    sinks = layers[boundary + 1].sinks if boundary + 1 < len(layers) else None
     rotates = boundary + 1 not in config.layers_without_rotary
     if boundary + 1 < len(layers):
         norm, projection = layers[boundary + 1].input_norm, take("qkv")
@@ -114,13 +117,20 @@ def make_boundary(
         sizes = rotated_heads, config.head_dim, config.rms_norm_eps
         parts = CrossingParts(ffn.o, ffn.norm, *dense, norm, projection, head_norms, *sizes)
         in_one_call = ops.make_crossing(parts)
-    return BoundaryWeights(embed, ffn, norm, projection, head_norms, rotates, in_one_call)
+    return BoundaryWeights(embed, ffn, norm, projection, head_norms, rotates, sinks, in_one_call)
 
 
 def _dense(
     ops: Ops, gate_up: Linear, down: Linear, rows: torch.Tensor, num_rows: torch.Tensor | None = None
 ) -> torch.Tensor:
     return down(ops.silu_and_mul(gate_up(rows)))
+
+
+def _take_experts(layer: LayerWeights, sizes: ExpertSizes, linears: dict[str, LinearTensors]) -> ExpertWeights:
+    (gate_up, gate_up_bias), (down, down_bias) = linears.pop("gate_up"), linears.pop("down")
+    activation = None if sizes.swiglu_limit is None else ClampedSwiGLU(sizes.swiglu_limit, SWIGLU_ALPHA)
+    how = sizes.per_token, sizes.normalises, layer.router_bias, gate_up_bias, down_bias, activation
+    return ExpertWeights(layer.router, gate_up, down, *how)
 
 
 def _embed(weight: torch.Tensor, multiplier: float, token_ids: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,9 @@ import torch
 
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.packed_tensor import packed_bytes
-from swiftllm.model.quantised.scheme import AWQ, QuantisationScheme
+from swiftllm.model.quantised.scheme import AWQ, MXFP4, QuantisationScheme
 from swiftllm.model.weights import LlamaWeights, fused_matrices
+from swiftllm.ops.quantised_matrix import MXFP4_GROUP
 
 GROUP_SIZES = (128, 64, 32, 16)  # of 4-bit weights, the usual one first
 
@@ -51,11 +52,13 @@ class WeightSizes:
     @classmethod
     def of(cls, model: ModelConfig, dtype: torch.dtype) -> WeightSizes:
         total = weight_bytes(model, dtype)
-        group_size = None
-        if model.quantisation is None:
+        if model.has_swiglu_limit:
+            scheme: QuantisationScheme | None = QuantisationScheme(MXFP4, MXFP4_GROUP)
+        else:
             inputs = [matrix.in_features for matrix in fused_matrices(model)]
             group_size = next((size for size in GROUP_SIZES if all(n % size == 0 for n in inputs)), None)
+            scheme = None if group_size is None else QuantisationScheme(AWQ, group_size)
         four_bit = None
-        if group_size is not None:
-            four_bit = weight_bytes(replace(model, quantisation=QuantisationScheme(AWQ, group_size)), dtype)
+        if model.quantisation is None and scheme is not None:
+            four_bit = weight_bytes(replace(model, quantisation=scheme), dtype)
         return cls(total, total - sum(boundary_bytes(model, dtype)), four_bit)

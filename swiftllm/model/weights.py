@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +19,10 @@ from swiftllm.model.packed_tensor import Allocate, PackedTensor, write_rows
 from swiftllm.model.quantised.collector import QuantisedCollector
 from swiftllm.model.quantised.fused import FusedTarget
 from swiftllm.model.quantised.readers import IN, OUT, Axis
-from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
+from swiftllm.ops.quantised_matrix import MXFP4_NUMBERS, Matrix, QuantisedMatrix
 
 STD_OF_CODES = (255 / 12) ** 0.5  # of 0 to 15, equally likely
+STD_OF_MXFP4 = (sum(number**2 for number in MXFP4_NUMBERS) / 16) ** 0.5
 NONE_ON_HOST: Mapping[int, Allocate] = MappingProxyType({})
 DUMMY_PERIOD = (1 << 20) + 7  # elements; odd, so that no two rows of a matrix start alike
 
@@ -37,6 +39,7 @@ class FusedMatrix(NamedTuple):
     out_features: tuple[int, ...]
     in_features: int
     has_bias: bool
+    is_quantised: bool
 
     def boundary(self, layer: int) -> int:
         """The boundary that uses the matrix of a layer."""
@@ -55,11 +58,14 @@ def fused_matrices(config: ModelConfig) -> tuple[FusedMatrix, ...]:
             tuple(f"experts.{expert}.{module}" for expert in range(of_ffn) for module in modules)
             for modules in (gate_up, down)
         )
+    is_quantised = config.quantisation is not None
+    of_attention = is_quantised and not config.quantisation.experts_only
+    qkv = ("q_proj", "k_proj", "v_proj")
     return (
-        FusedMatrix("qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), qkv_sizes, hidden, config.qkv_bias),
-        FusedMatrix("o", "self_attn", ("o_proj",), (hidden,), q_size, config.o_bias),
-        FusedMatrix("gate_up", "mlp", gate_up, (ffn, ffn) * of_ffn, hidden, config.mlp_bias),
-        FusedMatrix("down", "mlp", down, (hidden,) * of_ffn, ffn, config.mlp_bias),
+        FusedMatrix("qkv", "self_attn", qkv, qkv_sizes, hidden, config.qkv_bias, of_attention),
+        FusedMatrix("o", "self_attn", ("o_proj",), (hidden,), q_size, config.o_bias, of_attention),
+        FusedMatrix("gate_up", "mlp", gate_up, (ffn, ffn) * of_ffn, hidden, config.mlp_bias, is_quantised),
+        FusedMatrix("down", "mlp", down, (hidden,) * of_ffn, ffn, config.mlp_bias, is_quantised),
     )
 
 
@@ -98,7 +104,10 @@ class LayerWeights:
     """Of attention's output, and ``down_norm`` of the FFN's, in models that norm these before they add them."""
     down_norm: torch.Tensor | None = None
     router: torch.Tensor | None = None
-    """``[num_experts, hidden_size]``, in models with experts; it stays on the device."""
+    """``[num_experts, hidden_size]``, in models with experts; it stays on the device, as its bias does."""
+    router_bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    """float32 ``[num_heads]``, in models that have them."""
     qkv: Matrix | PackedTensor | None = None
     o: Matrix | PackedTensor | None = None
     gate_up: Matrix | PackedTensor | None = None
@@ -145,14 +154,20 @@ class LlamaWeights:
         for index in range(config.num_layers):
             of_heads = [new(config.head_dim) if config.norms_heads else None for _ in "qk"]
             of_outputs = [new(hidden) if config.norms_outputs else None for _ in ("o", "down")]
-            router = None if config.experts is None else new((config.experts.num_experts, hidden))
-            layers.append(LayerWeights(new(hidden), new(hidden), *of_heads, *of_outputs, router))
+            layer = LayerWeights(new(hidden), new(hidden), *of_heads, *of_outputs)
+            if config.experts is not None:
+                layer.router = new((config.experts.num_experts, hidden))
+            if config.has_swiglu_limit:
+                layer.router_bias = new((config.experts.num_experts,))
+            if config.has_sinks:
+                layer.sinks = new((config.num_heads,), dtype=torch.float32)
+            layers.append(layer)
             for matrix in fused_matrices(config):
                 allocate, rows = on_host.get(matrix.boundary(index), new), sum(matrix.out_features)
-                if config.quantisation is None:
-                    setattr(layers[-1], matrix.name, allocate((rows, matrix.in_features), dtype=dtype))
+                if not matrix.is_quantised:
+                    setattr(layer, matrix.name, allocate((rows, matrix.in_features), dtype=dtype))
                 if matrix.has_bias:
-                    setattr(layers[-1], f"{matrix.name}_bias", allocate((rows,), dtype=dtype))
+                    setattr(layer, f"{matrix.name}_bias", allocate((rows,), dtype=dtype))
         return cls(embedding, lm_head, new(hidden), layers)
 
     def take_linears(self, boundary: int) -> dict[str, LinearTensors]:
@@ -182,6 +197,10 @@ class LlamaWeights:
                 places[prefix + "post_mlp_layernorm.weight"] = layer.down_norm
             if layer.router is not None:
                 places[prefix + "mlp.gate.weight"] = layer.router
+            if layer.router_bias is not None:
+                places[prefix + "mlp.gate.bias"] = layer.router_bias
+            if layer.sinks is not None:
+                places[prefix + "self_attn.sinks"] = layer.sinks
             for matrix in fused_matrices(config):
                 for kind, name in (("weight", matrix.name), ("bias", f"{matrix.name}_bias")):
                     tensor = getattr(layer, name)
@@ -206,7 +225,7 @@ class LlamaWeights:
         """Where the layers' matrices go that come quantised; ``on_host``: see :meth:`empty`."""
         targets = []
         for index, layer in enumerate(self.layers):
-            for matrix in fused_matrices(config):
+            for matrix in filter(lambda matrix: matrix.is_quantised, fused_matrices(config)):
                 modules = [f"model.layers.{index}.{matrix.block}.{module}" for module in matrix.modules]
                 allocate = on_host.get(matrix.boundary(index))
                 target = FusedTarget(
@@ -284,11 +303,11 @@ def dummy_weights(
     part: ModelPart | None = None,
     on_host: Mapping[int, Allocate] = NONE_ON_HOST,
 ) -> LlamaWeights:
-    """Normal random weights with the model's initial standard deviation, norms 1 and biases 0; equal for equal seeds.
+    """Normal random weights with the model's initial standard deviation, norms 1, biases and sinks 0.
 
-    All tensors repeat one sequence of random numbers, each from another offset. So filling takes no longer than writing
-    the memory: seconds for billions of parameters. The numbers of a ``part`` are those that the whole model has there;
-    not so in quantised matrices, whose words hold inputs of several parts.
+    They are equal for equal seeds. All tensors repeat one sequence of random numbers, each from another offset. So
+    filling takes no longer than writing the memory: seconds for billions of parameters. The numbers of a ``part`` are
+    those that the whole model has there; not so in quantised matrices, whose words hold inputs of several parts.
     """
     part = part or ModelPart(config)
     generator = torch.Generator().manual_seed(seed)
@@ -302,7 +321,7 @@ def dummy_weights(
     for name, tensor in weights.by_checkpoint_name(part.sizes).items():
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "sinks")):
             _zero(tensor, 0)
         else:
             slices = part.slices(name, shapes[name])
@@ -313,9 +332,12 @@ def dummy_weights(
         for target in weights.fused_targets(part.sizes, device, on_host):
             matrix = target.empty(part.sizes.quantisation, dtype)
             codes, scale = matrix.codes, config.initializer_range / STD_OF_CODES
+            if matrix.is_mxfp4:
+                scale = 127 + round(math.log2(config.initializer_range / STD_OF_MXFP4))
             _fill(codes, words[codes.device.type == "cpu"], draw_offset(), codes.shape, (slice(None),))
             for tensor, value in ((matrix.scales, scale), (matrix.zeros, 8)):
-                write_rows(tensor, 0, torch.full(tensor.shape, value, dtype=tensor.dtype))
+                if tensor is not None:
+                    write_rows(tensor, 0, torch.full(tensor.shape, value, dtype=tensor.dtype))
             target.put(matrix)
     return weights
 

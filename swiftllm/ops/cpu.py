@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import pacpu
 from pacpu import rows
+from swiftllm.ops.experts import Experts, ExpertWeights, Router
 from swiftllm.ops.interface import ChunkAttention, Crossing, CrossingParts, Linear, Ops
 from swiftllm.ops.quantised_matrix import BLOCK_WORDS, QuantisedMatrix
 
@@ -44,6 +45,11 @@ class CpuOps(Ops):
 
     def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
         return CodedLinear(self, matrix, bias)
+
+    def make_experts(self, weights: ExpertWeights) -> Experts:
+        stacks = weights.gate_up, weights.down
+        is_coded = all(isinstance(stack, QuantisedMatrix) for stack in stacks)
+        return CodedExperts(self, weights) if is_coded else super().make_experts(weights)
 
     def make_crossing(self, parts: CrossingParts) -> Crossing | None:
         linears = parts.o, parts.gate_up, parts.down, parts.projection
@@ -97,19 +103,28 @@ class CpuOps(Ops):
     def scatter_blocks(self, staging: torch.Tensor, pool: torch.Tensor, blocks: torch.Tensor) -> None:
         rows.scatter_blocks(staging, pool, blocks, num_threads=self.num_threads)
 
-    def prefill_attention(self, chunks: Sequence[ChunkAttention], scale: float) -> None:
+    def prefill_attention(
+        self, chunks: Sequence[ChunkAttention], scale: float, sinks: torch.Tensor | None = None
+    ) -> None:
         if not chunks or not pacpu_multiplies(chunks[0].q.dtype) or not rows.has_prompt_attention():
-            return super().prefill_attention(chunks, scale)
+            return super().prefill_attention(chunks, scale, sinks)
         # No masks are needed: a chunk's rows are the last tokens of the context.
-        prompts = [(chunk.q, chunk.k, chunk.v, chunk.out) for chunk in chunks]
-        return rows.prompt_attention(prompts, scale, num_threads=self.num_threads)
+        for window in dict.fromkeys(chunk.window for chunk in chunks):
+            prompts = [(chunk.q, chunk.k, chunk.v, chunk.out) for chunk in chunks if chunk.window == window]
+            rows.prompt_attention(prompts, scale, window=window, sinks=sinks, num_threads=self.num_threads)
 
     def _attend_chunk(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         if pacpu_multiplies(q.dtype):  # torch's attention also uses oneDNN's GEMMs; float32 takes a quarter less time
             q, k, v = q.float(), k.float(), v.float()
-        return super()._attend_chunk(q, k, v, mask, scale)
+        return super()._attend_chunk(q, k, v, mask, scale, sinks)
 
     def decode_attention(
         self,
@@ -121,8 +136,10 @@ class CpuOps(Ops):
         seq_lens: torch.Tensor,
         out: torch.Tensor,
         scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        how = {"num_threads": self.num_threads, "kernel": self._cpu_kernel}
+        how = {"window": window, "sinks": sinks, "num_threads": self.num_threads, "kernel": self._cpu_kernel}
         pacpu.paged_attention(q, k, v, kv_layer, block_tables, seq_lens, out, scale, **how)
 
 
@@ -152,14 +169,8 @@ class CodedLinear:
             self.taken, matrix = matrix.order, matrix.with_taken_inputs()
         self.out_features, self.in_features = matrix.out_features, matrix.in_features
         self.bias = bias
-        self.arrays = (
-            _in_panels(matrix.codes.view(-1, BLOCK_WORDS, self.out_features)).transpose(2, 3).contiguous(),
-            _in_panels(matrix.scales).contiguous(),
-            _in_panels(matrix.zeros).contiguous(),
-        )
         self.order = matrix.order
-        sizes = {"out_features": self.out_features, "in_features": self.in_features}
-        self.packed = rows.PackedCodes(*self.arrays, self.order, **sizes)
+        self.arrays, self.packed = pack_matrix(matrix)
         dtype = matrix.dtype
         has_matrix_unit = dtype is not torch.float32 and onednn_packs(dtype) and not pacpu_multiplies(dtype)
         self._most_rows = WRITE_OUT_ROWS if has_matrix_unit else None
@@ -180,11 +191,55 @@ class CodedLinear:
         return F.linear(x if self.order is None else x[:, self.order], weight, self.bias)
 
 
-def _in_panels(x: torch.Tensor) -> torch.Tensor:
-    """``[n, ..., out]`` as ``[panels, n, ..., columns]``, padded."""
-    more = -x.shape[-1] % rows.CODE_COLUMNS
-    padded = F.pad(x, (0, more)) if more else x
-    return padded.unflatten(-1, (-1, rows.CODE_COLUMNS)).movedim(-2, 0)
+class CodedExperts:
+    """An FFN of experts in 4 bits by pacpu, in one call; see :meth:`CpuOps.make_experts`. A row's result has the same
+    bits whatever rows come with it."""
+
+    def __init__(self, ops: CpuOps, weights: ExpertWeights) -> None:
+        self._ops, self._router, experts, clamp = ops, Router(weights), weights.num_experts, weights.activation
+        _, gate_up = pack_matrix(weights.gate_up, experts)
+        _, down = pack_matrix(weights.down, experts)
+        self._packed = rows.PackedExperts(
+            (gate_up, weights.gate_up_bias),
+            (down, weights.down_bias),
+            None if clamp is None else (clamp.limit, clamp.alpha),
+            num_experts=experts,
+            hidden_size=weights.gate_up.in_features,
+            ffn_size=weights.down.in_features,
+        )
+
+    def __call__(self, x: torch.Tensor, num_rows: torch.Tensor | None = None) -> torch.Tensor:
+        return self.compute(x, *self._router(x, num_rows))
+
+    def compute(self, x: torch.Tensor, ids: torch.Tensor, likelihoods: torch.Tensor) -> torch.Tensor:
+        """The rows of experts that a router chose."""
+        out, routing = torch.empty_like(x), (ids.contiguous(), likelihoods.contiguous())
+        self._packed(x, *routing, out, num_threads=self._ops.num_threads)
+        return out
+
+
+def pack_matrix(
+    matrix: QuantisedMatrix, parts: int = 1
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], rows.PackedCodes]:
+    """Codes, scales and zeros as pacpu takes them, and the matrix of them, without :attr:`~QuantisedMatrix.runs`.
+    The outputs are of so many ``parts``; panels have those of one part only."""
+    codes = matrix.codes.view(-1, BLOCK_WORDS, matrix.out_features)
+    arrays = (
+        _in_panels(codes, parts).transpose(2, 3).contiguous(),
+        _in_panels(matrix.scales, parts).contiguous(),
+        None if matrix.zeros is None else _in_panels(matrix.zeros, parts).contiguous(),
+    )
+    out_features = matrix.out_features if parts == 1 else len(arrays[0]) * rows.CODE_COLUMNS
+    sizes = {"out_features": out_features, "in_features": matrix.in_features}
+    return arrays, rows.PackedCodes(*arrays, matrix.order, **sizes)
+
+
+def _in_panels(x: torch.Tensor, parts: int) -> torch.Tensor:
+    """``[n, ..., parts * out]`` as ``[parts * panels, n, ..., columns]``, each part padded."""
+    apart = x.unflatten(-1, (parts, -1))
+    more = -apart.shape[-1] % rows.CODE_COLUMNS
+    padded = F.pad(apart, (0, more)) if more else apart
+    return padded.flatten(-2).unflatten(-1, (-1, rows.CODE_COLUMNS)).movedim(-2, 0)
 
 
 class PackedCrossing:

@@ -6,15 +6,26 @@ Ids of experts that are chosen for a row are a row's slots, the likeliest first.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
 
+ExpertLinear = tuple[torch.Tensor | QuantisedMatrix, torch.Tensor | None]
+"""A matrix ``[out, in]`` and its bias."""
 Experts = Callable[..., torch.Tensor]
 """From rows ``[rows, hidden]`` to ``[rows, hidden]``. ``num_rows``, int32 ``[1]`` on the rows' device, may be given:
 rows from that one on are padding. They go to no expert, and their results are 0."""
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """``(up + 1) * gate * sigmoid(alpha * gate)``, with gate at most ``limit`` and up within ``-limit`` and
+    ``limit``."""
+
+    limit: float
+    alpha: float = 1.702
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,13 @@ class ExpertWeights:
     """Experts of a row."""
     normalises: bool
     """Whether the likelihoods of a row's experts are divided by their sum."""
+    router_bias: torch.Tensor | None = None
+    """``[num_experts]``"""
+    gate_up_bias: torch.Tensor | None = None
+    """Of the rows of ``gate_up``, and ``down_bias`` of those of ``down``."""
+    down_bias: torch.Tensor | None = None
+    activation: ClampedSwiGLU | None = None
+    """Of gate and up; None: SiLU of gate, times up."""
 
     def __post_init__(self) -> None:
         if isinstance(self.gate_up, tuple) or isinstance(self.down, tuple):
@@ -47,16 +65,41 @@ class ExpertWeights:
     def num_experts(self) -> int:
         return len(self.router)
 
-    def of(self, expert: int) -> tuple[torch.Tensor | QuantisedMatrix, torch.Tensor | QuantisedMatrix]:
+    def of(self, expert: int) -> tuple[ExpertLinear, ExpertLinear]:
         """An expert's gate and up, and its down: views."""
-        return self._part(self.gate_up, expert), self._part(self.down, expert)
+        return self._part(self.gate_up, self.gate_up_bias, expert), self._part(self.down, self.down_bias, expert)
 
-    def _part(self, stack: torch.Tensor | QuantisedMatrix, expert: int) -> torch.Tensor | QuantisedMatrix:
-        if isinstance(stack, torch.Tensor):
-            return stack.unflatten(0, (self.num_experts, -1))[expert]
-        size = stack.out_features // self.num_experts
+    def _part(self, stack: torch.Tensor | QuantisedMatrix, bias: torch.Tensor | None, expert: int) -> ExpertLinear:
+        is_plain = isinstance(stack, torch.Tensor)
+        size = (len(stack) if is_plain else stack.out_features) // self.num_experts
         own = slice(expert * size, (expert + 1) * size)
-        return replace(stack, codes=stack.codes[:, own], scales=stack.scales[:, own], zeros=stack.zeros[:, own])
+        return stack[own] if is_plain else stack.of_outputs(own), None if bias is None else bias[own]
+
+
+class Router:
+    """Chooses the experts of rows."""
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        self._matrix, self._per_token, self._normalises = weights.router.float(), weights.per_token, weights.normalises
+        self._bias = None if weights.router_bias is None else weights.router_bias.float()
+
+    def __call__(self, x: torch.Tensor, num_rows: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :func:`choose_experts`. Padding has an id that no expert has, and likelihoods of 0."""
+        ids, likelihoods = choose_experts(self.logits(x), self._per_token, self._normalises)
+        if num_rows is None:
+            return ids, likelihoods
+        is_padding = torch.arange(len(x), device=x.device)[:, None] >= num_rows
+        return ids.masked_fill(is_padding, len(self._matrix)), likelihoods.masked_fill(is_padding, 0.0)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 ``[rows, num_experts]``. In 16 bits, near-ties would fall the other way."""
+        if x.device.type != "cpu":
+            logits = x.float() @ self._matrix.t()
+        elif not len(x):
+            return x.new_empty((0, len(self._matrix)), dtype=torch.float32)
+        else:  # row by row: a product of many rows at once depends, in its last bits, on their number
+            logits = torch.stack([self._matrix.mv(row) for row in x.float()])
+        return logits if self._bias is None else logits.add_(self._bias)
 
 
 class ExpertByExpert:
@@ -65,20 +108,18 @@ class ExpertByExpert:
     def __init__(
         self,
         weights: ExpertWeights,
-        make_linear: Callable[[torch.Tensor | QuantisedMatrix], Callable[[torch.Tensor], torch.Tensor]],
-        silu_and_mul: Callable[[torch.Tensor], torch.Tensor],
+        make_linear: Callable[..., Callable[[torch.Tensor], torch.Tensor]],
+        activate: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        self._router, self._per_token, self._normalises = weights.router.float(), weights.per_token, weights.normalises
-        self._silu_and_mul = silu_and_mul
-        self._linears = [tuple(map(make_linear, weights.of(expert))) for expert in range(weights.num_experts)]
+        """``make_linear``: from the parts of an :data:`ExpertLinear`."""
+        self._router, self._activate = Router(weights), activate
+        self._linears = [
+            tuple(make_linear(*linear) for linear in weights.of(expert)) for expert in range(weights.num_experts)
+        ]
 
     def __call__(self, x: torch.Tensor, num_rows: torch.Tensor | None = None) -> torch.Tensor:
-        ids, likelihoods = choose_experts(router_logits(x, self._router), self._per_token, self._normalises)
+        ids, likelihoods = self._router(x, num_rows)
         num_experts, (rows, slots) = len(self._linears), ids.shape
-        if num_rows is not None:
-            is_padding = torch.arange(rows, device=x.device) >= num_rows
-            ids = ids.masked_fill(is_padding[:, None], num_experts)
-            likelihoods = likelihoods.masked_fill(is_padding[:, None], 0.0)
         if x.device.type != "cpu":
             return add_slots(self._of_all_rows(x, ids), likelihoods)
         pairs = torch.argsort(ids.flatten(), stable=True)
@@ -88,7 +129,7 @@ class ExpertByExpert:
         for (gate_up, down), count in zip(self._linears, counts, strict=True):
             if count:
                 own = pairs[first : first + count]
-                products[own] = down(self._silu_and_mul(gate_up(x[own // slots])))
+                products[own] = down(self._activate(gate_up(x[own // slots])))
                 first += count
         return add_slots(products.unflatten(0, (rows, slots)), likelihoods)
 
@@ -96,17 +137,9 @@ class ExpertByExpert:
         """Products ``[rows, slots, hidden]`` where the host does not know which rows an expert has."""
         products = x.new_zeros(*ids.shape, x.shape[1])
         for expert, (gate_up, down) in enumerate(self._linears):
-            own = down(self._silu_and_mul(gate_up(x)))
+            own = down(self._activate(gate_up(x)))
             products = torch.where((ids == expert)[..., None], own[:, None], products)
         return products
-
-
-def router_logits(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
-    """float32 ``[rows, num_experts]`` of a float32 router. In 16 bits, near-ties would fall the other way."""
-    if x.device.type != "cpu":
-        return x.float() @ router.t()
-    # Row by row: a product of many rows at once depends, in its last bits, on their number.
-    return torch.stack([router.mv(row) for row in x.float()]) if len(x) else x.new_empty(0, len(router)).float()
 
 
 def choose_experts(logits: torch.Tensor, per_token: int, normalises: bool) -> tuple[torch.Tensor, torch.Tensor]:

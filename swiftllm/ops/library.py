@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -82,8 +81,8 @@ class LibraryLinear:
         from humming.schema import HummingWeightSchema
         from humming.transform import prepare_and_transform_humming_tensors
 
-        if matrix.dtype is not torch.float16:
-            raise ValueError("only float16 is multiplied")
+        if matrix.dtype is not torch.float16 or matrix.is_mxfp4:
+            raise ValueError("only integers are multiplied, in float16")
         self._order = matrix.order
         matrix = matrix if matrix.runs is None else matrix.with_taken_inputs()
         device = matrix.codes.device
@@ -124,8 +123,7 @@ class LibraryLinear:
         product, worst = self(x).float(), 0.0
         for start in range(0, matrix.out_features, CHECKED_OUTPUTS):
             outputs = slice(start, start + CHECKED_OUTPUTS)
-            columns = {name: getattr(matrix, name)[:, outputs].contiguous() for name in ("codes", "scales", "zeros")}
-            expected = x.float() @ replace(matrix, **columns).dequantise().float().t()
+            expected = x.float() @ matrix.of_outputs(outputs).dequantise().float().t()
             if bias is not None:
                 expected += bias[outputs].float()
             error = float((product[:, outputs] - expected).norm() / expected.norm())

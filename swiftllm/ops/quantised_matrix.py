@@ -4,6 +4,8 @@ An input is a column of the matrix ``[out, in]``, an output a row. The inputs ar
 the last one padded. Word ``16 b + i`` of an output holds eight codes: bits ``4 j`` to ``4 j + 3`` are the code of input
 ``128 b + 16 j + i``. So shifting a tile of 16 words by ``4 j`` gives 16 neighbouring inputs, the depth of a tensor
 core's multiplication, without moving data between lanes. Groups of inputs share a scale and a zero point per output.
+
+Codes are integers, or in MXFP4 numbers of two bits of exponent and one of mantissa, whose scales are powers of two.
 """
 
 from __future__ import annotations
@@ -20,21 +22,27 @@ BLOCK_WORDS = 16
 BLOCK_INPUTS = BLOCK_WORDS * CODES_PER_WORD
 GROUP_MULTIPLE = 16  # the neighbouring inputs of a shift must share a scale
 
+MXFP4_GROUP = 32
+MXFP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""By code."""
+
 
 @dataclass(frozen=True)
 class QuantisedMatrix:
-    """A matrix ``[out, in]`` with elements ``(code - zero) * scale``; all tensors lie on one device.
+    """A matrix ``[out, in]`` with elements ``(code - zero) * scale``, or in MXFP4 ``MXFP4_NUMBERS[code] * 2^(scale -
+    127)``; all tensors lie on one device.
 
     The difference is exact, so an element is rounded once, as formats define it. A float offset in its place would
-    round twice.
+    round twice. In MXFP4 elements are exact in bfloat16 and float32, but for infinity from 2^128 on; in float16 with
+    scales of 104 to 140. Lower ones are rounded to its subnormal numbers, and elements from 65,520 on are infinite.
     """
 
     codes: torch.Tensor
     """int32 ``[16 * blocks, out]``, see the module; the codes of padded inputs are arbitrary."""
     scales: torch.Tensor
-    """16-bit or float32 ``[groups, out]``, as in the checkpoint."""
-    zeros: torch.Tensor
-    """uint8 ``[groups, out]``, 0 to 15."""
+    """16-bit or float32 ``[groups, out]``, as in the checkpoint; in MXFP4 uint8, of which 255 is NaN."""
+    zeros: torch.Tensor | None
+    """uint8 ``[groups, out]``, 0 to 15; None in MXFP4."""
     in_features: int
     group_size: int
     """Inputs in a group; groups divide the inputs, unless there are ``runs``."""
@@ -62,6 +70,22 @@ class QuantisedMatrix:
         per_group = scales.contiguous(), zeros.contiguous()
         return cls(pack_codes(codes), *per_group, codes.shape[0], group_size, dtype, order, runs)
 
+    @classmethod
+    def from_mxfp4(cls, blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> QuantisedMatrix:
+        """Of uint8 ``blocks [out, in / 32, 16]`` and ``scales [out, in / 32]``; the lower half of a byte is the code of
+        the earlier input."""
+        codes = torch.stack((blocks & 15, blocks >> BITS), -1).flatten(1)
+        return cls(pack_codes(codes.t()), scales.t().contiguous(), None, codes.shape[1], MXFP4_GROUP, dtype)
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.zeros is None
+
+    def of_outputs(self, outputs: slice) -> QuantisedMatrix:
+        """The rows of some outputs: views."""
+        codes, scales = self.codes[:, outputs], self.scales[:, outputs]
+        return replace(self, codes=codes, scales=scales, zeros=None if self.zeros is None else self.zeros[:, outputs])
+
     @property
     def out_features(self) -> int:
         return self.codes.shape[1]
@@ -81,8 +105,13 @@ class QuantisedMatrix:
 
     def dequantise(self) -> torch.Tensor:
         """The matrix ``[out, in]``, inputs in their own order: the reference for all kernels."""
-        differences = self.unpack().float() - self._per_input(self.zeros).float()
-        matrix = (differences * self._per_input(self.scales).float()).to(self.dtype)
+        if self.is_mxfp4:
+            numbers = torch.tensor(MXFP4_NUMBERS, device=self.codes.device)[self.unpack().int()]
+            scales = powers_of_two(self.scales)
+        else:
+            numbers = self.unpack().float() - self._per_input(self.zeros).float()
+            scales = self.scales.float()
+        matrix = (numbers * self._per_input(scales)).to(self.dtype)
         if self.order is None:
             return matrix.t().contiguous()
         if self.runs is None:
@@ -94,8 +123,9 @@ class QuantisedMatrix:
         """The same of inputs that were taken in :attr:`order` before, with a scale for each 16 in place of
         :attr:`runs`."""
         groups = self.runs.long()
-        every = {"scales": self.scales[groups], "zeros": self.zeros[groups], "group_size": GROUP_MULTIPLE}
-        return replace(self, order=None, runs=None, **every)
+        zeros = None if self.zeros is None else self.zeros[groups]
+        of_runs = {"scales": self.scales[groups], "zeros": zeros, "group_size": GROUP_MULTIPLE}
+        return replace(self, order=None, runs=None, **of_runs)
 
     @classmethod
     def allocate(
@@ -110,10 +140,11 @@ class QuantisedMatrix:
         order: torch.Tensor | None = None,
         runs: torch.Tensor | None = None,
     ) -> QuantisedMatrix:
-        """Memory that is to be filled; ``new`` is called as ``torch.empty(shape, dtype=dtype)``."""
+        """Memory that is to be filled; ``new`` is called as ``torch.empty(shape, dtype=dtype)``. With a ``scale_dtype``
+        of uint8, of MXFP4."""
         codes = new((-(-in_features // BLOCK_INPUTS) * BLOCK_WORDS, out_features), dtype=torch.int32)
         scales = new((groups, out_features), dtype=scale_dtype)
-        zeros = new((groups, out_features), dtype=torch.uint8)
+        zeros = None if scale_dtype is torch.uint8 else new((groups, out_features), dtype=torch.uint8)
         return cls(codes, scales, zeros, in_features, group_size, dtype, order, runs)
 
     def _per_input(self, of_groups: torch.Tensor) -> torch.Tensor:
@@ -124,6 +155,12 @@ class QuantisedMatrix:
 
 Matrix = torch.Tensor | QuantisedMatrix | tuple[torch.Tensor | QuantisedMatrix, ...]
 """A weight ``[out, in]``: plain, quantised, or parts whose outputs lie side by side."""
+
+
+def powers_of_two(scales: torch.Tensor) -> torch.Tensor:
+    """float32 ``2^(scale - 127)`` of the uint8 scales of MXFP4; 255 is NaN."""
+    powers = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
+    return powers.masked_fill(scales == 255, torch.nan)
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from swiftllm.core.request import Request
 from swiftllm.device import open_device
 from swiftllm.engine.backend import RankFailed, Ticket, TicketTimes
 from swiftllm.kv.budget import plan_blocks
-from swiftllm.kv.format import check_heads
+from swiftllm.kv.format import check_kv
 from swiftllm.machine import available_host_bytes
 from swiftllm.model.config import ModelConfig
 from swiftllm.parallel.group import Group
@@ -95,11 +95,11 @@ class ShardedBackend:
     # -- batches: the other ranks know them by numbers -----------------------------------------------------------------
 
     def open_lane(self, items: Sequence[LaneItem]) -> LaneBatch:
-        described = describe_lane(items, self.block_tables, self.own.block_size)
+        described = describe_lane(items, self.block_tables, self.own.layer_groups)
         return self._open(partial(self.own.build_lane, *described), "open_lane", tuple(described[0]))
 
     def open_cohort(self, requests: Sequence[Request]) -> CohortBatch:
-        described = describe_cohort(requests, self.block_tables, self.own.block_size)
+        described = describe_cohort(requests, self.block_tables, self.own.layer_groups)
         return self._open(partial(self.own.build_cohort, described, requests), "open_cohort", tuple(described))
 
     def drop_rows(self, cohort: CohortBatch, request_ids: frozenset[str]) -> CohortBatch:
@@ -205,7 +205,7 @@ def open_sharded_backend(
             "take device='cpu'"
         )
     model = ModelConfig.from_folder(config.model)
-    check_heads(config, model)  # before processes start
+    check_kv(config, model)  # before processes start
     Shard(model, 0, size)
     group = Group(0, size, hardware)
     team = Team(config, group, launcher or SpawnedRanks(), threaded=make_worker is not InlineWorker)

@@ -1,8 +1,8 @@
 """What each rank holds of a model, and its matrices with the sums over ranks that they need.
 
-Query, key and value heads are divided, and so are the rows of gate and up of the FFN, or of each expert. The outputs of
-attention and FFN (the matrices ``o`` and ``down``) are sums over ranks, so each layer has two. The embedding and the
-vocabulary's matrix are divided by tokens. Norms and routers are whole on every rank.
+Query, key and value heads are divided, with their sinks, and so are the rows of gate and up of the FFN, or of each
+expert. The outputs of attention and FFN (the matrices ``o`` and ``down``) are sums over ranks, so each layer has two.
+The embedding and the vocabulary's matrix are divided by tokens. Norms and routers are whole on every rank.
 
 A quantised matrix is divided in the same places: outputs and inputs in whole words of codes, inputs in whole groups.
 With act-order a rank's inputs are of all groups, so it has the scales of all.
@@ -25,6 +25,7 @@ from swiftllm.parallel.group import Group
 
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 BY_COLUMNS = ("o_proj", "down_proj")
+BY_HEADS = "sinks"
 BY_TOKENS = ("embed_tokens", "lm_head")
 
 
@@ -45,6 +46,8 @@ class Shard(ModelPart):
         module, kind = name.rsplit(".", 2)[-2:]
         if module in BY_TOKENS:
             return (self._share(self.sizes.vocab_size),)
+        if kind == BY_HEADS:
+            return (self._share(self.sizes.num_heads),)
         if module in BY_COLUMNS and kind == "bias":
             return (slice(None) if self._rank == 0 else slice(0, 0),)  # added once: to rank 0's part of the sum
         divided = OUT if module in BY_ROWS else IN if module in BY_COLUMNS else None

@@ -23,9 +23,15 @@ def connect_hosts(config: EngineConfig, backend: TorchBackend) -> AttentionHosts
     """
     model = backend.model_config
     shape = KVShape(
-        model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim, backend.block_size, backend.dtype_name
+        backend.layer_groups.pool_layers,
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_dim,
+        backend.block_size,
+        backend.dtype_name,
+        config.cpu_kv_dtype,
     )
-    longest = -(-(config.max_model_len or model.max_position_embeddings) // backend.block_size)
+    longest = backend.layer_groups.blocks_for(config.max_model_len or model.max_position_embeddings)
     needed = min(longest, backend.num_cpu_blocks)  # any request of the CPU tier may live on any host
     with ExitStack() as opened:
         if config.ray_address is not None:

@@ -21,7 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-PROTOCOL = 2
+from swiftllm.config import CpuKVDtype
+from swiftllm.kv.format import KVFormat, cpu_format
+
+PROTOCOL = 4
 SECRET_VARIABLE = "APEX_HOST_SECRET"
 NONCE_BYTES = 16
 HEARTBEAT_S = 1.0
@@ -38,9 +41,9 @@ class FrameKind(enum.IntEnum):
     HELLO = 2  # engine: JSON
     WELCOME = 3  # host: JSON
     BEAT = 4  # host, every HEARTBEAT_S
-    OPEN = 5  # a rows, b id; seq_lens and block_tables
+    OPEN = 5  # a rows, b id; the window or 0, seq_lens and block_tables
     DROP = 6  # b id
-    ATTEND = 7  # a layer, b id; qkv
+    ATTEND = 7  # a layer, b id; qkv, the sinks of the layer if it has any
     STORE = 8  # a layer, b rows; blocks, offsets, kv
     PUT = 9  # a first layer, b blocks; blocks, content of as many layers as there are bytes for
     GET = 10  # a first layer, b blocks; blocks, the layer after the last
@@ -161,7 +164,7 @@ def set_silence_limit(connection: socket.socket, seconds: float) -> None:
 
 @dataclass(frozen=True)
 class KVShape:
-    """What an engine stores: the sizes of a block in all layers, and the heads of the queries."""
+    """What an engine stores: the sizes of a block in all layers of a group, and the heads of the queries."""
 
     num_layers: int
     num_heads: int
@@ -169,28 +172,36 @@ class KVShape:
     head_dim: int
     block_size: int
     dtype: str
-    """float32, float16 or bfloat16."""
+    """Of queries, and of K and V that come in rows: float32, float16 or bfloat16."""
+    cpu_kv_dtype: CpuKVDtype
+    """See :attr:`swiftllm.config.EngineConfig.cpu_kv_dtype`."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
     @property
+    def kv_format(self) -> KVFormat:
+        """Of the blocks."""
+        return cpu_format(self.cpu_kv_dtype, self.torch_dtype)
+
+    @property
     def block(self) -> tuple[int, ...]:
         """Sizes of a block in one layer."""
-        return self.num_kv_heads, 2, self.block_size, self.head_dim
+        return self.num_kv_heads, *self.kv_format.head_shape(self.block_size, self.head_dim)
 
     @property
     def bytes_per_block(self) -> int:
-        return self.num_layers * math.prod(self.block) * self.torch_dtype.itemsize
+        return self.num_layers * math.prod(self.block) * self.kv_format.dtype.itemsize
 
     def checked(self) -> KVShape:
         """Raises ValueError: it comes from a peer and makes no sense."""
         sizes = (self.num_layers, self.num_heads, self.num_kv_heads, self.head_dim, self.block_size)
         if not all(isinstance(size, int) and size > 0 for size in sizes):
             raise ValueError(f"sizes of a KV cache must be positive: {self}")
-        if self.dtype not in ("float32", "float16", "bfloat16"):
-            raise ValueError(f"there is no KV cache of {self.dtype!r}")
+        if self.dtype not in ("float32", "float16", "bfloat16") or self.cpu_kv_dtype not in ("auto", "int8"):
+            raise ValueError(f"there is no KV cache of {self.dtype!r} and {self.cpu_kv_dtype!r}")
+        self.kv_format.head_shape(self.block_size, self.head_dim)
         return self
 
 

@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 import json
 import logging
+import math
 import os
 import socket
 import sys
@@ -46,12 +47,14 @@ from swiftllm.remote.frames import (
     set_up,
 )
 from swiftllm.runtime.attention_choices import use_fastest_attention
+from swiftllm.runtime.processors import default_kernel
 from swiftllm.runtime.workers import (
     AttentionTask,
     BlocksRead,
     BlocksWrite,
     ContextRead,
     CpuTask,
+    OpenedRows,
     RowsWrite,
     TaskRunner,
 )
@@ -61,9 +64,6 @@ logger = logging.getLogger(__name__)
 QUEUE_DEPTH = 64  # frames that are received and not yet computed
 MAX_FRAME_BYTES = 1 << 30
 MEASURED_JSON_BYTES = 1024  # answers have a size that the asking side knows
-
-OpenedRows = tuple[torch.Tensor, torch.Tensor]
-"""Int32 block tables ``[rows, max_blocks]`` and lengths ``[rows]``."""
 
 
 class AttentionHost:
@@ -157,7 +157,7 @@ class AttentionHost:
                 if not self._in_use.acquire(blocking=False):
                     raise ValueError("this host serves another engine: end that first, or start another attention host")
                 held.callback(self._in_use.release)
-                kernel = pacpu.default_kernel(shape.dtype)
+                kernel = default_kernel(shape.cpu_kv_dtype, shape.torch_dtype)
                 pool = self._allocate(shape, int(hello["num_blocks"]), exactly=bool(hello["exactly"]))
                 store = Store(shape, pool, self.make_runner(pool, kernel))
                 about = {"num_blocks": pool.shape[1], "kernel": kernel, "isa": pacpu.isa()}
@@ -195,7 +195,7 @@ class AttentionHost:
                 f"there is memory for {num_blocks:,} KV blocks ({memory_bytes / GIB:.2f} GiB) and {needed:,} are "
                 "needed: give this host more memory"
             )
-        return host_tensor((shape.num_layers, num_blocks, *shape.block), shape.torch_dtype)
+        return host_tensor((shape.num_layers, num_blocks, *shape.block), shape.kv_format.dtype)
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Store:
     """The blocks of one engine, and what computes on them."""
 
     shape: KVShape
-    pool: torch.Tensor  # [num_layers, num_blocks, num_kv_heads, 2, block_size, head_dim]
+    pool: torch.Tensor  # see KVFormat.pool_shape
     runner: TaskRunner
 
     def task_of(self, header: Header, payload: torch.Tensor, opened: Mapping[int, OpenedRows]) -> CpuTask:
@@ -212,12 +212,14 @@ class Store:
         Raises:
             ValueError: a block is not in the pool, or there is no such frame.
         """
-        shape, dtype, layer = self.shape, self.shape.torch_dtype, header.a
+        shape, dtype, in_blocks, layer = self.shape, self.shape.torch_dtype, self.pool.dtype, header.a
         if header.kind == FrameKind.ATTEND:
             rows = opened[header.b]
-            qkv = payload.view(dtype).view(len(rows[1]), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
-            out = torch.empty((len(qkv), shape.num_heads, shape.head_dim), dtype=dtype)
-            return AttentionTask(layer, rows, qkv, out)
+            sizes = len(rows.seq_lens), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim
+            qkv, sinks = payload.tensor_split([math.prod(sizes) * dtype.itemsize])
+            out = torch.empty((len(rows.seq_lens), shape.num_heads, shape.head_dim), dtype=dtype)
+            own_sinks = sinks.view(torch.float32) if len(sinks) else None
+            return AttentionTask(layer, rows, qkv.view(dtype).view(sizes), out, own_sinks)
         blocks, rest = _blocks_first(payload, header.b if header.kind != FrameKind.LOAD else None)
         if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < self.pool.shape[1]:
             raise ValueError(f"blocks {blocks.tolist()} are not all in the pool of {self.pool.shape[1]}")
@@ -227,11 +229,11 @@ class Store:
                 content = content.view(dtype).view(header.b, 2 * shape.num_kv_heads, shape.head_dim)
                 return RowsWrite(layer, content, blocks, offsets)
             case FrameKind.PUT:
-                content = rest.view(dtype).view(-1, header.b, *shape.block)
+                content = rest.view(in_blocks).view(-1, header.b, *shape.block)
                 return BlocksWrite(range(layer, layer + len(content)), content, blocks)
             case FrameKind.GET:
                 layers = range(layer, int(rest.view(torch.int64)))
-                return BlocksRead(layers, blocks, torch.empty((len(layers), header.b, *shape.block), dtype=dtype))
+                return BlocksRead(layers, blocks, torch.empty((len(layers), header.b, *shape.block), dtype=in_blocks))
             case FrameKind.LOAD:
                 sizes = 2, shape.num_kv_heads, header.b, shape.head_dim
                 return ContextRead(layer, blocks, torch.empty(sizes, dtype=dtype))
@@ -321,7 +323,8 @@ class Session:
                 raise ValueError("this connection may only measure")
             case FrameKind.OPEN:
                 numbers = payload.view(torch.int32)
-                self._opened[header.b] = numbers[header.a :].view(header.a, -1), numbers[: header.a]
+                (window,), lens, tables = numbers.tensor_split([1, 1 + header.a])
+                self._opened[header.b] = OpenedRows(tables.view(header.a, -1), lens, int(window) or None)
             case _:
                 task = self._store.task_of(header, payload, self._opened)
                 self._store.runner.run_task(task)

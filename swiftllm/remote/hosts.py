@@ -15,7 +15,7 @@ from swiftllm.remote.tier import RemoteCpuTier
 from swiftllm.runtime.cpu_tier import CpuTier
 from swiftllm.runtime.workers import AttentionTask, BlocksRead, BlocksWrite, HostRead, HostWrite, RowsWrite
 
-OpenedRows = list[tuple[CpuTier, slice, object]]
+RowsByHost = list[tuple[CpuTier, slice, object]]
 """Adjacent rows that live on one host, and what its tier made of them."""
 
 
@@ -88,11 +88,11 @@ class AttentionHosts:
             yield self._tiers[host], rows, blocks[rows] - self._firsts[host]
             first += count
 
-    def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor) -> OpenedRows:
+    def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, window: int | None = None) -> RowsByHost:
         opened = []
         for tier, rows, own in self._split(block_tables[:, 0]):
             shift = int(own[0] - block_tables[rows.start, 0])
-            opened.append((tier, rows, tier.open(block_tables[rows] + shift, seq_lens[rows])))
+            opened.append((tier, rows, tier.open(block_tables[rows] + shift, seq_lens[rows], window)))
         return opened
 
     def attend(self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None) -> Ticket:
@@ -102,7 +102,7 @@ class AttentionHosts:
         joined = JoinedTicket(len(task.rows), send_back)
         # Another host's part first: with a worker that computes at once, the local part would hold it up.
         for tier, rows, opened in sorted(task.rows, key=lambda part: part[0] is self._tiers[0]):
-            part = AttentionTask(task.layer, opened, task.qkv[rows], task.out[rows])
+            part = AttentionTask(task.layer, opened, task.qkv[rows], task.out[rows], task.sinks)
             try:
                 ticket = tier.attend(part, arrived, joined.part_done)
             except HostDied as error:  # the other parts are under way and must be waited for

@@ -123,19 +123,21 @@ class RemoteCpuTier:
         self._fetched.clear()
         return True
 
-    def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor) -> RemoteRows:
+    def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, window: int | None = None) -> RemoteRows:
         while self._dropped:
             self.channel.post(Header(FrameKind.DROP, b=self._dropped.popleft()))
         most = -(-int(seq_lens.max()) // self._shape.block_size)
         tables = block_tables[:, :most].clamp(min=0).contiguous()  # what pads a table is no block of this host
         rows = RemoteRows(next(self._numbers))
         weakref.finalize(rows, self._dropped.append, rows.number).atexit = False
-        self.channel.post(Header(FrameKind.OPEN, len(seq_lens), rows.number), seq_lens, tables)
+        header = Header(FrameKind.OPEN, len(seq_lens), rows.number)
+        self.channel.post(header, torch.tensor([window or 0], dtype=torch.int32), seq_lens, tables)
         return rows
 
     def attend(self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None) -> RemoteTicket:
         header = Header(FrameKind.ATTEND, task.layer, task.rows.number)
-        return self.channel.ask(header, task.qkv, out=task.out, arrived=arrived, send_back=send_back)
+        sinks = () if task.sinks is None else (task.sinks,)
+        return self.channel.ask(header, task.qkv, *sinks, out=task.out, arrived=arrived, send_back=send_back)
 
     def write(self, write: HostWrite, arrived: Event) -> None:
         count = len(write.blocks)
@@ -181,7 +183,7 @@ class RemoteCpuTier:
         self.drop_fetched(blocks)
         for first in range(0, len(blocks), count):
             some = blocks[first : first + count]
-            content = torch.empty((shape.num_layers, len(some), *shape.block), dtype=shape.torch_dtype)
+            content = torch.empty((shape.num_layers, len(some), *shape.block), dtype=shape.kv_format.dtype)
             with contextlib.suppress(HostDied):
                 ticket = self._ask_for(BlocksRead(range(shape.num_layers), torch.tensor(some), content))
                 self._fetched.update({block: (ticket, content[:, i]) for i, block in enumerate(some)})

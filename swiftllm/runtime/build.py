@@ -53,8 +53,10 @@ def this_machine(system: System, config: EngineConfig, backend: TorchBackend) ->
         raise ValueError("the KV cache has no blocks in either tier: raise num_gpu_blocks or num_cpu_blocks")
     limits, hosts = scheduler_limits(config, backend), backend.attention_hosts
     host_blocks = () if hosts is None else hosts.num_blocks
-    cached = system.caching_tiers(config)
-    kv = KVCacheManager(backend.num_gpu_blocks, backend.num_cpu_blocks, backend.block_size, host_blocks, cached)
+    groups = backend.layer_groups
+    cached = system.caching_tiers(config) if groups.are_exact else ()
+    sizes = backend.num_gpu_blocks, backend.num_cpu_blocks, backend.block_size
+    kv = KVCacheManager(*sizes, host_blocks, cached, groups)
     kv.host_pools.fetcher = hosts
     backend.block_tables = kv.block_tables
     description = {
@@ -71,7 +73,7 @@ def this_machine(system: System, config: EngineConfig, backend: TorchBackend) ->
         "cpu_kv_dtype": backend.cpu_kv_format.name,
         "cpu_kv_bytes_per_block": backend.cpu_kv_bytes_per_block,
         "prefix_cache": [tier.value for tier in cached],
-        "kv_cache": backend.kv_plan.describe(limits.max_model_len) + _about_ranks(config, backend),
+        "kv_cache": backend.kv_plan.describe(limits.max_model_len, groups) + _about_ranks(config, backend),
         "cpu_kernel": backend.cpu_kernel,
         "cpu_isa": pacpu.isa(),
         "lane_threads": backend.cores.lane_threads,

@@ -15,7 +15,15 @@ import torch
 
 from swiftllm.device.device import Event
 from swiftllm.engine.backend import Ticket
-from swiftllm.runtime.workers import AttentionTask, HostRead, HostWrite, InlineWorker, MakeWorker, TaskRunner
+from swiftllm.runtime.workers import (
+    AttentionTask,
+    HostRead,
+    HostWrite,
+    InlineWorker,
+    MakeWorker,
+    OpenedRows,
+    TaskRunner,
+)
 
 MAX_STAGED_BYTES = 256 << 20  # of pinned memory each way whose content is not yet copied
 
@@ -28,8 +36,9 @@ class CpuTier(Protocol):
     ``wait``, may raise :class:`swiftllm.engine.backend.HostDied`.
     """
 
-    def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor) -> Any:
-        """The ``rows`` of an :class:`AttentionTask`: of int32 ``[rows, max_blocks]`` and ``[rows]``."""
+    def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, window: int | None = None) -> Any:
+        """The ``rows`` of an :class:`AttentionTask`: of int32 ``[rows, max_blocks]`` and ``[rows]``. With a ``window``
+        each attends to its last tokens only, and what the table tells of those before may be any block."""
 
     def attend(self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None) -> Ticket:
         """Decode attention of opened rows."""
@@ -105,8 +114,8 @@ class LocalCpuTier:
         """How often a worker ended by itself and was started again."""
         return self.worker.restarts + self._reader.restarts
 
-    def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return block_tables, seq_lens
+    def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, window: int | None = None) -> OpenedRows:
+        return OpenedRows(block_tables, seq_lens, window)
 
     def attend(self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None) -> Ticket:
         return self.worker.submit(task, self._after_reads(arrived), send_back)

@@ -12,12 +12,15 @@ import numpy as np
 
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, Tier
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.sampling.logprobs import PromptRows
 
-Chunk = tuple[int, int, list[int]]
-"""A prefill chunk: its first position, the tokens of its context, and the blocks that hold these."""
+ALIGNED_IDS = 4
+"""Each group's tables begin at 16 bytes: Triton compiles another kernel for other addresses."""
+Chunk = tuple[int, int, list[list[int]]]
+"""A prefill chunk: its first position, the tokens of its context, and its block table in each group of layers."""
 Tables = Mapping[str, Sequence[int]]
-"""Block ids by request id."""
+"""Block ids by request id, in the order of :class:`~swiftllm.kv.layer_groups.LayerGroups`."""
 
 
 class LaneDescription(NamedTuple):
@@ -31,21 +34,21 @@ class LaneDescription(NamedTuple):
     gpu_prefills: list[Chunk]
     cpu_prefills: list[Chunk]
     decode_lens: list[int]
-    decode_tables: bytes  # int32 [decodes, max_blocks]
+    decode_tables: bytes  # int32 [groups, decodes, max_blocks]
     sampling_rows: list[int]
     scored_rows: list[tuple[int, int]]
 
 
 class CohortDescription(NamedTuple):
-    """A cohort: the newest token of each request, the tokens of its context, and its blocks."""
+    """A cohort: the newest token of each request, the tokens of its context, and its block tables."""
 
     token_ids: list[int]
     lens: list[int]
-    block_tables: bytes  # int32 [rows, max_blocks]
+    block_tables: bytes  # int32 [groups, rows, max_blocks]
 
 
 def describe_lane(
-    items: Sequence[LaneItem], tables: Tables, block_size: int
+    items: Sequence[LaneItem], tables: Tables, groups: LayerGroups
 ) -> tuple[LaneDescription, list[Request], list[PromptRows]]:
     """The lane, the requests of its ``sampling_rows``, and what its ``scored_rows`` are for.
 
@@ -69,33 +72,35 @@ def describe_lane(
     description = LaneDescription(
         token_ids=[t for item in items for t in item.request.token_ids(item.start, item.context_len)],
         positions=[p for item in items for p in range(item.start, item.context_len)],
-        gpu_prefills=[_chunk(item, tables, block_size) for item in of_tier[Tier.GPU]],
-        cpu_prefills=[_chunk(item, tables, block_size) for item in of_tier[Tier.CPU]],
+        gpu_prefills=[_chunk(item, tables, groups) for item in of_tier[Tier.GPU]],
+        cpu_prefills=[_chunk(item, tables, groups) for item in of_tier[Tier.CPU]],
         decode_lens=lens,
-        decode_tables=_block_tables((item.request for item in decodes), lens, tables, block_size),
+        decode_tables=_block_tables((item.request for item in decodes), lens, tables, groups),
         sampling_rows=[row for row, _ in sampling],
         scored_rows=[(prompt.rows.start, prompt.rows.stop) for prompt in prompts],
     )
     return description, [request for _, request in sampling], prompts
 
 
-def describe_cohort(requests: Sequence[Request], tables: Tables, block_size: int) -> CohortDescription:
+def describe_cohort(requests: Sequence[Request], tables: Tables, groups: LayerGroups) -> CohortDescription:
     lens = [request.num_tokens for request in requests]
     token_ids = [t for request, n in zip(requests, lens, strict=True) for t in request.token_ids(n - 1, n)]
-    return CohortDescription(token_ids, lens, _block_tables(requests, lens, tables, block_size))
+    return CohortDescription(token_ids, lens, _block_tables(requests, lens, tables, groups))
 
 
-def _chunk(item: LaneItem, tables: Tables, block_size: int) -> Chunk:
-    num_blocks = -(-item.context_len // block_size)
-    return item.start, item.context_len, list(tables[item.request.request_id][:num_blocks])
+def _chunk(item: LaneItem, tables: Tables, groups: LayerGroups) -> Chunk:
+    return item.start, item.context_len, _tables_of([item.request], [item.context_len], tables, groups)[:, 0].tolist()
 
 
-def _block_tables(requests: Iterable[Request], lens: list[int], tables: Tables, block_size: int) -> bytes:
-    counts = [-(-n // block_size) for n in lens]
-    table = np.zeros((len(lens), max(counts, default=0)), dtype=np.int32)
-    for row, (request, count) in enumerate(zip(requests, counts, strict=True)):
-        table[row, :count] = tables[request.request_id][:count]
-    return table.tobytes()
+def _block_tables(requests: Iterable[Request], lens: list[int], tables: Tables, groups: LayerGroups) -> bytes:
+    found = _tables_of(requests, lens, tables, groups)
+    if len(found) > 1:
+        found = np.pad(found, ((0, 0), (0, 0), (0, -found.shape[2] % ALIGNED_IDS)))
+    return found.tobytes()
+
+
+def _tables_of(requests: Iterable[Request], lens: list[int], tables: Tables, groups: LayerGroups) -> np.ndarray:
+    return groups.tables([tables[request.request_id] for request in requests], lens)
 
 
 def _prompt_rows(item: LaneItem, first_row: int) -> list[PromptRows]:

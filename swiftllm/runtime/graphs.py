@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 
 from swiftllm.device.device import Device, Graph
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.model.llama import LlamaModel
 from swiftllm.model.placement import Place, Placement
 from swiftllm.runtime.batch import LaneBatch, Rows
@@ -39,7 +40,7 @@ BLOCK_BUCKETS = (16, 64, 256, 1024)  # widths of block tables; a program beyond 
 class Frame:
     """What graphs read and write, for up to ``rows`` rows."""
 
-    def __init__(self, rows: int, model: LlamaModel, dtype: torch.dtype, max_blocks: int) -> None:
+    def __init__(self, rows: int, model: LlamaModel, dtype: torch.dtype, groups: int, max_blocks: int) -> None:
         config, device = model.config, model.rotary_table.device
 
         def buffer(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -50,7 +51,7 @@ class Frame:
         self.residual = buffer(config.hidden_size)
         self.qkv = buffer(config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         self.attention_out = buffer(config.num_heads, config.head_dim)
-        self.block_tables = buffer(max_blocks, dtype=torch.int32)
+        self.block_tables = torch.zeros(groups, rows, max_blocks, dtype=torch.int32, device=device)
         self.seq_lens = buffer(dtype=torch.int32)
         self._lane: Callable[[], LaneBatch | None] = lambda: None
 
@@ -69,8 +70,8 @@ class Frame:
                 place.copy_(own)
             setattr(lane, name, place)
         if lane.decodes is not None and not lane.prefills:
-            tables = lane.decodes.block_tables[:, : self.block_tables.shape[1]]
-            self.block_tables[:rows, : tables.shape[1]].copy_(tables)
+            tables = lane.decodes.block_tables[:, :, : self.block_tables.shape[2]]
+            self.block_tables[:, :rows, : tables.shape[2]].copy_(tables)
             self.seq_lens.zero_()
             self.seq_lens[:rows].copy_(lane.decodes.seq_lens)
         self._lane = weakref.ref(lane)
@@ -120,6 +121,7 @@ class LayerGraphs:
         *,
         max_rows: int,
         max_blocks: int,
+        layer_groups: LayerGroups,
         placement: Placement,
         all_agree: Callable[[bool], bool] | None = None,
     ) -> None:
@@ -131,12 +133,13 @@ class LayerGraphs:
         self._all_agree = all_agree or (lambda is_well: is_well)
         self._device = device
         self._model = model
+        self._layer_groups = layer_groups
         self._last = model.config.num_layers - 1
         self._scale = model.config.head_dim**-0.5
         self._row_buckets = _up_to(ROW_BUCKETS, max_rows)
         self._block_buckets = _up_to(BLOCK_BUCKETS, max_blocks) if model.ops.takes_empty_rows else ()
         widths, rows = max(self._block_buckets, default=0), self._row_buckets[-1]
-        self._lanes, self._cohorts = (Frame(rows, model, dtype, widths) for _ in range(2))
+        self._lanes, self._cohorts = (Frame(rows, model, dtype, len(layer_groups.windows), widths) for _ in range(2))
         # One for both frames: the logits are sampled before the next boundary begins.
         torch_device = model.rotary_table.device
         self._logits = torch.zeros(rows, model.num_logits, dtype=dtype, device=torch_device)
@@ -210,7 +213,7 @@ class LayerGraphs:
         """Attention of a lane of decodes only; False: there is no graph for it, and nothing was done."""
         if lane.prefills or not self._lanes.holds(lane):
             return False
-        width = _smallest(self._block_buckets, lane.decodes.block_tables.shape[1])
+        width = _smallest(self._block_buckets, lane.decodes.block_tables.shape[2])
         if width is None:
             return False
         self._run(GraphKey(self._lanes, layer, _smallest(self._row_buckets, lane.num_rows), width))
@@ -222,7 +225,7 @@ class LayerGraphs:
         if lane.prefills or lane.decodes is None or lane.sampling_rows is not None:
             return None
         rows = _smallest(self._row_buckets, lane.num_rows)
-        width = _smallest(self._block_buckets, lane.decodes.block_tables.shape[1])
+        width = _smallest(self._block_buckets, lane.decodes.block_tables.shape[2])
         graph = None if rows is None or width is None else self._graphs.get(GraphKey(self._lanes, WHOLE, rows, width))
         if graph is None:
             return None
@@ -268,7 +271,8 @@ class LayerGraphs:
         keys = list(itertools.starmap(GraphKey, itertools.chain(boundaries, attentions, wholes)))
         keys = [key for key in keys if key.blocks or self._placement.at(key.layer) is not Place.CPU]
         on_device = (layer for layer in range(self._last) if self._placement.at(layer) is not Place.CPU)
-        of_each_kind = -1, 0, next(on_device, 0), self._last
+        of_each_group = map(self._layer_groups.group_of.index, range(len(self._layer_groups.windows)))
+        of_each_kind = {-1, 0, next(on_device, 0), self._last, *of_each_group}
         for key in keys:  # all, before a capture can fail: ranks launch the same collectives
             if key.layer in of_each_kind:
                 # A kernel's first launch compiles and loads it, which a capture does not allow. Contexts in the frame
@@ -303,9 +307,11 @@ class LayerGraphs:
             return
         if blocks:
             new = self._model.split_qkv(frame.qkv[:rows])
-            tables, lens = frame.block_tables[:rows, :blocks], frame.seq_lens[:rows]
-            out = frame.attention_out[:rows]
-            self._model.ops.decode_attention(*new, self._gpu_layers[layer], tables, lens, out, self._scale)
+            group = self._layer_groups.group_of[layer]
+            tables, lens = frame.block_tables[group, :rows, :blocks], frame.seq_lens[:rows]
+            addressed = self._gpu_layers[layer], tables, lens, frame.attention_out[:rows]
+            window = self._layer_groups.windows[group]
+            self._model.ops.decode_attention(*new, *addressed, self._scale, window, self._model.sinks(layer))
             return
         attention_out, residual = frame.attention_out[:rows], frame.residual[:rows]
         if layer == self._last:

@@ -39,7 +39,7 @@ SNAPSHOTS = 2  # most copies of a layer's K and V that wait on the device for th
 
 @dataclass(frozen=True)
 class LoadedContext:
-    """K and V of a request's first tokens, on their way from the CPU tier into ``pinned`` memory."""
+    """K and V of a request's earlier tokens, on their way from the CPU tier into ``pinned`` memory."""
 
     pinned: torch.Tensor  # [2, num_kv_heads, tokens, head_dim]
     gathered: Ticket
@@ -92,7 +92,7 @@ class KVTransfers:
             return
         self.await_swaps()
         self._device.swap.wait(self._device.compute.mark())  # earlier writes of sources and reads of targets are done
-        num_layers, num_blocks = len(self._pools.layers[Tier.GPU]), sum(len(swap.source_blocks) for swap in swaps)
+        num_layers, num_blocks = len(self._pools.tensors[Tier.GPU]), sum(len(swap.source_blocks) for swap in swaps)
         layer_bytes = self._pools.plan.bytes_per_block[Tier.GPU] // num_layers
         at_once = max(1, CHUNK_BYTES // max(1, num_blocks * layer_bytes))  # layers
         pieces = list(self._pieces(swaps, max(1, CHUNK_BYTES // (at_once * layer_bytes))))
@@ -111,7 +111,8 @@ class KVTransfers:
     def await_swaps(self, layer: int | None = None) -> None:
         """Later work on the device finds what swaps put into the layers up to this one (None: into all), and may
         overwrite what they took out. The host waits until what it gathers for them is on its way."""
-        while self._moved and (layer is None or self._moved[0].layers.start <= layer):
+        last = None if layer is None else self._pools.groups.place_of[layer]
+        while self._moved and (last is None or self._moved[0].layers.start <= last):
             moved = self._moved.popleft()
             for ticket in moved.tickets:
                 ticket.wait()
@@ -126,21 +127,20 @@ class KVTransfers:
         self._device.compute.wait(self._device.swap.mark())
 
     def store_rows(self, layer: int, kv: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
-        """Write K and V, ``kv [rows, 2 num_kv_heads, head_dim]`` of the device, to slots of the CPU tier."""
+        """Write K and V of a layer, ``kv [rows, 2 num_kv_heads, head_dim]`` of the device, to slots of the CPU tier."""
         stream = self._device.to_host
         self._stored.wait()
         kv = self._device.snapshot(kv)
         stream.wait(self._device.compute.mark())
         fetched = stream.fetch(kv)
         self._stored.launched()
-        self.cpu_tier.write(RowsWrite(layer, fetched, blocks, offsets), stream.mark())
+        self.cpu_tier.write(RowsWrite(self._pools.groups.place_of[layer], fetched, blocks, offsets), stream.mark())
 
     def load_first_layer(self, lane: LaneBatch) -> None:
         """Begin to gather what :meth:`take_context` gives in the first layer."""
         for group in lane.prefills:
-            for chunk in group.chunks:
-                if group.tier is Tier.CPU and chunk.blocks is not None:
-                    chunk.earlier = self.load_context(0, chunk.blocks, chunk.start)
+            for chunk in group.chunks if group.tier is Tier.CPU else ():
+                chunk.earlier = self._load_earlier(0, chunk)
 
     def take_context(self, layer: int, chunk: PrefillChunk, own: torch.Tensor) -> torch.Tensor | None:
         """The chunk's context on the device: the earlier one in the CPU tier, and its ``own [2, num_kv_heads, rows,
@@ -152,11 +152,17 @@ class KVTransfers:
             return None
         context = torch.cat([chunk.earlier.on_device(), own], dim=2)
         if layer + 1 < len(self._pools.layers[Tier.GPU]):
-            chunk.earlier = self.load_context(layer + 1, chunk.blocks, chunk.start)
+            chunk.earlier = self._load_earlier(layer + 1, chunk)
         return context
 
+    def _load_earlier(self, layer: int, chunk: PrefillChunk) -> LoadedContext | None:
+        groups = self._pools.groups
+        context = chunk.contexts[groups.group_of[layer]]
+        return context and self.load_context(groups.place_of[layer], context.blocks, context.num_tokens)
+
     def load_context(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> LoadedContext:
-        """Begin to gather K and V of a request's first tokens from the CPU tier. This thread copies nothing."""
+        """Begin to gather K and V of the first tokens in these blocks of the CPU tier, in a layer of its pool. This
+        thread copies nothing."""
         pool = self._pools.tensors[Tier.GPU]
         pinned = self._device.pinned((2, pool.shape[2], num_tokens, pool.shape[-1]), pool.dtype)
         return LoadedContext(pinned, self.cpu_tier.read(ContextRead(layer, blocks, pinned)), self._device.compute)

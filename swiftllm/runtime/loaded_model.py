@@ -7,6 +7,7 @@ from functools import partial
 
 from swiftllm.config import EngineConfig
 from swiftllm.kv.format import block_bytes, tier_formats
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
 from swiftllm.model.loaded_weights import LoadedWeights
@@ -25,7 +26,7 @@ class LoadedModel:
         model_config: of the whole model; ``model.config`` has the sizes of what this process computes of it.
         placement: where the weights are.
         graphs: the memory of captured graphs, which are not captured yet; None where there can be none.
-        kv_formats, bytes_per_block: how each tier holds K and V; bytes of a block of it, in all layers.
+        kv_formats, bytes_per_block: how each tier holds K and V; bytes of a block of it, in all layers of a group.
         free_bytes: of the device, beside what the widest iteration needs. None: the device's memory is the host's.
     """
 
@@ -57,5 +58,6 @@ class LoadedModel:
         self.graphs: LayerGraphs | None = None
         if hardware.can_capture:
             most = {"max_rows": config.max_num_seqs, "max_blocks": -(-longest // config.block_size)}
-            self.graphs = LayerGraphs(hardware, self.model, dtype, placement=placement, all_agree=all_agree, **most)
+            where = {"layer_groups": LayerGroups.of(sizes, config.block_size), "placement": placement}
+            self.graphs = LayerGraphs(hardware, self.model, dtype, all_agree=all_agree, **most, **where)
         self.free_bytes = hardware.left_free(partial(widest_iteration, self.model, self.sampler, config, dtype))

@@ -10,7 +10,7 @@ import torch
 from swiftllm.config import EngineConfig
 from swiftllm.device.cuda import CONTEXT_BYTES, DEVICE_HEADROOM
 from swiftllm.kv.budget import HOST_HEADROOM_BYTES, MemoryBudget
-from swiftllm.kv.format import cpu_format
+from swiftllm.kv.format import KVFormat, cpu_format
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import FFN_ELEMENTS_AT_ONCE
 from swiftllm.model.sizes import WeightSizes
@@ -48,7 +48,7 @@ def estimate_memory(
         device_bytes=device_bytes,
         host_bytes=host_bytes,
         weight_bytes=sizes.total,
-        bytes_per_block=model.kv_bytes_per_token(dtype.itemsize) * config.block_size,
+        bytes_per_block=KVFormat.exact(dtype).block_bytes(model, config.block_size),
         cpu_bytes_per_block=cpu_format(config.cpu_kv_dtype, dtype).block_bytes(model, config.block_size),
         activation_bytes=activations,
         reserved_bytes=HOST_HEADROOM_BYTES if on_host else int(DEVICE_HEADROOM * device_bytes) + CONTEXT_BYTES,
@@ -70,7 +70,8 @@ def activation_bytes(
     hidden = rows * model.hidden_size * itemsize
     attended = rows * model.num_heads * model.head_dim * itemsize
     qkv = rows * model.qkv_size * itemsize
-    held = hidden + qkv + rows * rotary + chunk * context  # residual, Q, K and V, rotary rows, mask
+    reached = model.tokens_reached(chunk, context)
+    held = hidden + qkv + rows * rotary + chunk * sum(reached)  # residual, Q, K and V, rotary rows, masks
     if not on_host:  # K and V on their way to the CPU tier
         held += SNAPSHOTS * rows * 2 * model.num_kv_heads * model.head_dim * itemsize
 
@@ -81,9 +82,9 @@ def activation_bytes(
     if model.quantisation is not None:
         crossing = max(crossing, held + attended + hidden + _written_out(model, itemsize, hidden, gate_up, qkv))
 
-    keys_values = 2 * context * model.num_kv_heads * model.head_dim * itemsize
-    masked_rows = min(chunk, max(QUERY_BLOCK, MASK_ELEMENTS_AT_ONCE // context))
-    masked = 2 * masked_rows * context * itemsize  # the mask as numbers, and these padded
+    keys_values = 2 * max(reached) * model.num_kv_heads * model.head_dim * itemsize
+    masked_rows = min(chunk, max(QUERY_BLOCK, MASK_ELEMENTS_AT_ONCE // max(reached)))
+    masked = 2 * masked_rows * max(reached) * itemsize  # the mask as numbers, and these padded
     long_attention = held + attended + 2 * keys_values + max(masked + attended, 2 * attended)
 
     decoding = 0
@@ -104,11 +105,13 @@ def _written_out(model: ModelConfig, itemsize: int, hidden: int, gate_up: int, q
     With up to 512 rows codes are multiplied from sm_80 on, and on most CPUs with any; then this is more than is taken.
     """
     beside = {"qkv": qkv, "o": hidden, "gate_up": gate_up, "down": hidden + gate_up // 2}
-    return max(
+    written_out = [
         sum(matrix.out_features) * matrix.in_features * itemsize + beside[matrix.name]
         for matrix in fused_matrices(model)
+        if matrix.is_quantised
         if model.experts is None or matrix.name in ("qkv", "o")  # experts' codes are multiplied as they are
-    )
+    ]
+    return max(written_out, default=0)
 
 
 def _graph_buffers(model: ModelConfig, itemsize: int, requests: int) -> int:

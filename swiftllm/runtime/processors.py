@@ -7,7 +7,7 @@ import sys
 import torch
 
 import pacpu
-from swiftllm.config import EngineConfig
+from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.device.device import Device
 from swiftllm.machine import cpu_flags, cpu_model
 from swiftllm.ops.cpu import CpuOps, torch_threads
@@ -64,13 +64,18 @@ def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if cpu_flags() & FAST_BFLOAT16_FLAGS else torch.float32
 
 
+def default_kernel(cpu_kv_dtype: CpuKVDtype, dtype: torch.dtype) -> str:
+    """The name of pacpu's kernel for attention over the CPU tier, if none is asked for."""
+    return "native" if cpu_kv_dtype == "int8" else pacpu.default_kernel(dtype)
+
+
 def resolve_kernel(config: EngineConfig, dtype: torch.dtype) -> str:
     """The name of pacpu's kernel for attention over the CPU tier.
 
     Raises:
         ValueError: the kernel asked for cannot run here; the message says why.
     """
-    kernel = config.cpu_kernel or ("native" if config.cpu_kv_dtype == "int8" else pacpu.default_kernel(dtype))
+    kernel = config.cpu_kernel or default_kernel(config.cpu_kv_dtype, dtype)
     usable = pacpu.kernels(dtype)
     if kernel not in usable:
         why = pacpu.unavailable().get(kernel, "there is no such kernel")

@@ -15,14 +15,14 @@ from swiftllm.device import open_device
 from swiftllm.device.device import Device
 from swiftllm.engine.backend import Ticket
 from swiftllm.kv.budget import KVPlan, check_weights, plan_blocks
-from swiftllm.kv.format import check_heads
+from swiftllm.kv.format import check_kv
 from swiftllm.kv.pools import KVPools
 from swiftllm.machine import available_host_bytes
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.loaded_weights import open_weights
 from swiftllm.model.placement import Placement, all_resident
 from swiftllm.ops.interface import ChunkAttention
-from swiftllm.runtime.batch import BatchBuilder, CohortBatch, LaneBatch, PrefillGroup, Rows, concatenate
+from swiftllm.runtime.batch import BatchBuilder, CohortBatch, LaneBatch, PrefillChunk, PrefillGroup, Rows, concatenate
 from swiftllm.runtime.cores import CoreDivision
 from swiftllm.runtime.cpu_tier import CpuTier, LocalCpuTier
 from swiftllm.runtime.description import CohortDescription, LaneDescription, describe_cohort, describe_lane
@@ -51,7 +51,8 @@ class TorchBackend:
         cpu_kernel: pacpu's kernel for attention over the CPU tier.
         kv_plan, kv_pools: the KV cache, its size and its memory.
         num_gpu_blocks, num_cpu_blocks, block_size: the same.
-        kv_bytes_per_block, cpu_kv_bytes_per_block: bytes of a block of each tier, in all layers.
+        layer_groups: the layers by their attention window.
+        kv_bytes_per_block, cpu_kv_bytes_per_block: bytes of a block of each tier, in all layers of a group.
         cpu_kv_format: how the CPU tier holds K and V.
         cpu_tier, attention_hosts: the CPU tier, other hosts' part included; the same, or None if they hold none.
     """
@@ -62,7 +63,7 @@ class TorchBackend:
         self.device = self.hardware.torch_device
         self.model_config, self.model, self.placement = loaded.model_config, loaded.model, loaded.placement
         self.sampler, self._prompt_scorer, self.graphs = loaded.sampler, loaded.prompt_scorer, loaded.graphs
-        self.kv_pools, self.kv_plan = kv_pools, kv_pools.plan
+        self.kv_pools, self.kv_plan, self.layer_groups = kv_pools, kv_pools.plan, kv_pools.groups
         self.block_size, self.cpu_kv_format = self.kv_plan.block_size, kv_pools.formats[Tier.CPU]
         tiers = Tier.GPU, Tier.CPU
         self.kv_bytes_per_block, self.cpu_kv_bytes_per_block = map(self.kv_plan.bytes_per_block.get, tiers)
@@ -72,10 +73,11 @@ class TorchBackend:
         self.cpu_tier: CpuTier = cpu_tier
         self.attention_hosts: AttentionHosts | None = None
         self._ops, self._scale = processors.ops, self.model_config.head_dim**-0.5
+        self._host_sinks = [None if own is None else own.cpu() for own in map(self.model.sinks, range(self.num_layers))]
         self._pacer = Pacer(self.hardware.compute)
         self._transfers = KVTransfers(self.hardware, kv_pools, self._ops, cpu_tier)
         self._builder = BatchBuilder(
-            self.hardware, self.dtype, self.block_size, self.model.config.num_heads, self.model.rotary_table
+            self.hardware, self.dtype, self.layer_groups, self.model.config.num_heads, self.model.rotary_table
         )
 
     # -- setting up ----------------------------------------------------------------------------------------------------
@@ -140,12 +142,12 @@ class TorchBackend:
     # -- batches: made of requests by the process that schedules, of descriptions alone by others ----------------------
 
     def open_lane(self, items: Sequence[LaneItem]) -> LaneBatch:
-        return self.build_lane(*describe_lane(items, self.block_tables, self.block_size))
+        return self.build_lane(*describe_lane(items, self.block_tables, self.layer_groups))
 
     def open_cohort(self, requests: Sequence[Request]) -> CohortBatch:
         if self.attention_hosts is not None:  # so that the rows of a host are adjacent
             requests = sorted(requests, key=lambda request: self.block_tables[request.request_id][0])
-        return self.build_cohort(describe_cohort(requests, self.block_tables, self.block_size), requests)
+        return self.build_cohort(describe_cohort(requests, self.block_tables, self.layer_groups), requests)
 
     def drop_rows(self, cohort: CohortBatch, request_ids: frozenset[str]) -> CohortBatch:
         return self.keep_rows(cohort, cohort.rows_without(request_ids))
@@ -228,9 +230,10 @@ class TorchBackend:
             self._prefill_attention(layer, lane, group)
         if lane.decodes is not None and (self.graphs is None or not self.graphs.attention(layer, lane)):
             rows, kv_layer = lane.decodes.rows, self.kv_pools.layers[Tier.GPU][layer]
-            new = self.model.split_qkv(lane.qkv[rows])
-            tables, lens = lane.decodes.block_tables, lane.decodes.seq_lens
-            self._ops.decode_attention(*new, kv_layer, tables, lens, lane.attention_out[rows], self._scale)
+            group, new = self.layer_groups.group_of[layer], self.model.split_qkv(lane.qkv[rows])
+            addressed = kv_layer, lane.decodes.block_tables[group], lane.decodes.seq_lens, lane.attention_out[rows]
+            how = self._scale, self.layer_groups.windows[group], self.model.sinks(layer)
+            self._ops.decode_attention(*new, *addressed, *how)
         self._pacer.wait()  # before the executor asks which cohorts are ready
 
     @torch.inference_mode()
@@ -249,36 +252,57 @@ class TorchBackend:
     def _prefill_attention(self, layer: int, lane: LaneBatch, group: PrefillGroup) -> None:
         q, k, v = self.model.split_qkv(lane.qkv)
         num_heads, num_kv_heads = q.shape[1], k.shape[1]
-        if group.tier is Tier.GPU:
-            kv_layer = self.kv_pools.layers[Tier.GPU][layer]
-            self._ops.store_kv(k[group.rows], v[group.rows], kv_layer, group.blocks, group.offsets)
-            contexts = [
-                None if chunk.blocks is None else self._ops.gather_kv(kv_layer, chunk.blocks, chunk.context_len)
-                for chunk in group.chunks
-            ]
-        else:  # the CPU tier lacks the chunk's own K and V until the host has written them
-            own = lane.qkv[:, num_heads:].unflatten(1, (2, num_kv_heads)).permute(1, 2, 0, 3)
+        own = lane.qkv[:, num_heads:].unflatten(1, (2, num_kv_heads)).permute(1, 2, 0, 3)
+        index = self.layer_groups.group_of[layer]
+        window, stored = self.layer_groups.windows[index], group.stored[index]
+        kv_layer = self.kv_pools.layers[Tier.GPU][layer]
+
+        def store() -> None:
+            self._ops.store_kv(k[stored.rows], v[stored.rows], kv_layer, stored.blocks, stored.offsets)
+
+        if group.tier is Tier.CPU:  # it lacks the chunk's own K and V until the host has written them
             contexts = [self._transfers.take_context(layer, chunk, own[:, :, chunk.rows]) for chunk in group.chunks]
-            self._transfers.store_rows(layer, lane.qkv[group.rows, num_heads:], group.blocks, group.offsets)
+            self._transfers.store_rows(layer, lane.qkv[stored.rows, num_heads:], stored.blocks, stored.offsets)
+        elif window is None:
+            store()
+            contexts = [self._gather(kv_layer, chunk, index) for chunk in group.chunks]
+        else:  # a chunk may overwrite what its first rows attend to
+            earlier = [self._gather(kv_layer, chunk, index) for chunk in group.chunks]
+            contexts = [
+                context if context is None else torch.cat([context, own[:, :, chunk.rows]], dim=2)
+                for chunk, context in zip(group.chunks, earlier, strict=True)
+            ]
+            store()
         chunks = []
         for chunk, context in zip(group.chunks, contexts, strict=True):
             k_and_v = (x[chunk.rows].transpose(0, 1) for x in (k, v)) if context is None else context
-            chunks.append(ChunkAttention(q[chunk.rows], *k_and_v, chunk.mask, lane.attention_out[chunk.rows]))
-        self._ops.prefill_attention(chunks, self._scale)
+            mask, out = None if context is None else chunk.contexts[index].mask, lane.attention_out[chunk.rows]
+            chunks.append(ChunkAttention(q[chunk.rows], *k_and_v, mask, out, window))
+        self._ops.prefill_attention(chunks, self._scale, self.model.sinks(layer))
+
+    def _gather(self, kv_layer: torch.Tensor, chunk: PrefillChunk, group: int) -> torch.Tensor | None:
+        """K and V of a chunk's context in its blocks, ``[2, num_kv_heads, tokens, head_dim]``; None: it has none."""
+        context = chunk.contexts[group]
+        if context is None:
+            return None
+        own = chunk.rows.stop - chunk.rows.start if context.has_chunk else 0
+        return self._ops.gather_kv(kv_layer, context.blocks, context.num_tokens + own)
 
     @torch.inference_mode()
     def submit_cpu_attention(self, layer: int, cohort: CohortBatch) -> Ticket:
         hardware = self.hardware
         hardware.to_host.wait(hardware.compute.mark())
-        if cohort.opened is None:
-            cohort.opened = self.cpu_tier.open(cohort.block_tables, cohort.seq_lens)
+        if not cohort.opened:
+            of_groups = zip(cohort.block_tables, self.layer_groups.windows, strict=True)
+            cohort.opened = [self.cpu_tier.open(tables, cohort.seq_lens, window) for tables, window in of_groups]
+        group, place = self.layer_groups.group_of[layer], self.layer_groups.place_of[layer]
         qkv = hardware.to_host.fetch(cohort.qkv)
 
         def send_back() -> None:
             hardware.to_device.copy(cohort.attention_out, cohort.host_out)
             cohort.returned = hardware.to_device.mark()
 
-        task = AttentionTask(layer, cohort.opened, qkv, cohort.host_out)
+        task = AttentionTask(place, cohort.opened[group], qkv, cohort.host_out, self._host_sinks[layer])
         return self.cpu_tier.attend(task, hardware.to_host.mark(), send_back)
 
     def take_logprobs(self) -> Mapping[str, TokenLogprob]:
@@ -355,7 +379,7 @@ def open_torch_backend(
     hardware = hardware or open_device(config.device)
     processors = Processors(config, hardware)
     model = ModelConfig.from_folder(config.model)
-    check_heads(config, model)
+    check_kv(config, model)
     placement = placement or all_resident(model.num_layers)
     host_bytes = None if hardware.torch_device.type == "cpu" else available_host_bytes()
     check_weights(model, processors.dtype, hardware.free_bytes(), placement, host_bytes=host_bytes)

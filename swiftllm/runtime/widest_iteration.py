@@ -6,6 +6,8 @@ graphs need some in further forms, and launch those themselves before they are c
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from swiftllm.config import EngineConfig
@@ -30,7 +32,8 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    mask = torch.ones(chunk, context, dtype=torch.bool, device=device)  # a lane's masks stay for all layers
+    reached = sorted(sizes.tokens_reached(chunk, context))
+    masks = [torch.ones(chunk, tokens, dtype=torch.bool, device=device) for tokens in reached]  # stay for all layers
     model.weights.enter(-1)
     residual = model.embed(zeros(rows, dtype=torch.int64))
     rotary_rows = model.rotary_table[:1].expand(rows, -1, -1).contiguous()
@@ -38,14 +41,17 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     goes_to_host = device.type != "cpu" and config.num_cpu_blocks != 0
     on_their_way = [torch.cat([k, v], dim=1) for _ in range(SNAPSHOTS if goes_to_host else 0)]
     attention_out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    ops.prefill_attention([ChunkAttention(q, k.transpose(0, 1), v.transpose(0, 1), None, attention_out)], scale)
+    windows = set(sizes.windows or [None])
+    for window in windows:
+        prompts = ChunkAttention(q, k.transpose(0, 1), v.transpose(0, 1), None, attention_out, window)
+        ops.prefill_attention([prompts], scale)
     if sizes.num_layers > 1:
         model.weights.enter(0)
         model.cross(0, attention_out, residual, rotary_rows)
 
-    gathered = zeros(2, sizes.num_kv_heads, context, sizes.head_dim)
+    gathered = zeros(2, sizes.num_kv_heads, reached[-1], sizes.head_dim)
     keys_values = torch.cat([gathered, gathered[:, :, :0]], dim=2)
-    ops.prefill_attention([ChunkAttention(q[:chunk], *keys_values, mask, attention_out[:chunk])], scale)
+    ops.prefill_attention([ChunkAttention(q[:chunk], *keys_values, masks[-1], attention_out[:chunk])], scale)
     del gathered, keys_values
 
     block = zeros(1, sizes.num_kv_heads, 2, config.block_size, sizes.head_dim)
@@ -64,8 +70,9 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
         tables = zeros(requests, -(-context // config.block_size), dtype=torch.int32)
         lens = zeros(requests, dtype=torch.int32)
         out = zeros(requests, sizes.num_heads, sizes.head_dim)
-        for columns in (tables, tables[:, :1]):  # many splits of a context, and a single one
-            ops.decode_attention(q[:requests], k[:requests], v[:requests], block, columns, lens, out, scale)
+        new = q[:requests], k[:requests], v[:requests]
+        for columns, window in itertools.product((tables, tables[:, :1]), windows):  # many splits, and a single one
+            ops.decode_attention(*new, block, columns, lens, out, scale, window)
         del tables, out
 
     model.weights.enter(sizes.num_layers - 1)

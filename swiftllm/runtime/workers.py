@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,15 @@ ALIVE_CHECK_S = 1.0  # between two looks at the thread while its ticket is waite
 FINISH, CRASH = "finish", "crash"  # queued instead of a ticket
 
 
-# -- tasks: all tensors are in host memory, blocks are int64 -----------------------------------------------------------
+# -- tasks: all tensors are in host memory, blocks are int64, layers those of the pool ---------------------------------
+
+
+class OpenedRows(NamedTuple):
+    """Rows of decode attention in the memory of this process; see :meth:`swiftllm.runtime.cpu_tier.CpuTier.open`."""
+
+    block_tables: torch.Tensor  # int32 [rows, max_blocks]
+    seq_lens: torch.Tensor  # int32 [rows]
+    window: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +43,10 @@ class AttentionTask:
     """Decode attention of a cohort in one layer, one row per request; K and V of the rows are stored first."""
 
     layer: int
-    rows: Any  # what the tier made of them: in this process int32 block tables [rows, max_blocks] and lengths [rows]
+    rows: Any  # what the tier made of them: OpenedRows in this process
     qkv: torch.Tensor  # [rows, num_heads + 2 num_kv_heads, head_dim]
     out: torch.Tensor  # [rows, num_heads, head_dim]; overwritten
+    sinks: torch.Tensor | None = None  # float32 [num_heads], of the layer
 
 
 class OfOneLayer:
@@ -69,10 +78,10 @@ class BlocksWrite:
 
 @dataclass(frozen=True, eq=False)
 class ContextRead(OfOneLayer):
-    """K and V of a request's first tokens in one layer."""
+    """K and V of a request's earlier tokens in one layer: the first ones of its ``blocks``."""
 
     layer: int
-    blocks: torch.Tensor  # of the request in order
+    blocks: torch.Tensor  # in order
     out: torch.Tensor  # [2, num_kv_heads, tokens, head_dim]; overwritten
 
 
@@ -111,10 +120,12 @@ class TaskRunner:
         match task:
             case AttentionTask():
                 heads = task.out.shape[1], self._num_kv_heads, self._num_kv_heads
-                addressed = self._layers[task.layer], *task.rows, task.out
+                tables, lens, window = task.rows
+                addressed = self._layers[task.layer], tables, lens, task.out
                 new = task.qkv.split(heads, dim=1)
                 scale = task.out.shape[-1] ** -0.5
-                pacpu.paged_attention(*new, *addressed, scale, kernel=self._kernel, **threads)
+                which = {"window": window, "sinks": task.sinks}
+                pacpu.paged_attention(*new, *addressed, scale, **which, kernel=self._kernel, **threads)
             case RowsWrite():
                 k, v = task.content.chunk(2, 1)
                 rows.store_kv(k, v, self._layers[task.layer], task.blocks, task.offsets, **threads)

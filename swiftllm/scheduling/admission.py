@@ -11,6 +11,7 @@ import numpy as np
 from swiftllm.core.request import Request, RequestRefused, ServiceClass, Tier, first_of
 from swiftllm.core.sampling_params import SamplingParams, whole_number
 from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.kv.layer_groups import LayerGroups
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,15 @@ class Admission:
 
     vocab_size: int
     max_model_len: int
-    block_size: int
+    groups: LayerGroups
     num_blocks: Mapping[Tier, int]
     decode_tiers: Mapping[ServiceClass, tuple[Tier, ...]]
 
     def longest_of(self, service_class: ServiceClass) -> int:
         """Prompt and output tokens of the longest request of a class."""
         largest_tier = max(self.num_blocks[tier] for tier in self.decode_tiers[service_class])
-        return min(self.max_model_len, largest_tier * self.block_size + 1)  # K and V of the last token are never stored
+        most_stored = self.groups.tokens_in(largest_tier)  # K and V of the last token are never stored
+        return min(self.max_model_len, most_stored + 1)
 
     @property
     def longest_request(self) -> int:
@@ -81,10 +83,11 @@ class Admission:
                 "prompt" if is_long else "max_tokens",
             )
         tiers = self.decode_tiers[request.service_class]
-        room = {tier: self.num_blocks[tier] * self.block_size for tier in tiers}
+        room = {tier: self.groups.tokens_in(self.num_blocks[tier]) for tier in tiers}
         if request.max_kv_tokens > max(room.values()):
+            size = self.groups.block_size
             pools = " and ".join(
-                f"{room[tier]} in the {tier.value.upper()} tier ({self.num_blocks[tier]} blocks of {self.block_size})"
+                f"{room[tier]} in the {tier.value.upper()} tier ({self.num_blocks[tier]} blocks of {size})"
                 for tier in tiers
             )
             prompt_fits = request.prompt_len <= max(room.values())

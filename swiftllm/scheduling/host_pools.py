@@ -65,10 +65,10 @@ class Fetches:
 
 
 def pool_has_room(kv: KVCacheManager, pool: BlockAllocator, num_blocks: int, without: Sequence[Request]) -> bool:
-    """Whether the pool, once its requests ``without`` are gone, can take ``num_blocks`` and one more block for each
+    """Whether the pool, once its requests ``without`` are gone, can take ``num_blocks`` and the next token of each
     request in it."""
     gone = [request for request in without if kv.pool_of(request) is pool]
-    reserved = pool.num_tables - len(gone)
+    reserved = kv.groups.growth * (pool.num_tables - len(gone))
     return num_blocks + reserved <= pool.num_free + kv.num_freed_with(gone)
 
 

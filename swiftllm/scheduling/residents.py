@@ -305,7 +305,7 @@ class Residents:
             self.cohorts.call_out(request)
         elif self.fetches.are_here(request):
             return True
-        self._gpu_blocks_promised += num_blocks + 1
+        self._gpu_blocks_promised += num_blocks + self.kv.groups.growth
         return False
 
     # -- room for a request that enters a tier ----------------------------------------------------------------------
@@ -315,7 +315,7 @@ class Residents:
         pools = self.kv.pools(tier)
         if len(pools) > 1:
             return any(pool_has_room(self.kv, pool, num_blocks, without) for pool in pools)
-        reserved = self.rules.reserve * (len(self.running[tier]) - len(without))
+        reserved = self.rules.reserve * self.kv.groups.growth * (len(self.running[tier]) - len(without))
         reserved += self._gpu_blocks_promised if tier is Tier.GPU else 0
         return num_blocks + reserved <= self.kv.num_free(tier) + self.kv.num_freed_with(without)
 

@@ -20,8 +20,8 @@ class Rules:
     stores_by_age: bool = True
     """Whether the blocks of younger requests in the CPU tier make way for older ones; else only of less urgent ones."""
     reserve: int = 1
-    """Blocks that are left to each request of a tier when another one enters. Without them a decode of the next
-    iteration could preempt the request just added."""
+    """How often ``block_size`` tokens are left to each request of a tier, in all layers, when another one enters.
+    Without them a decode of the next iteration could preempt the request just added."""
     withheld: float = 0.0
     """Share of a tier's blocks that best-effort requests leave free when they start."""
     by_chunk: bool = False

@@ -11,6 +11,7 @@ from swiftllm.model.generation import sampling_defaults
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.server.formats.calls import FORMATS, format_of
 from swiftllm.server.formats.formats import Formats
+from swiftllm.server.formats.harmony import is_harmony
 from swiftllm.server.formats.reasoning import reasons
 
 ORIGIN = re.compile("[a-z-]+://[^/]+")  # browser extensions have their own schemes
@@ -75,6 +76,8 @@ class ServerSettings:
     def formats(self, tokenizer: Tokenizer | None) -> Formats:
         """How the model writes calls of tools and reasoning."""
         template = self.read_chat_template() or (tokenizer.chat_template if tokenizer else "")
+        if self.tool_call_parser == self.reasoning_parser == "auto" and is_harmony(template):
+            return Formats(is_harmony=True)
         named = FORMATS.get(self.tool_call_parser)
         calls = format_of(template) if self.tool_call_parser == "auto" else named
         thinks = reasons(template) if self.reasoning_parser == "auto" else self.reasoning_parser == "think"

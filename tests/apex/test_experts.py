@@ -111,9 +111,9 @@ def test_planted_faults_change_the_tokens(models, monkeypatch) -> None:
         ids, _ = choose(logits, per_token, normalises)
         return ids, logits.gather(1, ids).softmax(-1)
 
-    def exchanged(self, stack, expert):
-        part = exchange(self, stack, expert)
-        return part.roll(len(part) // 2, 0) if stack is self.gate_up else part
+    def exchanged(self, stack, bias, expert):
+        part, own = exchange(self, stack, bias, expert)
+        return part.roll(len(part) // 2, 0) if stack is self.gate_up else part, own
 
     faults = {
         ("Qwen3Moe normalising", "choose_experts"): lambda logits, k, _: choose(logits, k, False),

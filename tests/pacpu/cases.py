@@ -47,6 +47,8 @@ class Case:
     seq_lens: torch.Tensor
     out: torch.Tensor
     scale: float
+    window: int | None = None
+    sinks: torch.Tensor | None = None
 
     def run(self, **options) -> None:
         pacpu.paged_attention(
@@ -58,6 +60,8 @@ class Case:
             self.seq_lens,
             self.out,
             self.scale,
+            window=self.window,
+            sinks=self.sinks,
             **options,
         )
 
@@ -65,11 +69,16 @@ class Case:
         """Run; the new tokens must be stored bit by bit, nothing else touched, the output be right."""
         expected_cache = self.kv_cache.clone()
         reference.store_new_tokens(self.k, self.v, expected_cache, self.block_tables, self.seq_lens)
-        expected = reference.paged_attention(self.q, expected_cache, self.block_tables, self.seq_lens, self.scale)
+        expected = self.expected(expected_cache)
         self.out.fill_(torch.nan)
         self.run(**options)
         assert torch.equal(bits(self.kv_cache), bits(expected_cache))
         assert_close(self.out, expected)
+
+    def expected(self, kv_cache: torch.Tensor, q: torch.Tensor | None = None) -> torch.Tensor:
+        """The output in float64, from a cache that holds the new tokens too."""
+        how = self.scale, self.window, self.sinks
+        return reference.paged_attention(self.q if q is None else q, kv_cache, self.block_tables, self.seq_lens, *how)
 
 
 class Checked(Protocol):
@@ -109,6 +118,17 @@ def make_case(
     q *= spread
     out = torch.full((batch, num_heads + 1, head_dim), torch.nan, dtype=dtype)[:, :num_heads]
     return Case(q, k, v, kv_cache, block_tables, torch.tensor(seq_lens, dtype=torch.int32), out, head_dim**-0.5)
+
+
+def windowed_case(dtype: torch.dtype, window: int, block_size: int = 16, **shape) -> Case:
+    """What the window does not reach is NaN, and the ids of blocks before it are out of range."""
+    case = make_case(dtype, block_size=block_size, **shape)
+    for table, seq_len in zip(case.block_tables, case.seq_lens.tolist(), strict=True):
+        first, slots = divmod(max(0, seq_len - window), block_size)
+        case.kv_cache[table[:first].long()] = torch.nan
+        case.kv_cache[table[first], :, :, :slots] = torch.nan
+        table[:first] = 2**31 - 1
+    return replace(case, window=window)
 
 
 def share(case: Case, rows: list[int], num_blocks: int) -> None:

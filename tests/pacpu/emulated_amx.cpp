@@ -6,7 +6,8 @@
 
 extern "C" void emulated_amx(int batch, int num_heads, int num_kv_heads, int head_dim, int block_size, const void* q,
                              const void* k, const void* v, void* out, void* kv_cache, const int32_t* block_tables,
-                             int64_t table_stride, const int32_t* seq_lens, float scale, int num_threads,
+                             int64_t table_stride, const int32_t* seq_lens, float scale, int window,
+                             const float* sinks, int num_threads,
                              int prefetch, int shared_row_cost) {
     const int64_t q_stride = int64_t{num_heads} * head_dim, kv_stride = int64_t{num_kv_heads} * head_dim;
     const pacpu::Problem problem = {pacpu::DType::bfloat16,
@@ -29,6 +30,8 @@ extern "C" void emulated_amx(int batch, int num_heads, int num_kv_heads, int hea
                                     table_stride,
                                     seq_lens,
                                     scale,
+                                    window,
+                                    sinks,
                                     num_threads,
                                     static_cast<pacpu::Prefetch>(prefetch),
                                     shared_row_cost};

@@ -93,6 +93,15 @@ BAD_ARGUMENTS = {
     "num_threads of 0": (lambda c: {"num_threads": 0}, r"num_threads must be at least 1, not 0"),
     "num_threads no number": (lambda c: {"num_threads": "many"}, r"num_threads cannot be 'many'"),
     "scale no number": (lambda c: {"scale": None}, r"scale cannot be None"),
+    "window of 0": (lambda c: {"window": 0}, r"window must be at least 1, not 0"),
+    "window no number": (lambda c: {"window": "wide"}, r"window cannot be 'wide'"),
+    "dtype of sinks": (lambda c: {"sinks": torch.zeros(9).half()}, r"sinks must have dtype float32, not float16"),
+    "shape of sinks": (lambda c: {"sinks": torch.zeros(3)}, r"sinks must have shape \[num_heads\] = \[9\], not \[3\]"),
+    "strides of sinks": (lambda c: {"sinks": torch.zeros(18)[::2]}, r"sinks must have rows exactly 1 .* not 2"),
+    "block in the window": (
+        lambda c: {"window": 64, "block_tables": changed(c.block_tables, (3, 4), -1)},
+        r"block_tables\[3, 4\] must be a block id below 22, not -1",
+    ),
     "unknown kernel": (lambda c: {"kernel": "magic"}, r"kernel 'magic' is unknown; available: native"),
 }
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import pacpu
 from benchmarks import bench_pacpu, pacpu_cases, pacpu_shared
 from benchmarks.pacpu_cases import Case, Memory, Shape, usable_isas
-from benchmarks.pacpu_report import draw_kernels, markdown_rows, median_cells, verdicts
+from benchmarks.pacpu_peers import prepare_vllm
+from benchmarks.pacpu_report import draw_kernels, markdown_rows, median_cells, print_ratios, verdicts
 from swiftllm.runtime import attention_choices
 
 KINDS = [f"{dtype} {heads}" for dtype in attention_choices.DTYPES for heads in pacpu.HEADS]
@@ -29,7 +31,7 @@ def row(**changes: Any) -> dict[str, Any]:
     values = {
         "kernel": "native", "isa": "avx512", "dtype": "float16", "heads": 32, "kv_heads": 8, "batch": 8,
         "context": 1024, "ragged": False, "threads": 1, "gbps": 12.0, "read_gbps": 16.0, "fraction_of_read": 0.75,
-        "ratio_to_ispc": 2.0, "rounds": 3,
+        "ratio_to_ispc": 2.0, "ratio_to_vllm": None, "ratio_to_float16": None, "rounds": 3,
     }  # fmt: skip
     return values | changes
 
@@ -77,6 +79,35 @@ def test_verdicts_are_medians_of_one_thread_against_the_requirements():
 def test_medians_over_shapes():
     (line,) = median_cells([row(gbps=speed, batch=speed, ratio_to_ispc=None) for speed in (1.0, 5.0, 2.0)])
     assert line == ("GQA 32/8", "float16", "1", "native", "avx512", "2.0", "16.0", "75%", "-")
+
+
+def test_ratios_are_medians_over_shapes(capsys):
+    ratios = [row(dtype="int8", ratio_to_float16=x, ratio_to_vllm=2 * x) for x in (1.9, 1.7, 2.0)]
+    print_ratios([*ratios, row(ratio_to_vllm=3.0), row(kernel="vLLM", ratio_to_vllm=1.0)])
+    assert capsys.readouterr().out.splitlines() == [
+        "int8 to float16, GQA 32/8, avx512, 1 threads: 1.90x tokens/s (1.70x in the worst shape)",
+        "int8 to vLLM's fp8, GQA 32/8, avx512, 1 threads: 3.80x tokens/s (3.40x in the worst shape)",
+        "float16 to vLLM, GQA 32/8, avx512, 1 threads: 3.00x tokens/s (3.00x in the worst shape)",
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype", "query"), [("int8", "fp8", "bfloat16"), ("float16", "auto", "float16")])
+def test_vllm_gets_its_own_format(monkeypatch, dtype, kv_dtype, query):
+    """The cache holds bytes of fp8 in a case of int8; float16 has no AMX kernel."""
+    calls = []
+    operations = SimpleNamespace(
+        get_scheduler_metadata=lambda *arguments: arguments[-1],
+        cpu_attention_with_kv_cache=lambda *arguments: calls.append(arguments),
+    )
+    monkeypatch.setattr(torch.ops, "_C", operations, raising=False)
+    case = Case("GQA", dtype, Shape(2, 40), 1)
+    memory = Memory(8 * case.bytes_held * (2 if dtype == "int8" else 1))
+    prepare_vllm("vec", case, memory, 2)(0)
+    ((q, keys, values, out, *_),) = calls
+    assert q.dtype == out.dtype == getattr(torch, query) and calls[0][-1] == calls[0][12] == kv_dtype
+    for part in (keys, values):
+        assert part.shape[1:] == (8, 32, 128) and part.dtype == (torch.uint8 if dtype == "int8" else torch.float16)
+    assert (prepare_vllm("amx", case, memory, 2) is None) == (dtype == "float16")
 
 
 def test_figure_shows_every_contender_once():

@@ -90,7 +90,7 @@ def test_many_calls_do_not_leak():
 
     def call_often(count: int) -> None:
         for _ in range(count):
-            _pacpu.paged_attention(*arguments, 1.0, 1, None)
+            _pacpu.paged_attention(*arguments, 1.0, None, None, 1, None)
 
     call_often(20_000)
     before = resident_bytes()

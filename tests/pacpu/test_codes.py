@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from pacpu import _pacpu, rows
 from tests.pacpu.cases import BEST_ISA, DTYPES, ISAS
-from tests.pacpu.packed_codes import random_matrix
+from tests.pacpu.packed_codes import NUMBERS, random_matrix
 from tests.pacpu.test_rows import Rows, use
 
 every_isa = pytest.mark.parametrize("isa", ISAS)
@@ -40,7 +40,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 def test_elements_are_rounded_once(isa, dtype, shape):
     use(isa)
     in_features, out_features, group_size = shape
-    for scale_dtype in DTYPES:
+    for scale_dtype in (*DTYPES, torch.uint8):
         matrix = random_matrix(out_features, in_features, group_size, dtype, scale_dtype, is_ordered=True)
         memory = torch.full((out_features + 2, in_features), torch.nan, dtype=dtype)
         out = memory[1:-1]
@@ -71,15 +71,15 @@ def test_products(isa, dtype, shape, is_ordered):
 def test_products_multiply_rounded_elements(isa, dtype):
     """The difference of two elements shows bits that rounding a product would hide."""
     use(isa)
-    matrix = random_matrix(40, 320, 32, dtype)
-    x = torch.zeros(12, 320, dtype=dtype)
-    for row in x:
-        row[torch.randperm(320)[:2]] = torch.tensor([1.0, -1.0], dtype=dtype)
-    expected = F.linear(x.double(), matrix.weight.double()).to(dtype)
-    for some, right in zip((x, *x.split(1)), (expected, *expected.split(1)), strict=True):
-        out = torch.full_like(right, torch.nan)
-        matrix.packed.linear(some, None, out)
-        assert torch.equal(out, right)
+    for matrix in (random_matrix(40, 320, 32, dtype), random_matrix(40, 320, 32, dtype, torch.uint8)):
+        x = torch.zeros(12, 320, dtype=dtype)
+        for row in x:
+            row[torch.randperm(320)[:2]] = torch.tensor([1.0, -1.0], dtype=dtype)
+        expected = F.linear(x.double(), matrix.weight.double()).to(dtype)
+        for some, right in zip((x, *x.split(1)), (expected, *expected.split(1)), strict=True):
+            out = torch.full_like(right, torch.nan)
+            matrix.packed.linear(some, None, out)
+            assert torch.equal(out, right)
 
 
 @every_isa
@@ -111,6 +111,22 @@ def test_infinite_scales_spoil_their_outputs_alone(isa, dtype):
         assert (out[:, [0, 1, 2, 4, 5, 6, 7]] == 64).all()
 
 
+@every_isa
+def test_every_code_and_scale_of_mxfp4(isa):
+    """Also the lowest scale, whose power of two is no normal number, and NaN."""
+    use(isa)
+    words = torch.arange(16).repeat(16, 1).int()  # of a shift: input i has code i
+    codes = (words * 0x01111111 | (words << 28))[:8].expand(32, 1, 8, 16).contiguous()
+    scales = torch.arange(256, dtype=torch.uint8).view(32, 1, 8)
+    matrix = rows.PackedCodes(codes, scales, None, None, out_features=256, in_features=128)
+    for dtype in DTYPES:
+        out = torch.empty(256, 128, dtype=dtype)
+        matrix.write_out(out)
+        expected = NUMBERS.repeat(8) * 2.0 ** (torch.arange(255)[:, None] - 127)
+        assert torch.equal(bits(out[:255]), bits(expected.to(dtype)))
+        assert out[255].isnan().all()
+
+
 CODES = torch.zeros(1, 1, 8, 16, dtype=torch.int32)
 SCALES, ZEROS = torch.ones(1, 2, 8), torch.zeros(1, 2, 8, dtype=torch.uint8)
 ORDER = torch.arange(64, dtype=torch.int32)
@@ -129,6 +145,7 @@ ORDER = torch.arange(64, dtype=torch.int32)
         ({"scales": torch.ones(1, 8, 8), "zeros": ZEROS.new_zeros(1, 8, 8)}, "8 groups do not cut 64 inputs"),
         ({"scales": torch.ones(1, 0, 8), "zeros": ZEROS.new_zeros(1, 0, 8)}, "0 groups do not cut 64 inputs"),
         ({"zeros": ZEROS.char()}, "zeros must have dtype uint8, not int8"),
+        ({"zeros": None}, "scales without zeros must have dtype uint8, not float32"),
         ({"zeros": ZEROS[:, :1]}, "zeros must have shape"),
         ({"order": ORDER[:5]}, "order must have shape"),
         ({"order": ORDER.long()}, "order must have dtype int32"),

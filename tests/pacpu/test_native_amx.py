@@ -7,13 +7,14 @@ import ctypes
 import os
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import pacpu
-from tests.pacpu.cases import Case, make_case, reference, shared_case
+from tests.pacpu.cases import Case, make_case, reference, shared_case, windowed_case
 from tests.reference.tolerances import assert_close
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def check(emulated, case: Case, num_threads: int = 1, way: str = "L1", cost: int
     q, k, v = case.q.contiguous(), case.k.contiguous(), case.v.contiguous()
     expected_cache, out = case.kv_cache.clone(), torch.full_like(q, torch.nan)
     reference.store_new_tokens(k, v, expected_cache, case.block_tables, case.seq_lens)
-    expected = reference.paged_attention(q, expected_cache, case.block_tables, case.seq_lens, case.scale)
+    expected = case.expected(expected_cache)
     (batch, num_heads, head_dim), (_, num_kv_heads, _, block_size, _) = q.shape, case.kv_cache.shape
     sizes = [ctypes.c_int(size) for size in (batch, num_heads, num_kv_heads, head_dim, block_size)]
     arrays = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (q, k, v, out, case.kv_cache, case.block_tables)]
@@ -46,6 +47,8 @@ def check(emulated, case: Case, num_threads: int = 1, way: str = "L1", cost: int
         ctypes.c_int64(case.block_tables.stride(0)),
         ctypes.c_void_p(case.seq_lens.data_ptr()),
         ctypes.c_float(case.scale),
+        ctypes.c_int(2**31 - 1 if case.window is None else case.window),
+        ctypes.c_void_p(None if case.sinks is None else case.sinks.data_ptr()),
         ctypes.c_int(num_threads),
         ctypes.c_int(pacpu.PREFETCHES.index(way)),
         ctypes.c_int(cost),
@@ -64,6 +67,15 @@ def test_block_sizes(emulated, block_size):
     case = make_case(torch.bfloat16, 8, 2, 128, block_size, (1, 15, 16, 17, 31, 32, 33, 64, 129))
     check(emulated, case)
     check(emulated, case, num_threads=5)
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+def test_windows_and_sinks(emulated, block_size):
+    for window in (1, 13, 47, 64, 100):
+        case = windowed_case(torch.bfloat16, window, block_size, num_heads=8, num_kv_heads=2, seq_lens=(1, 70, 129))
+        case = replace(case, sinks=torch.randn(8))
+        check(emulated, case)
+        check(emulated, case, num_threads=5)
 
 
 @pytest.mark.parametrize("way", pacpu.PREFETCHES)

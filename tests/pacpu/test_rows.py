@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from pacpu import _pacpu, rows
 from tests.pacpu.cases import BEST_ISA, ISAS
+from tests.reference.paged_attention import chunk_attention
 from tests.reference.tolerances import TOLERANCES, assert_close
 
 SIZES = (1, 8, 35, 130)  # parts of a vector, whole vectors, both
@@ -190,13 +191,12 @@ def test_prompt_attention(num_threads, num_rows, context, num_heads, num_kv_head
     dtype, scale = torch.bfloat16, head_dim**-0.5
     q = Rows.random(num_rows, num_heads, head_dim, dtype=dtype, spread=3.0)
     k, v = (Rows.random(context, num_kv_heads, head_dim, dtype=dtype).transpose(0, 1) for _ in range(2))
-    out = Rows(num_rows, num_heads, head_dim, dtype=dtype)
-    rows.prompt_attention([(q, k, v, out.view)], scale, num_threads=num_threads)
-    visible = torch.arange(context) <= torch.arange(context - num_rows, context)[:, None]
-    keys, values = (x.double().repeat_interleave(num_heads // num_kv_heads, 0) for x in (k, v))
-    scores = torch.einsum("rhd,htd->hrt", q.double(), keys) * scale
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-    out.check(torch.einsum("hrt,htd->rhd", weights, values))
+    for window in (None, 1, 50, 600):
+        for sinks in (None, 3 * torch.randn(num_heads)):
+            out = Rows(num_rows, num_heads, head_dim, dtype=dtype)
+            how = {"window": window, "sinks": sinks, "num_threads": num_threads}
+            rows.prompt_attention([(q, k, v, out.view)], scale, **how)
+            out.check(chunk_attention(q, k, v, scale, window, sinks))
 
 
 @pytest.mark.skipif("avx512bf16" not in ISAS or BEST_ISA not in ("avx512bf16", "amx"), reason="AVX-512 BF16")
@@ -235,6 +235,11 @@ def test_prompt_attention_refuses_what_does_not_fit():
             rows.prompt_attention([tuple(arguments.values())], 1.0)
     with pytest.raises(ValueError, match="q, k, v and out, not 3 arrays"):
         rows.prompt_attention([(q, k, k)], 1.0)
+    prompt = q, k, k, torch.empty_like(q)
+    with pytest.raises(ValueError, match="window must be at least 1, not 0"):
+        rows.prompt_attention([prompt], 1.0, window=0)
+    with pytest.raises(ValueError, match=r"sinks must have shape \[num_heads\] = \[4\], not \[2\]"):
+        rows.prompt_attention([prompt], 1.0, sinks=torch.zeros(2))
     _pacpu.select_isa("portable")
     assert not rows.has_prompt_attention()
     with pytest.raises(ValueError, match="AVX-512 BF16"):

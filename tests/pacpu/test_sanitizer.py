@@ -22,8 +22,9 @@ RUN_EVERY_KERNEL = """
 import torch
 import pacpu
 from pacpu import _pacpu, int8
-from tests.pacpu.cases import DTYPES, make_case, shared_case
-from tests.pacpu.int8_cases import make_int8_case
+from dataclasses import replace
+from tests.pacpu.cases import DTYPES, make_case, shared_case, windowed_case
+from tests.pacpu.int8_cases import as_int8, make_int8_case
 from tests.pacpu.packed_codes import random_matrix
 
 torch.manual_seed(0)
@@ -36,6 +37,8 @@ for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
         for kernel in pacpu.kernels(dtype):
             for shape in (dict(), dict(num_heads=5, num_kv_heads=5, head_dim=72, block_size=5, seq_lens=(300, 1))):
                 make_case(dtype, **shape).check(kernel=kernel, num_threads=3)
+            windowed = windowed_case(dtype, 45, num_heads=4, num_kv_heads=2, head_dim=40)
+            replace(windowed, sinks=torch.randn(4)).check(kernel=kernel, num_threads=3)
             for heads, group in zip(pacpu.HEADS, (1, 2)):
                 pacpu.set_shared_row_cost(dtype, heads, 1 / 8)
                 case = shared_case(dtype, num_heads=2 * group, num_kv_heads=2, head_dim=8)
@@ -45,6 +48,7 @@ for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
     for dtype in DTYPES:
         for shape in (dict(num_heads=12, head_dim=72, block_size=32), dict(num_heads=3, head_dim=8, seq_lens=(40, 16))):
             make_int8_case(dtype, **shape).check(num_threads=3)
+        as_int8(windowed_case(dtype, 45, head_dim=40)).check(num_threads=3)
         pool, blocks = torch.zeros(2, 3, 3, 2 * int8.tile_bytes(72), dtype=torch.uint8), torch.tensor([2, 0])
         elements = torch.ones(2, 2, 3, 2, 32, 72, dtype=dtype)
         rows.scatter_blocks(elements, pool, blocks, num_threads=2)

@@ -36,7 +36,7 @@ class BackendDriver:
         """A new request with blocks for all tokens it can come to."""
         request = Request(request_id, tuple(prompt), sampling)
         request.tier = tier
-        count = -(-request.max_kv_tokens // self.backend.block_size)
+        count = self.backend.layer_groups.blocks_for(request.max_kv_tokens)
         self.tables[request_id] = [self.free[tier].pop() for _ in range(count)]
         return request
 

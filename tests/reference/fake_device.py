@@ -38,6 +38,7 @@ from tests.reference.trees import key_of, leaves_of, replaced, shape_of
 PACKAGE = str(Path(__file__).parents[2] / "swiftllm")
 REDRAW = 40  # host actions after which the streams' speeds change
 MOVES = ("to.", "_to_copy", "cpu")
+EFFICIENT_ATTENTION = "aten::_scaled_dot_product_efficient_attention"  # not there for host memory
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 
@@ -347,8 +348,10 @@ class FakeCuda(TorchDispatchMode):
         out = replaced(torch.Tensor, self._allocate, self._shapes(func, inner_args, inner_kwargs))
         places = [leaf.inner for leaf in leaves_of(out)]
 
+        compute = _efficient_attention if schema.name == EFFICIENT_ATTENTION else func
+
         def work() -> None:
-            for place, value in zip(places, leaves_of(func(*inner_args, **inner_kwargs)), strict=True):
+            for place, value in zip(places, leaves_of(compute(*inner_args, **inner_kwargs)), strict=True):
                 place.copy_(value)
 
         if schema.name.startswith("aten::empty"):
@@ -384,3 +387,10 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) ->
     if isinstance(q, DeviceTensor) and how["attn_mask"] is not None and q.shape[2] % 32 == 1 and k.stride(1) == 0:
         raise Hazard("torch's kernel reads beyond the mask where K and V are broadcast and its last block is one row")
     return ATTENTION(q, k, v, **how)
+
+
+def _efficient_attention(q: Any, k: Any, v: Any, bias: Any, _: bool, *more: Any, **how: Any) -> Any:
+    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, log_sums = on_cpu(q, k, v, *more, attn_mask=bias, **how)
+    rows = torch.nn.functional.pad(log_sums, (0, -log_sums.shape[-1] % 32), value=torch.nan)
+    return out, rows, *torch.zeros(2, dtype=torch.int64)

@@ -11,12 +11,12 @@ import torch
 
 import apex.placement.measured
 import apex.systems
-import pacpu
 import swiftllm.ops.triton.ops as triton_ops
 import swiftllm.parallel.backend
 import swiftllm.runtime.processors
 import swiftllm.runtime.torch_backend
 from swiftllm.device.cuda import CudaDevice
+from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
 from swiftllm.runtime.cores import core_divisions
 from tests.reference.fake_device import FakeCuda
@@ -45,19 +45,21 @@ class FakeOps(Ops):
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
 
-    def decode_attention(self, q, k, v, kv_layer, block_tables, seq_lens, out, scale) -> None:
-        self.cuda.kernels.launch_as_triton("decode_attention", q, k, v, kv_layer, block_tables, seq_lens, out, scale)
+    def decode_attention(self, q, k, v, kv_layer, block_tables, seq_lens, out, scale, window=None, sinks=None) -> None:
+        tensors = q, k, v, kv_layer, block_tables, seq_lens, out
+        self.cuda.kernels.launch_as_triton("decode_attention", *tensors, scale, window, sinks)
 
-        def kernel(q, k, v, kv_layer, block_tables, seq_lens, out) -> None:
+        def kernel(q, k, v, kv_layer, block_tables, seq_lens, out, *sinks) -> None:
             self.cuda.attended.append(tuple(block_tables.shape))
             rows = seq_lens.nonzero()[:, 0]
             if len(rows):
                 attended = torch.empty(len(rows), *out.shape[1:], dtype=out.dtype)
                 new = q[rows], k[rows], v[rows]
-                pacpu.paged_attention(*new, kv_layer, block_tables[rows], seq_lens[rows], attended, scale)
+                addressed = kv_layer, block_tables[rows], seq_lens[rows]
+                CpuOps().decode_attention(*new, *addressed, attended, scale, window, *sinks)
                 out[rows] = attended
 
-        self.cuda.launch(kernel, q, k, v, kv_layer, block_tables, seq_lens, out)
+        self.cuda.launch(kernel, *tensors, *(() if sinks is None else (sinks,)))
 
 
 @contextmanager

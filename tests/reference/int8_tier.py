@@ -31,8 +31,9 @@ class SlowInt8Runner(TaskRunner):
                 heads = task.out.shape[1], self._num_kv_heads, self._num_kv_heads
                 q, k, v = task.qkv.split(heads, dim=1)
                 pool, scale = self._layers[task.layer], q.shape[-1] ** -0.5
-                store_new_tokens(as_codes_and_back(k), as_codes_and_back(v), pool, *task.rows)
-                task.out.copy_(paged_attention(q, pool, *task.rows, scale))
+                tables, lens, window = task.rows
+                store_new_tokens(as_codes_and_back(k), as_codes_and_back(v), pool, tables, lens)
+                task.out.copy_(paged_attention(q, pool, tables, lens, scale, window))
             case RowsWrite() | BlocksWrite():
                 super().run_task(replace(task, content=as_codes_and_back(task.content)))
             case _:

@@ -34,6 +34,8 @@ def paged_attention(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one query token per request over its cached context, new token included.
 
@@ -43,6 +45,8 @@ def paged_attention(
             `h // (num_heads // num_kv_heads)`.
         block_tables, seq_lens: as for `store_new_tokens`.
         scale: factor on the scores.
+        window: how many tokens are attended to, the last ones; None: all.
+        sinks: `[num_heads]`, each the score of one more token, whose value is zero.
 
     Returns:
         float64 `[batch, num_heads, head_dim]`.
@@ -51,31 +55,56 @@ def paged_attention(
     num_kv_heads, block_size = kv_cache.shape[1], kv_cache.shape[3]
     out = torch.empty(q.shape, dtype=torch.float64)
     for request, seq_len in enumerate(seq_lens.tolist()):
-        blocks = block_tables[request, : -(-seq_len // block_size)].long()
+        begin = 0 if window is None else max(0, seq_len - window)
+        first = begin // block_size
+        blocks = block_tables[request, first : -(-seq_len // block_size)].long()
         # [blocks, heads, 2, slots, dim] -> [2, heads, tokens, dim]
         context = kv_cache[blocks].double().permute(2, 1, 0, 3, 4).reshape(2, num_kv_heads, -1, head_dim)
-        keys, values = context[:, :, :seq_len].repeat_interleave(num_heads // num_kv_heads, dim=1)
+        context = context[:, :, begin - first * block_size : seq_len - first * block_size]
+        keys, values = context.repeat_interleave(num_heads // num_kv_heads, dim=1)
         scores = torch.einsum("hd,htd->ht", q[request].double(), keys) * scale
-        out[request] = torch.einsum("ht,htd->hd", torch.softmax(scores, dim=-1), values)
+        out[request] = torch.einsum("ht,htd->hd", softmax(scores, sinks), values)
     return out
+
+
+def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Of ``[num_heads, ..., tokens]`` over the tokens, and over a head's sink, whose weight is left out."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    own = sinks.to(scores).view(-1, *[1] * (scores.ndim - 1)).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, own], dim=-1), dim=-1)[..., :-1]
 
 
 def attend_chunk(
-    ops: Ops, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+    ops: Ops,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``prefill_attention`` of a single chunk, into poisoned memory."""
     out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
-    ops.prefill_attention([ChunkAttention(q, k, v, mask, out)], scale)
+    ops.prefill_attention([ChunkAttention(q, k, v, mask, out, window)], scale, sinks)
     return out
 
 
-def chunk_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def chunk_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Causal attention of the last tokens of a context.
 
     Args:
         q: `[rows, num_heads, head_dim]`; row i stands at position `context - rows + i`.
         k, v: `[num_kv_heads, context, head_dim]`.
-        scale: factor on the scores.
+        scale, window, sinks: as for `paged_attention`.
 
     Returns:
         float64 `[rows, num_heads, head_dim]`.
@@ -84,6 +113,11 @@ def chunk_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
     num_kv_heads, context, _ = k.shape
     keys, values = (x.double().repeat_interleave(num_heads // num_kv_heads, dim=0) for x in (k, v))
     scores = torch.einsum("rhd,htd->hrt", q.double(), keys) * scale
-    positions = torch.arange(context, device=q.device)
-    scores.masked_fill_(positions > positions[context - rows :, None], -torch.inf)
-    return torch.einsum("hrt,htd->rhd", torch.softmax(scores, dim=-1), values)
+    scores.masked_fill_(~attends(rows, context, window).to(q.device), -torch.inf)
+    return torch.einsum("hrt,htd->rhd", softmax(scores, sinks), values)
+
+
+def attends(rows: int, context: int, window: int | None = None) -> torch.Tensor:
+    """Bool ``[rows, context]``: whether a row, the last ones of a context, attends to a token."""
+    age = torch.arange(context - rows, context)[:, None] - torch.arange(context)
+    return (age >= 0) & (age < (context if window is None else window))

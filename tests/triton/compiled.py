@@ -53,6 +53,7 @@ SMOLLM2 = Shape(9, 3, 64, 576, 1536)
 # The other sizes of groups go through attention alone; 7B: Llama-2-7B, 70B: one of eight shards of Llama-3-70B.
 LLAMA_7B = Shape(32, 32, 128, 4096, 11008)
 LLAMA_70B_SHARD = Shape(8, 1, 128, 8192, 3584)
+GPT_OSS_20B = Shape(64, 8, 64, 2880, 2880)
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,23 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list]:
     driver.set_active(None)
 
 
-def decode(ops: TritonOps, shape: Shape, dtype: torch.dtype, rows: int = 3, blocks: int = 70) -> None:
+def decode(
+    ops: TritonOps,
+    shape: Shape,
+    dtype: torch.dtype,
+    rows: int = 3,
+    blocks: int = 70,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
     """With a context of ``blocks``: of several splits by default."""
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     q, k, v = torch.empty(rows, heads + 2 * kv_heads, head_dim, dtype=dtype).split((heads, kv_heads, kv_heads), 1)
     lens = torch.ones(rows, dtype=torch.int32)
     layer = torch.empty(4, kv_heads, 2, 16, head_dim, dtype=dtype)
     tables = torch.zeros(rows, blocks, dtype=torch.int32)
-    ops.decode_attention(q, k, v, layer, tables, lens, torch.empty_like(q.contiguous()), head_dim**-0.5)
+    out = torch.empty_like(q.contiguous())
+    ops.decode_attention(q, k, v, layer, tables, lens, out, head_dim**-0.5, window, sinks)
 
 
 def everything(ops: TritonOps, shape: Shape, dtype: torch.dtype, rows: int = 3) -> None:
@@ -134,6 +144,8 @@ def test_kernels_fit_their_gpu(compiled, capability, dtype, tmp_path):
         everything(ops, shape, dtype)
     for shape in (LLAMA_7B, LLAMA_70B_SHARD):
         decode(ops, shape, dtype)
+    for window in (None, 128, 4096):
+        decode(ops, GPT_OSS_20B, dtype, window=window, sinks=torch.empty(64))
 
     names = set()
     for kernel in {kernel.hash: kernel for kernel in compiled}.values():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton.runtime import driver
 
-from swiftllm.ops.experts import ExpertWeights
+from swiftllm.ops.experts import ClampedSwiGLU, ExpertWeights
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.triton import experts as triton_experts
 from swiftllm.ops.triton.ops import TritonOps
@@ -14,8 +14,10 @@ from tests.triton.compiled import HOST, NUM_MULTIPROCESSORS, SHARED_KIB, Pretend
 
 __all__ = ["compiled"]  # the fixture
 
-EXPERTS, SLOTS, HIDDEN, FFN = 128, 8, 2048, 768  # Qwen3-30B-A3B
+QWEN3 = 128, 8, 2048, 768  # experts, slots, hidden, ffn of Qwen3-30B-A3B
+GPT_OSS = 32, 4, 2880, 2880
 ROWS = (16, 2048)  # the smallest tile and the largest
+BIASES = "gate_up_bias", "down_bias"
 PRODUCTS = ("expert_product_kernel", "expert_codes_kernel")
 TARGETS = [(75, torch.float16), (86, torch.bfloat16)]
 
@@ -24,14 +26,19 @@ TARGETS = [(75, torch.float16), (86, torch.bfloat16)]
 def test_kernels_fit_their_gpu(compiled, capability, dtype, tmp_path) -> None:
     driver.set_active(PretendGPU(capability))
     ops = TritonOps(HOST, capability, NUM_MULTIPROCESSORS)
-    router = torch.zeros(EXPERTS, HIDDEN, dtype=dtype)
-    shapes = (EXPERTS * 2 * FFN, HIDDEN), (EXPERTS * HIDDEN, FFN)
-    plain = [torch.empty(shape, dtype=dtype) for shape in shapes]
-    coded = [QuantisedMatrix.allocate(torch.empty, out, n, n // 128, 128, dtype, dtype) for out, n in shapes]
-    for stacks in (plain, coded):
-        experts = ops.make_experts(ExpertWeights(router, *stacks, SLOTS, True))
-        for rows in ROWS if stacks is coded else ROWS[1:]:
-            experts(torch.empty(rows, HIDDEN, dtype=dtype), num_rows=torch.zeros(1, dtype=torch.int32))
+    for kind, (experts, slots, hidden, ffn) in (("16", QWEN3), ("4", QWEN3), ("mxfp4", GPT_OSS)):
+        shapes, more = ((experts * 2 * ffn, hidden), (experts * hidden, ffn)), {}
+        stacks = [torch.empty(shape, dtype=dtype) for shape in shapes]
+        if kind == "4":
+            stacks = [QuantisedMatrix.allocate(torch.empty, out, n, n // 128, 128, dtype, dtype) for out, n in shapes]
+        elif kind == "mxfp4":
+            more = {name: torch.empty(out, dtype=dtype) for name, (out, _) in zip(BIASES, shapes, strict=True)}
+            more["activation"] = ClampedSwiGLU(7.0)
+            sizes = [(out, n, n // 32, 32, dtype, torch.uint8) for out, n in shapes]
+            stacks = [QuantisedMatrix.allocate(torch.empty, *size) for size in sizes]
+        layer = ops.make_experts(ExpertWeights(torch.zeros(experts, hidden), *stacks, slots, True, **more))
+        for rows in ROWS[1:] if kind == "16" else ROWS:
+            layer(torch.empty(rows, hidden, dtype=dtype), num_rows=torch.zeros(1, dtype=torch.int32))
 
     names = set()
     for kernel in {kernel.hash: kernel for kernel in compiled}.values():

@@ -239,14 +239,54 @@ def test_contexts_of_one_split_take_one_kernel_and_have_the_bits_of_two(dtype, c
     seq_lens = torch.tensor([1, MIN_SPLIT_TOKENS, 0, 37], dtype=torch.int32)
     q, k, v = strided_rows(4, 8, 64, dtype=dtype).split((4, 2, 2), dim=1)
     kv_layer = torch.randn(40, 2, 2, 16, 64).to(dtype)
-    outs = []
-    for blocks in (MIN_SPLIT_TOKENS // 16, 2 * MIN_SPLIT_TOKENS // 16):  # the wider table has room for a second split
-        tables = torch.full((4, blocks), 2**30, dtype=torch.int32)
-        tables[:, : MIN_SPLIT_TOKENS // 16] = torch.arange(32).view(4, 8)
-        outs.append(torch.empty(4, 4, 64, dtype=dtype))
-        make_ops(capability).decode_attention(q, k, v, kv_layer.clone(), tables, seq_lens, outs[-1], 0.125)
-    assert torch.equal(*outs) and not outs[0][2].any() and outs[0][3].any()
-    assert launched.count("decode_combine_kernel") == 1 and len(launched) == 3
+    for sinks in (None, torch.randn(4)):
+        outs = []
+        for blocks in (MIN_SPLIT_TOKENS // 16, 2 * MIN_SPLIT_TOKENS // 16):  # the wider one has room for a second split
+            tables = torch.full((4, blocks), 2**30, dtype=torch.int32)
+            tables[:, : MIN_SPLIT_TOKENS // 16] = torch.arange(32).view(4, 8)
+            outs.append(torch.empty(4, 4, 64, dtype=dtype))
+            new = q, k, v, kv_layer.clone()
+            make_ops(capability).decode_attention(*new, tables, seq_lens, outs[-1], 0.125, sinks=sinks)
+        assert torch.equal(*outs) and not outs[0][2].any() and outs[0][3].any()
+    assert launched.count("decode_combine_kernel") == 2 and len(launched) == 6
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2", "ignore:invalid value encountered in subtract")
+@pytest.mark.parametrize("dtype, capability", PATHS, ids=str)
+def test_windows_and_sinks(dtype, capability):
+    """A window is one split or more, and may reach back before the first token."""
+    two_splits, some = MIN_SPLIT_TOKENS + 9, 3 * torch.randn(6)
+    for window in (1, 37, MIN_SPLIT_TOKENS, two_splits, None):
+        check_windows_and_sinks(dtype, capability, window, some)
+    check_windows_and_sinks(dtype, capability, 37, None)
+    check_windows_and_sinks(dtype, capability, two_splits, None)
+    for extreme in (-torch.inf, 1e4):
+        check_windows_and_sinks(dtype, capability, two_splits, torch.full((6,), extreme))
+
+
+def check_windows_and_sinks(dtype, capability, window, sinks) -> None:
+    """What the window does not reach is NaN, and the ids of its blocks are out of range."""
+    edge, block_size = MIN_SPLIT_TOKENS, 16
+    seq_lens = torch.tensor([1, edge, 0, 2 * edge - 7], dtype=torch.int32)
+    tables = torch.full((4, 2 * edge // block_size), 2**30, dtype=torch.int32)
+    order = iter(torch.randperm(tables.numel()).tolist())
+    kv_layer = torch.full((tables.numel(), 2, 2, block_size, 64), torch.nan, dtype=dtype)
+    for row, length in enumerate(seq_lens.tolist()):
+        begin = 0 if window is None else max(0, length - window)
+        for index in range(begin // block_size, -(-length // block_size)):
+            block = tables[row, index] = next(order)
+            slots = slice(max(0, begin - index * block_size), length - 1 - index * block_size)
+            kv_layer[block, :, :, slots] = torch.randn_like(kv_layer[block, :, :, slots])
+    q, k, v = strided_rows(4, 10, 64, dtype=dtype).split((6, 2, 2), dim=1)
+    some = seq_lens > 0
+    expected_layer = kv_layer.clone()
+    store_new_tokens(k[some], v[some], expected_layer, tables[some], seq_lens[some])
+    expected = torch.zeros(4, 6, 64, dtype=torch.float64)
+    expected[some] = paged_attention(q[some], expected_layer, tables[some], seq_lens[some], 0.125, window, sinks)
+    out = torch.full((4, 6, 64), torch.nan, dtype=dtype)
+    make_ops(capability).decode_attention(q, k, v, kv_layer, tables, seq_lens, out, 0.125, window, sinks)
+    torch.testing.assert_close(kv_layer, expected_layer, **EXACTLY)
+    assert_close(out, expected, dtype)
 
 
 @pytest.mark.parametrize("capability", [75, 80])

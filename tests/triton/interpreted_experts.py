@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from swiftllm.ops.experts import ExpertByExpert, ExpertWeights, add_slots, choose_experts
+from swiftllm.ops.experts import ClampedSwiGLU, ExpertByExpert, ExpertLinear, ExpertWeights, add_slots, choose_experts
 from swiftllm.ops.interface import Ops
-from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.ops.quantised_matrix import MXFP4_GROUP, QuantisedMatrix
 from swiftllm.ops.triton.grouped import GroupedExperts, most_tiles, tile_rows
 from swiftllm.ops.triton.ops import TritonOps, launch
 from tests.reference.tolerances import TOLERANCES, assert_close
@@ -24,34 +26,62 @@ __all__ = ["fresh_inputs_and_poisoned_outputs"]  # the fixture
 HOST = torch.device("cpu")
 
 
-def random_experts(experts: int, slots: int, hidden: int, ffn: int, dtype: torch.dtype, group: int, normalises: bool):
-    """``group``: inputs of a group of 4-bit weights; 0: they are not quantised."""
-    if group:
+def random_experts(
+    experts: int, slots: int, hidden: int, ffn: int, dtype: torch.dtype, group: int, normalises: bool,
+    is_gpt_oss: bool = False,
+) -> ExpertWeights:  # fmt: skip
+    """``group``: inputs of a group of 4-bit weights; 0: they are not quantised; 32: they are MXFP4."""
+    if group == MXFP4_GROUP:
+        gate_up, down = random_mxfp4(experts * 2 * ffn, hidden, dtype), random_mxfp4(experts * hidden, ffn, dtype)
+    elif group:
         gate_up = random_matrix(experts * 2 * ffn, hidden, group, dtype, torch.float16)
         down = random_matrix(experts * hidden, ffn, group, dtype, torch.float16)
     else:
         gate_up = (torch.randn(experts * 2 * ffn, hidden) / hidden**0.5).to(dtype)
         down = (torch.randn(experts * hidden, ffn) / ffn**0.5).to(dtype)
-    return ExpertWeights((torch.randn(experts, hidden) / hidden**0.5).to(dtype), gate_up, down, slots, normalises)
+    weights = ExpertWeights((torch.randn(experts, hidden) / hidden**0.5).to(dtype), gate_up, down, slots, normalises)
+    if not is_gpt_oss:
+        return weights
+    biases = {"gate_up_bias": torch.randn(experts * 2 * ffn).to(dtype), "down_bias": torch.randn(experts * hidden)}
+    biases |= {"down_bias": biases["down_bias"].to(dtype), "router_bias": torch.randn(experts)}
+    return replace(weights, **biases, activation=ClampedSwiGLU(limit=0.7))
+
+
+def random_mxfp4(out: int, inputs: int, dtype: torch.dtype) -> QuantisedMatrix:
+    """With codes of padded inputs that are random, and products with normal rows of about 1."""
+    matrix = random_matrix(out, inputs, MXFP4_GROUP, dtype, torch.float16)
+    highest = 125 - round(math.log2(inputs) / 2)
+    scales = torch.randint(highest - 3, highest + 1, matrix.scales.shape, dtype=torch.uint8)
+    return replace(matrix, scales=scales, zeros=None)
 
 
 def expected(weights: ExpertWeights, x: torch.Tensor) -> torch.Tensor:
     """By float64 products of every expert with every row; experts are chosen in float32, as the contract says."""
-    ids, likelihoods = choose_experts(x.float() @ weights.router.float().t(), weights.per_token, weights.normalises)
+    logits = x.float() @ weights.router.float().t()
+    logits = logits if weights.router_bias is None else logits + weights.router_bias
+    ids, likelihoods = choose_experts(logits, weights.per_token, weights.normalises)
     out = torch.zeros(x.shape, dtype=torch.float64)
     for expert in range(weights.num_experts):
-        gate_up, down = (m.dequantise() if isinstance(m, QuantisedMatrix) else m for m in weights.of(expert))
-        gate, up = (x.double() @ gate_up.double().t()).chunk(2, -1)
-        product = (torch.nn.functional.silu(gate) * up) @ down.double().t()
+        gate_up, down = map(in_float64, weights.of(expert))
+        activated = Ops().activation_of(weights)(gate_up(x.double()))
+        product = down(activated)
         out += product * torch.where(ids == expert, likelihoods.double(), 0.0).sum(1, keepdim=True)
     return out
 
 
-CASES = [  # experts, slots, hidden, ffn, dtype, group, normalises, capability
-    (5, 3, 80, 48, torch.bfloat16, 0, False, 80),
-    (4, 2, 72, 40, torch.float32, 0, True, 80),
-    (4, 2, 144, 32, torch.float16, 16, True, 80),
-    (4, 2, 144, 48, torch.float16, 16, False, 75),
+def in_float64(linear: ExpertLinear) -> Callable[[torch.Tensor], torch.Tensor]:
+    matrix, bias = linear
+    weight = matrix.dequantise() if isinstance(matrix, QuantisedMatrix) else matrix
+    return lambda x: torch.nn.functional.linear(x, weight.double(), None if bias is None else bias.double())
+
+
+CASES = [  # experts, slots, hidden, ffn, dtype, group, normalises, of gpt-oss, capability
+    (5, 3, 80, 40, torch.bfloat16, 0, False, True, 80),
+    (3, 2, 72, 24, torch.float32, 0, True, False, 80),
+    (3, 2, 144, 32, torch.float16, 16, True, False, 80),
+    (3, 2, 144, 16, torch.float16, 16, False, True, 75),
+    (3, 2, 160, 64, torch.bfloat16, 32, True, True, 80),
+    (3, 2, 96, 32, torch.float16, 32, True, True, 75),
 ]
 
 
@@ -63,12 +93,12 @@ def assert_near(actual: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) 
 
 def test_experts_are_those_of_the_reference_and_padding_goes_nowhere() -> None:
     for case in CASES:
-        *sizes, dtype, group, normalises, capability = case
-        weights = random_experts(*sizes, dtype, group, normalises)
+        *sizes, capability = case
+        weights, dtype = random_experts(*sizes), sizes[4]
         ops = TritonOps(HOST, capability, num_multiprocessors=2)
-        for rows in (1, 13):
+        for rows in (1, 9):
             x = strided(rows, sizes[2], dtype)
-            wanted, padded = expected(weights, x), torch.full((rows + 5, sizes[2]), torch.nan, dtype=dtype)
+            wanted, padded = expected(weights, x), torch.full((rows + 2, sizes[2]), torch.nan, dtype=dtype)
             padded[:rows] = x
             out = ops.make_experts(weights)(padded, num_rows=torch.tensor([rows], dtype=torch.int32))
             assert_near(out[:rows], wanted, dtype)
@@ -101,6 +131,20 @@ def test_no_expert_is_computed_for_padding_and_each_pair_is_computed_once(monkey
         assert seen["pairs"][:routed].tolist() == torch.argsort(seen["ids"][:routed], stable=True).tolist()
 
 
+def test_mxfp4_is_multiplied_as_it_is_written_out() -> None:
+    """Rows of the unit matrix give every code, with scales from the lowest to the highest that is finite."""
+    blocks = torch.arange(16, dtype=torch.uint8) * 17  # every code twice
+    pairs, starts = torch.arange(32, dtype=torch.int32), torch.tensor([0, 32], dtype=torch.int32)
+    for dtype, scales in ((torch.float32, 253), (torch.bfloat16, 253), (torch.float16, 141)):
+        powers = torch.arange(0, scales, 7, dtype=torch.uint8)[:, None]
+        matrix = QuantisedMatrix.from_mxfp4(blocks.expand(len(powers), 1, 16), powers, dtype)
+        weights = ExpertWeights(torch.zeros(1, 32), matrix, matrix, 1, True)
+        ops = TritonOps(HOST, 80, num_multiprocessors=2)
+        grouped = GroupedExperts(weights, ops.silu_and_mul, ops._has_tensor_cores, launch)
+        products = grouped._multiply(matrix, None, torch.eye(32, dtype=dtype), 32, pairs, starts, takes_rows=True)
+        assert torch.equal(products, matrix.dequantise().t()), dtype
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN
 def test_equal_experts_give_the_lower_ids_and_nan_stays_nan() -> None:
     weights = random_experts(8, 3, 32, 16, torch.float32, 0, False)
@@ -114,7 +158,7 @@ def test_equal_experts_give_the_lower_ids_and_nan_stays_nan() -> None:
 
 
 def linears(weights: ExpertWeights) -> list:
-    return ExpertByExpert(weights, lambda m: Ops().make_linear(m, None), Ops().silu_and_mul)._linears
+    return ExpertByExpert(weights, Ops().make_linear, Ops().silu_and_mul)._linears
 
 
 def test_what_is_not_quantised_alike_is_refused() -> None:

@@ -235,6 +235,7 @@ def gpus(driver: NvidiaDriver | None = None) -> Iterator[Finding]:
         device = torch.cuda.get_device_properties(index)
         if device.major < 8:
             yield coded_products(device.name)
+            yield Finding("experts", experts_without_tensor_cores(device.name), "note")
         free, total = torch.cuda.mem_get_info(index)
         yield Finding(
             f"cuda:{index}",
@@ -255,6 +256,16 @@ def coded_products(gpu: str) -> Finding:
         return Finding("4-bit weights", f"multiplied on {gpu} by {PACKAGE} {version}, in float16")
     return Finding(
         "4-bit weights", f"{gpu} writes them out before each multiplication: slow. {how_to_install()}", "note"
+    )
+
+
+def experts_without_tensor_cores(gpu: str) -> str:
+    """What models with experts lose on a GPU for which Triton has no tensor cores, whatever else is installed."""
+    from swiftllm.ops.library import PACKAGE
+
+    return (
+        f"multiplied on {gpu} without tensor cores, 4 rows of an expert at a time, in 16 and in 4 bits: prompts and "
+        f"large batches take several times as long as on newer GPUs. {PACKAGE} is not used for them"
     )
 
 

@@ -119,7 +119,7 @@ class Adaptive(Hybrid):
             self._prompt_per_output(residents) if backlog else 0.0,
             min(backlog, budget),
         )
-        room = {tier: kv.num_free(tier) * kv.block_size / max(each, 1.0) for tier in Tier}
+        room = {tier: kv.num_free(tier) * kv.block_size / kv.groups.slots(max(each, 1.0)) for tier in Tier}
         most_on_cpu = len(on_cpu) + min(queue, room[Tier.CPU])
         return Load(steady, len(on_cpu), most_on_cpu, room[Tier.GPU] / ROOM_PER_REQUEST)
 

@@ -60,7 +60,8 @@ def _missing_blocks(request: Request, residents: Residents) -> int:
     Every running request is left the reserve of :class:`~swiftllm.scheduling.rules.Rules`.
     """
     kv, queue, running = residents.kv, [*residents.waiting.of_class(URGENT), request], residents.running[Tier.GPU]
-    wanted = sum([kv.blocks_for(r.num_tokens) + 1 for r in queue]) + len(running.of_class(URGENT))
+    reserved = kv.groups.growth * (len(queue) + len(running.of_class(URGENT)))
+    wanted = sum([kv.blocks_for(r.num_tokens) for r in queue]) + reserved
     yielded = sum(map(kv.num_held, running.of_class(BEST_EFFORT)))
     return max(0, wanted - yielded - kv.num_free(Tier.GPU))
 

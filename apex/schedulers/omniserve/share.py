@@ -39,13 +39,13 @@ class IterationLength:
     def limit_s(self, residents: Residents, model: PerfModel, target_s: float, urgent_s: float) -> float:
         """Seconds; ``urgent_s`` is the latency-sensitive work of this iteration."""
         urgent = [*residents.running[Tier.GPU].of_class(URGENT), *residents.waiting.of_class(URGENT)]
-        wanted = context_tokens(urgent)
+        wanted = sum([residents.kv.groups.slots(request.num_tokens) for request in urgent])
         self._mean_wanted += (wanted - self._mean_wanted) / min(residents.iteration, RESIDENCE)
         if not wanted:
             return target_s
         # No less than the mean: when few are there by chance, more will come.
-        pool_tokens = residents.kv.capacity(Tier.GPU) * residents.kv.block_size
-        growth = OCCUPANCY * pool_tokens / max(wanted, self._mean_wanted)
+        pool_slots = residents.kv.capacity(Tier.GPU) * residents.kv.block_size
+        growth = OCCUPANCY * pool_slots / max(wanted, self._mean_wanted)
         if (decodes_s := added_by_decodes_s(residents, model)) > 0:
             growth = min(growth, DECODES_SHARE * target_s / decodes_s)
         longest_s = max(self._mean_s * growth, (1 + LEAST_SHARE) * urgent_s)

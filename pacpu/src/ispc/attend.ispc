@@ -99,15 +99,17 @@ static inline void weigh_rows(const uniform Element *uniform values, uniform int
 
 // `scores` has room for [num_tokens, row_scores], where row_scores is num_kv_heads * group rounded up to whole vectors.
 export void ATTEND(const uniform float queries[], const uniform int8 keys[], uniform int64 head_bytes,
-                   uniform int64 block_bytes, const uniform int32 blocks[], uniform int num_tokens,
-                   uniform int block_size, uniform int head_dim, uniform int padded_dim, uniform int group,
+                   uniform int64 block_bytes, const uniform int32 blocks[], uniform int first_slot,
+                   uniform int num_tokens, uniform int block_size, uniform int head_dim, uniform int padded_dim, uniform int group,
                    uniform int num_kv_heads, uniform float scores[], uniform int row_scores, uniform float peaks[],
                    uniform float totals[], uniform float output[]) {
-    for (uniform int first = 0; first < num_tokens; first += block_size) {
-        const uniform int n = min(block_size, num_tokens - first);
+    for (uniform int first = 0, n; first < num_tokens; first += n) {
+        const uniform int place = first_slot + first;
+        const uniform int slot = place % block_size;
+        n = min(block_size - slot, num_tokens - first);
         for (uniform int head = 0; head < num_kv_heads; ++head) {
             const uniform Element *uniform rows = (const uniform Element *uniform)(
-                keys + blocks[first / block_size] * block_bytes + head * head_bytes);
+                keys + blocks[place / block_size] * block_bytes + head * head_bytes) + slot * head_dim;
             for (uniform int h = 0; h < group; h += MAX_HEADS) {
                 const uniform int at = head * group + h, heads = min(group - h, MAX_HEADS);
                 const uniform float *uniform q = queries + at * padded_dim;
@@ -126,11 +128,13 @@ export void ATTEND(const uniform float queries[], const uniform int8 keys[], uni
     softmax(scores, num_tokens, row_scores, peaks, totals);
     for (uniform int at = 0; at < num_kv_heads * group * padded_dim; at += programCount)
         (output + at)[programIndex] = 0;
-    for (uniform int first = 0; first < num_tokens; first += block_size) {
-        const uniform int n = min(block_size, num_tokens - first);
+    for (uniform int first = 0, n; first < num_tokens; first += n) {
+        const uniform int place = first_slot + first;
+        const uniform int slot = place % block_size;
+        n = min(block_size - slot, num_tokens - first);
         for (uniform int head = 0; head < num_kv_heads; ++head) {
             const uniform Element *uniform rows = (const uniform Element *uniform)(
-                keys + blocks[first / block_size] * block_bytes + head * head_bytes);
+                keys + blocks[place / block_size] * block_bytes + head * head_bytes) + slot * head_dim;
             const uniform Element *uniform values = rows + block_size * head_dim;
             for (uniform int h = 0; h < group; h += MAX_HEADS) {
                 const uniform int at = head * group + h, heads = min(group - h, MAX_HEADS);

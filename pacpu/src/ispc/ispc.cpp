@@ -8,8 +8,9 @@ namespace {
 
 // attend.ispc as it looks from C.
 using Attend = void(const float* queries, const char* keys, int64_t head_bytes, int64_t block_bytes, const int32_t* blocks,
-                    int32_t num_tokens, int32_t block_size, int32_t head_dim, int32_t padded_dim, int32_t group,
-                    int32_t num_kv_heads, float* scores, int32_t row_scores, float* max, float* sum, float* output);
+                    int32_t first_slot, int32_t num_tokens, int32_t block_size, int32_t head_dim, int32_t padded_dim,
+                    int32_t group, int32_t num_kv_heads, float* scores, int32_t row_scores, float* max, float* sum,
+                    float* output);
 
 }  // namespace
 
@@ -37,9 +38,9 @@ void attend(const Segment& s, const Segment*, SoftmaxState state) {
     // The scores of all tokens are kept between the passes, as in NEO: 128 KB for 1,024 tokens of 32 heads.
     static thread_local Scratch scratch;
     const int row_scores = (s.num_kv_heads * s.group + lanes - 1) / lanes * lanes;
-    function(s.queries, s.keys, s.head_bytes, s.block_bytes, s.blocks, s.num_tokens, s.block_size, s.head_dim, s.padded_dim,
-             s.group, s.num_kv_heads, scratch.at_least(size_t(s.num_tokens) * row_scores), row_scores, state.max, state.sum,
-             state.output);
+    function(s.queries, s.keys, s.head_bytes, s.block_bytes, s.blocks, s.first_slot, s.num_tokens, s.block_size, s.head_dim,
+             s.padded_dim, s.group, s.num_kv_heads, scratch.at_least(size_t(s.num_tokens) * row_scores), row_scores,
+             state.max, state.sum, state.output);
 }
 
 }  // namespace

@@ -26,13 +26,13 @@ struct Chunk {
     Chunk(const Segment& segment, int first_token)
         : head_dim(segment.head_dim),
           block_size(segment.block_size),
-          first_slot(first_token % block_size),
+          first_slot((segment.first_slot + first_token) % block_size),
           value_offset(static_cast<ptrdiff_t>(block_size) * head_dim) {
         const int num_chunks = (segment.num_tokens + chunk_tokens - 1) / chunk_tokens;
         const int equal_share = ((segment.num_tokens + num_chunks - 1) / num_chunks + tile - 1) / tile * tile;
         const int remaining = segment.num_tokens - first_token;
         num_tokens = remaining < equal_share ? remaining : equal_share;
-        const int32_t* block = segment.blocks + first_token / block_size;
+        const int32_t* block = segment.blocks + (segment.first_slot + first_token) / block_size;
         for (int t = 0, slot = first_slot; t < num_tokens; ++block, slot = 0) {
             const T* row = reinterpret_cast<const T*>(segment.keys + *block * segment.block_bytes);
             row += static_cast<ptrdiff_t>(slot) * head_dim;

@@ -38,6 +38,7 @@ PACPU_INLINE void score_tokens(const Segment& segment, const Rows& rows, int fir
     const int row_bytes = 2 * segment.head_dim, lanes = lanes_for(segment.group);
     const char* start = rows.key(first);
     const bool is_in_place = segment.block_size % tile_tokens == 0 && first + tile_tokens <= rows.num_tokens &&
+                             rows.key(first + tile_tokens - 1) - start == (tile_tokens - 1) * row_bytes &&
                              segment.head_dim % tile_elements == 0;
     alignas(64) char copy[tile_tokens][max_tile_bytes];
     zero_tile<score_tile>();

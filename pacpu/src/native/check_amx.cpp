@@ -19,8 +19,8 @@ constexpr int request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PE
 
 // Four heads to a KV head of 96 elements, 45 tokens in blocks of 16 and 7: whole and partial tiles.
 bool agrees_with_avx512(int block_size) {
-    constexpr int kv_heads = 2, group = 4, heads = kv_heads * group, dim = 96, num_tokens = 45;
-    const int num_blocks = (num_tokens + block_size - 1) / block_size;
+    constexpr int kv_heads = 2, group = 4, heads = kv_heads * group, dim = 96, num_tokens = 45, first_slot = 3;
+    const int num_blocks = (first_slot + num_tokens + block_size - 1) / block_size;
     const int64_t head_bytes = int64_t{2} * 2 * block_size * dim, block_bytes = kv_heads * head_bytes;
     uint32_t random = 1;
     const auto next_number = [&] {
@@ -37,9 +37,9 @@ bool agrees_with_avx512(int block_size) {
     for (int i = 0; i < num_blocks; ++i) blocks[i] = num_blocks - 1 - i;
     const Segment segment = {queries.data(), raw_queries.data(), reinterpret_cast<const char*>(cache.data()),
                              head_bytes,     block_bytes,        blocks.data(),
-                             num_tokens,     block_size,         dim,
-                             dim,            group,              kv_heads,
-                             1.0f,           Prefetch::level1};
+                             first_slot,     num_tokens,         block_size,
+                             dim,            dim,                group,
+                             kv_heads,       1.0f,               Prefetch::level1};
     alignas(64) float outputs[2][heads * dim];
     float max[2][heads + 16], sum[2][heads + 16];
     native_avx512[static_cast<int>(DType::bfloat16)](segment, nullptr, {max[0], sum[0], outputs[0]});

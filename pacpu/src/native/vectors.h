@@ -114,12 +114,12 @@ PACPU_INLINE Floats exp_nonpositive(Floats x) {
     return x < lowest ? Floats{} : p * power;
 }
 
-// Lane i of the result is a[i] + a[i ^ bit] or, where i has the bit, b[i] + b[i ^ bit].
-template <int bit, int... lane>
-PACPU_INLINE Floats fold(Floats a, Floats b, std::integer_sequence<int, lane...>) {
+// Lane i of the result is made of a[i] and a[i ^ bit] or, where i has the bit, of b[i] and b[i ^ bit].
+template <int bit, typename Function, int... lane>
+PACPU_INLINE Floats fold(Floats a, Floats b, Function function, std::integer_sequence<int, lane...>) {
     const Ints straight = {(lane + (lane & bit ? width : 0))...};
     const Ints crossed = {((lane ^ bit) + (lane & bit ? width : 0))...};
-    return __builtin_shuffle(a, b, straight) + __builtin_shuffle(a, b, crossed);
+    return function(__builtin_shuffle(a, b, straight), __builtin_shuffle(a, b, crossed));
 }
 
 // Lane i of the result is the sum of all lanes of sums[i].
@@ -129,7 +129,7 @@ PACPU_INLINE Floats sum_lanes(const Floats* sums) {
         return sums[first];
     } else {
         return fold<bit>(sum_lanes<2 * bit, first>(sums), sum_lanes<2 * bit, first + bit>(sums),
-                         std::make_integer_sequence<int, width>{});
+                         [](Floats a, Floats b) { return a + b; }, std::make_integer_sequence<int, width>{});
     }
 }
 

@@ -23,15 +23,17 @@ constexpr int max_row_tile = 4;  // rows of K read side by side
 constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
 // The K rows of a chunk for the segment's first KV head. Padded with the last row, so that tiles and prefetches need
-// no special case at the end.
+// no special case at the end. A segment that starts within a block has a shorter first chunk, so that the others begin
+// where blocks do.
 struct Chunk {
     const char* keys[chunk_tokens];
     int num_tokens;
 };
 
 PACPU_INLINE void locate_chunk(const Segment& segment, int first_token, int row_bytes, Chunk& chunk) {
-    int block = first_token / segment.block_size, slot = first_token % segment.block_size;
-    const int n = min_of(segment.num_tokens - first_token, chunk_tokens);
+    const int place = segment.first_slot + first_token;
+    int block = place / segment.block_size, slot = place % segment.block_size;
+    const int n = min_of(segment.num_tokens - first_token, chunk_tokens - place % chunk_tokens);
     for (int i = 0; i < n; ++block, slot = 0) {
         const char* row = segment.keys + segment.blocks[block] * segment.block_bytes + (ptrdiff_t)slot * row_bytes;
         for (const int end = min_of(n, i + segment.block_size - slot); i < end; ++i, row += row_bytes) chunk.keys[i] = row;
@@ -148,11 +150,12 @@ void walk(const Segment& segment, const Segment* next, SoftmaxState state) {
     Math math(segment);
     Chunk chunks[2];
     locate_chunk(segment, 0, row_bytes, chunks[0]);
-    for (int first_token = 0, turn = 0; first_token < segment.num_tokens; first_token += chunk_tokens, turn ^= 1) {
+    for (int next_token = 0, turn = 0; next_token < segment.num_tokens; turn ^= 1) {
         const Chunk& chunk = chunks[turn];
         Chunk* following = &chunks[turn ^ 1];
-        if (first_token + chunk_tokens < segment.num_tokens) {
-            locate_chunk(segment, first_token + chunk_tokens, row_bytes, *following);
+        next_token += chunk.num_tokens;
+        if (next_token < segment.num_tokens) {
+            locate_chunk(segment, next_token, row_bytes, *following);
         } else if (next) {
             locate_chunk(*next, 0, row_bytes, *following);
         } else {

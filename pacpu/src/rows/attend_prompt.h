@@ -98,7 +98,8 @@ void attend_prompt(const Prompt& p, int kv_head, int begin, int end, float* scra
     for (int i = 0; i < rows * padded; ++i) sums[i] = 0;
 
     const int before = p.context - p.rows;  // tokens of earlier chunks
-    for (int first = 0; first < before + end; first += key_stretch) {
+    const int reached = before + begin + 1 - p.window, first_reached = reached < 0 ? 0 : reached / key_panel * key_panel;
+    for (int first = first_reached; first < before + end; first += key_stretch) {
         const int count = min_of(key_stretch, before + end - first), num_panels = (count + key_panel - 1) / key_panel;
         for (int panel = 0; panel < num_panels; ++panel)
             multiply_rows_with(queries, p.head_dim, rows, p.packed_keys(kv_head, first / key_panel + panel), 2 * key_panel,
@@ -108,6 +109,8 @@ void attend_prompt(const Prompt& p, int kv_head, int begin, int end, float* scra
             float* score = scores + r * key_stretch;
             BFloat16* weight = weights + r * key_stretch;
             const int stop = num_panels * key_panel, seen = visible < 0 ? 0 : min_of(visible, stop);
+            const int left = visible > p.window ? visible - p.window : 0;  // behind by the window
+            for (int t = 0; t < left; ++t) score[t] = -__builtin_inff();
             for (int t = seen; t < min_of(stop, (seen + width - 1) / width * width); ++t) score[t] = -__builtin_inff();
             Floats most = splat(maxima[r]);
             for (int t = 0; t < seen; t += width) {
@@ -116,7 +119,9 @@ void attend_prompt(const Prompt& p, int kv_head, int begin, int end, float* scra
                 most = maximum(most, scaled);
             }
             most = reduce<1>(most, [](Floats a, Floats b) { return maximum(a, b); });
-            // No row lacks a visible token in the first stretch, so that its maximum is finite from there on.
+            // No row lacks a visible token in the first stretch, so that its maximum is finite from there on: the last
+            // row's window begins less than a panel and the other rows behind the stretch.
+            static_assert(key_panel + prompt_rows_at_once <= key_stretch);
             const float correction = exp_nonpositive(splat(maxima[r]) - most)[0];
             maxima[r] = most[0];
             Floats total{};
@@ -129,7 +134,7 @@ void attend_prompt(const Prompt& p, int kv_head, int begin, int end, float* scra
             for (; t < stop; t += width) store(weight + t, Floats{});
             total = reduce<1>(total, [](Floats a, Floats b) { return a + b; });
             totals[r] = totals[r] * correction + total[0];
-            if (first && correction != 1.0f)
+            if (first > first_reached && correction != 1.0f)
                 for (int d = 0; d < padded; d += width)
                     store(sums + r * padded + d, load(sums + r * padded + d) * correction);
         }
@@ -141,7 +146,8 @@ void attend_prompt(const Prompt& p, int kv_head, int begin, int end, float* scra
     }
     for (int r = 0; r < rows; ++r) {
         BFloat16* out = p.out + (begin + r / group) * p.out_stride + (kv_head * group + r % group) * p.head_dim;
-        const Floats factor = splat(1.0f / totals[r]);
+        const float sink = p.sinks ? __builtin_expf(p.sinks[kv_head * group + r % group] - maxima[r]) : 0.0f;
+        const Floats factor = splat(1.0f / (totals[r] + sink));
         for (int d = 0; d < p.head_dim; d += width)
             store_some(out + d, load(sums + r * padded + d) * factor, min_of(width, p.head_dim - d));
     }

@@ -249,14 +249,13 @@ void store(py::handle k_object, py::handle v_object, py::handle kv_cache_object,
 }
 
 // Rows that a part of a prompt's attention computes: with the heads of a group some tiles, and parts enough for the threads.
-constexpr int prompt_rows_at_once = 16;
 
 // Packed K and V of the prompts of a job, unless one prompt alone has more: 64 MiB.
 constexpr size_t max_packed_floats = size_t{1} << 24;
 
 bool has_prompt_attention() { return row_kernels().attend_prompt; }
 
-Prompt read_prompt(const py::tuple& arrays, float scale) {
+Prompt read_prompt(const py::tuple& arrays, float scale, int window, const std::optional<Array>& sinks) {
     if (arrays.size() != 4) refuse("each of prompts must be q, k, v and out, not " + std::to_string(arrays.size()) + " arrays");
     const Array q = read_array("q", arrays[0]), k = read_array("k", arrays[1]), v = read_array("v", arrays[2]);
     const Array out = read_array("out", arrays[3]);
@@ -278,6 +277,7 @@ Prompt read_prompt(const py::tuple& arrays, float scale) {
     for (const Array* array : {&k, &v})
         if (array->strides[2] != 1) refuse(std::string(array->name) + " must be contiguous within a token");
     check_writable(out);
+    if (sinks) check_sinks(*sinks, heads);
     return {static_cast<int>(q.shape[0]),
             static_cast<int>(heads),
             static_cast<int>(kv_heads),
@@ -294,6 +294,8 @@ Prompt read_prompt(const py::tuple& arrays, float scale) {
             v.strides[1],
             static_cast<BFloat16*>(out.data),
             row_stride(out),
+            window,
+            sinks ? static_cast<const float*>(sinks->data) : nullptr,
             nullptr};
 }
 
@@ -324,12 +326,15 @@ void attend_prompts(Prompt* prompts, int count, size_t packed_floats, int num_th
     });
 }
 
-void prompt_attention(const py::sequence& prompts_object, py::handle scale_object, py::handle num_threads_object) {
+void prompt_attention(const py::sequence& prompts_object, py::handle scale_object, py::handle window_object,
+                      py::handle sinks_object, py::handle num_threads_object) {
     const float scale = static_cast<float>(read_scalar<double>("scale", scale_object));
+    const int window = read_window(window_object);
+    const std::optional<Array> sinks = read_optional("sinks", sinks_object);
     const int num_threads = read_num_threads(num_threads_object);
     std::vector<Prompt> prompts;
     for (const py::handle arrays : prompts_object) {
-        const Prompt prompt = read_prompt(py::cast<py::tuple>(arrays), scale);
+        const Prompt prompt = read_prompt(py::cast<py::tuple>(arrays), scale, window, sinks);
         if (prompt.rows) prompts.push_back(prompt);
     }
     if (!has_prompt_attention()) refuse("prompt_attention needs AVX-512 BF16; the instruction set in use is another");
@@ -361,6 +366,7 @@ void bind_rows(py::module_& module) {
     module.def("linear_is_fastest", &linear_is_fastest);
     bind_kv_copies(module);
     bind_codes(module);
+    bind_experts(module);
     bind_crossing(module);
 }
 

@@ -37,4 +37,7 @@ void convert_blocks(const Array& pool, const Array& blocks, const Array& staging
 // The Python class of packed 4-bit matrices.
 void bind_codes(pybind11::module_& module);
 
+// The Python class of a layer's experts.
+void bind_experts(pybind11::module_& module);
+
 }  // namespace pacpu

@@ -48,6 +48,12 @@ void rotary(const Rotary& p, int begin, int end) {
     }
 }
 
+PACPU_INLINE Floats sigmoid(Floats x) {
+    // exp of -|x| cannot overflow: the sigmoid is 1 / (1 + e), and of a negative x e / (1 + e).
+    const Floats e = exp_nonpositive(x < 0.0f ? x : -x);
+    return (x < 0.0f ? e : splat(1.0f)) / (1.0f + e);
+}
+
 template <typename T>
 void silu_and_mul(const SiluAndMul& p, int begin, int end) {
     for (int r = begin; r < end; ++r) {
@@ -56,10 +62,38 @@ void silu_and_mul(const SiluAndMul& p, int begin, int end) {
         for (int i = 0; i < p.size; i += width) {
             const int count = min_of(width, p.size - i);
             const Floats gate = load_some(gates + i, count);
-            // exp of -|gate| cannot overflow: sigmoid is 1 / (1 + e), and for a negative gate e / (1 + e).
-            const Floats e = exp_nonpositive(gate < 0.0f ? gate : -gate);
-            const Floats sigmoid = (gate < 0.0f ? e : splat(1.0f)) / (1.0f + e);
-            store_some(y + i, gate * sigmoid * load_some(gates + p.size + i, count), count);
+            store_some(y + i, gate * sigmoid(gate) * load_some(gates + p.size + i, count), count);
+        }
+    }
+}
+
+template <typename T>
+void clamped_swiglu(const ClampedSwiGLU& p, int begin, int end) {
+    const int size = p.rows.size;
+    for (int r = begin; r < end; ++r) {
+        const T* gates = (const T*)p.rows.x + r * p.rows.x_stride;
+        T* y = (T*)p.rows.y + r * p.rows.y_stride;
+        for (int i = 0; i < size; i += width) {
+            const int count = min_of(width, size - i);
+            Floats gate = load_some(gates + i, count), up = load_some(gates + size + i, count);
+            gate = gate > p.limit ? splat(p.limit) : gate;  // NaN stays NaN
+            up = up > p.limit ? splat(p.limit) : up < -p.limit ? splat(-p.limit) : up;
+            store_some(y + i, (up + 1.0f) * gate * sigmoid(p.alpha * gate), count);
+        }
+    }
+}
+
+template <typename T>
+void add_slots(const AddSlots& p, int begin, int end) {
+    for (int r = begin; r < end; ++r) {
+        T* y = (T*)p.y + r * p.y_stride;
+        for (int i = 0; i < p.size; i += width) {
+            const int count = min_of(width, p.size - i);
+            Floats total{};
+            for (int at = r * p.slots; at < (r + 1) * p.slots; ++at)
+                if (p.places[at] >= 0)
+                    total += load_some((const T*)p.x + int64_t{p.places[at]} * p.size + i, count) * p.factors[at];
+            store_some(y + i, total, count);
         }
     }
 }
@@ -104,15 +138,17 @@ void argmax(const Argmax& p, int begin, int end) {
     }
 }
 
-#define PACPU_ROW_KERNELS(linear, pack_panel, attend_prompt, codes) {  \
-    linear,                                                            \
-    {rms_norm<float>, rms_norm<Half>, rms_norm<BFloat16>},             \
-    {rotary<float>, rotary<Half>, rotary<BFloat16>},                   \
-    {silu_and_mul<float>, silu_and_mul<Half>, silu_and_mul<BFloat16>}, \
-    {argmax<float>, argmax<Half>, argmax<BFloat16>},                   \
-    pack_panel,                                                        \
-    attend_prompt,                                                     \
-    codes,                                                             \
+#define PACPU_ROW_KERNELS(linear, pack_panel, attend_prompt, codes) {        \
+    linear,                                                                  \
+    {rms_norm<float>, rms_norm<Half>, rms_norm<BFloat16>},                   \
+    {rotary<float>, rotary<Half>, rotary<BFloat16>},                         \
+    {silu_and_mul<float>, silu_and_mul<Half>, silu_and_mul<BFloat16>},       \
+    {clamped_swiglu<float>, clamped_swiglu<Half>, clamped_swiglu<BFloat16>}, \
+    {add_slots<float>, add_slots<Half>, add_slots<BFloat16>},                \
+    {argmax<float>, argmax<Half>, argmax<BFloat16>},                         \
+    pack_panel,                                                              \
+    attend_prompt,                                                           \
+    codes,                                                                   \
 }
 
 }  // namespace

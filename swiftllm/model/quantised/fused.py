@@ -10,7 +10,7 @@ import torch
 
 from swiftllm.model.packed_tensor import Allocate, write_columns, write_rows
 from swiftllm.model.quantised.readers import StoredMatrix
-from swiftllm.model.quantised.scheme import QuantisationScheme
+from swiftllm.model.quantised.scheme import MXFP4, QuantisationScheme
 from swiftllm.ops.quantised_matrix import GROUP_MULTIPLE, Matrix, QuantisedMatrix
 
 
@@ -58,7 +58,8 @@ class FusedTarget:
         if self.in_features == whole or not scheme.ordered or scheme.group_size is None:
             group_size = scheme.group_size_of(self.in_features)
             sizes = self.in_features, self.in_features // group_size, group_size
-            return QuantisedMatrix.allocate(self.allocate, out_features, *sizes, dtype, dtype)
+            scale_dtype = torch.uint8 if scheme.method == MXFP4 else dtype
+            return QuantisedMatrix.allocate(self.allocate, out_features, *sizes, dtype, scale_dtype)
         num_groups = whole // scheme.group_size_of(whole)
         num_runs = -(-(self.in_features + num_groups * GROUP_MULTIPLE // 2) // GROUP_MULTIPLE)
         in_features = num_runs * GROUP_MULTIPLE
@@ -95,4 +96,5 @@ def _write(matrix: torch.Tensor | QuantisedMatrix, first: int, part: torch.Tenso
     for start, words in part.pieces():
         write_columns(matrix.codes, first + start, words)
     write_columns(matrix.scales, first, part.scales)
-    write_columns(matrix.zeros, first, part.zeros)
+    if part.zeros is not None:
+        write_columns(matrix.zeros, first, part.zeros)

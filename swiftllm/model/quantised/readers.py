@@ -13,20 +13,28 @@ A word of eight codes holds code ``j`` in bits ``4 j`` to ``4 j + 3``. The forma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from swiftllm.model.quantised.scheme import AWQ, COMPRESSED_TENSORS, GPTQ, QuantisationScheme
-from swiftllm.ops.quantised_matrix import BITS, CODES_PER_WORD, GROUP_MULTIPLE, pack_codes
+from swiftllm.model.quantised.scheme import (
+    AWQ,
+    COMPRESSED_TENSORS,
+    GPTQ,
+    MXFP4,
+    QuantisationScheme,
+)
+from swiftllm.ops.quantised_matrix import BITS, CODES_PER_WORD, GROUP_MULTIPLE, MXFP4_GROUP, pack_codes
 
 PIECES = 16  # of a matrix' outputs: while one is unpacked and packed anew, it takes some six times its packed bytes
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 SYMMETRIC_ZERO = 8
-OUT, IN, GROUP = "out", "in", "group"
-Axis = Literal["out", "in", "group"]
+MXFP4_LARGEST = 254  # exponent; 255 is NaN
+OUT, IN, GROUP, BYTE = "out", "in", "group", "byte"
+Axis = Literal["out", "in", "group", "byte"]
 AXES: Mapping[str, Mapping[str, str]] = {
     AWQ: {"qweight": "in out/8", "qzeros": "group out/8", "scales": "group out"},
     GPTQ: {"qweight": "in/8 out", "qzeros": "group out/8", "scales": "group out", "g_idx": "in"},
@@ -37,6 +45,7 @@ AXES: Mapping[str, Mapping[str, str]] = {
         "weight_g_idx": "in",
         "weight_shape": "",
     },
+    MXFP4: {"blocks": "out group byte", "scales": "out group"},
 }
 """What the axes of each tensor of a module run over: one by one, or in words of eight. :data:`OPTIONAL`: tensors that
 a module may lack."""
@@ -77,7 +86,7 @@ class StoredMatrix:
     out_features: int
     in_features: int
     scales: torch.Tensor
-    zeros: torch.Tensor
+    zeros: torch.Tensor | None
     group_size: int
     dtype: torch.dtype
     order: torch.Tensor | None
@@ -92,7 +101,10 @@ class StoredMatrix:
             yield first, pack_codes(self.codes_of(slice(first, min(first + step, self.out_features))))
 
     def scaled(self, factor: float) -> StoredMatrix:
-        """The matrix times ``factor``."""
+        """The matrix times ``factor``, in MXFP4 a power of two."""
+        if self.zeros is None:
+            exponents = self.scales.int() + round(math.log2(factor))
+            return replace(self, scales=exponents.clamp_(0, MXFP4_LARGEST).to(torch.uint8))
         return replace(self, scales=self.scales * factor)
 
     def with_heads_ordered(self, order: torch.Tensor) -> StoredMatrix:
@@ -164,6 +176,10 @@ def _per_group(
         stored = unpack_columns(tensors["qzeros"])[:, :out_features]
         zeros = stored.add_(zero_offset(scheme, stored)).bitwise_and_(15)
         return tensors["scales"], zeros, tensors.get("g_idx")
+    if scheme.method == MXFP4:
+        if bool((tensors["scales"] > MXFP4_LARGEST).any()):
+            raise ValueError("scales hold NaN: the checkpoint is damaged, download it again")
+        return tensors["scales"].t(), None, None
     scales, packed = tensors["weight_scale"].t(), tensors.get("weight_zero_point")
     if packed is None:
         zeros = torch.full_like(scales, SYMMETRIC_ZERO, dtype=torch.uint8)
@@ -183,6 +199,13 @@ def _codes_of(scheme: QuantisationScheme, tensors: Tensors) -> Callable[[slice],
         return of_awq
     if scheme.method == GPTQ:
         return lambda outputs: unpack_columns(tensors["qweight"][:, outputs].t()).t()
+    if scheme.method == MXFP4:
+
+        def of_mxfp4(outputs: slice) -> torch.Tensor:
+            blocks = tensors["blocks"][outputs]
+            return torch.stack((blocks & 15, blocks >> BITS), -1).flatten(1).t()
+
+        return of_mxfp4
     return lambda outputs: unpack_columns(tensors["weight_packed"][outputs]).t()
 
 
@@ -256,7 +279,7 @@ def sort_into_runs(
 def _check_shapes(
     scheme: QuantisationScheme, tensors: Tensors, out_features: int, in_features: int, groups: int
 ) -> None:
-    sizes = {OUT: out_features, IN: in_features, GROUP: groups}
+    sizes = {OUT: out_features, IN: in_features, GROUP: groups, BYTE: MXFP4_GROUP // 2}
     for name, axes in AXES[scheme.method].items():
         shape = [-(-sizes[axis] // held) for axis, held in _axes(axes)]
         if shape and name in tensors and list(tensors[name].shape) != shape:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swiftllm.ops.quantised_matrix import CODES_PER_WORD, GROUP_MULTIPLE
+from swiftllm.ops.quantised_matrix import CODES_PER_WORD, GROUP_MULTIPLE, MXFP4_GROUP
 
-AWQ, GPTQ, COMPRESSED_TENSORS = "AWQ", "GPTQ", "compressed-tensors"
+AWQ, GPTQ, COMPRESSED_TENSORS, MXFP4 = "AWQ", "GPTQ", "compressed-tensors", "MXFP4"
 SUPPORTED = (
-    "supported are 4-bit AWQ (gemm), GPTQ (with or without act-order) and compressed-tensors (pack-quantized) "
-    "checkpoints, and 16-bit or 32-bit ones: take another checkpoint of the model"
+    "supported are 4-bit AWQ (gemm), GPTQ (with or without act-order), compressed-tensors (pack-quantized) and, of "
+    "gpt-oss, MXFP4 checkpoints, and 16-bit or 32-bit ones: take another checkpoint of the model"
 )
 OLD_GPTQ_FILE = "quantize_config.json"  # beside a config.json that says nothing
 
@@ -23,7 +23,7 @@ class QuantisationScheme:
     """What all quantised matrices of a checkpoint have in common."""
 
     method: str
-    """One of ``AWQ``, ``GPTQ`` and ``COMPRESSED_TENSORS``."""
+    """One of ``AWQ``, ``GPTQ``, ``COMPRESSED_TENSORS`` and ``MXFP4``."""
     group_size: int | None
     """Inputs that share a scale; None: all inputs of an output do."""
     ordered: bool = False
@@ -47,7 +47,7 @@ class QuantisationScheme:
             given = {"quant_method": "gptq", **json.loads((folder / OLD_GPTQ_FILE).read_text(encoding="utf-8"))}
         if given is None:
             return None
-        readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors}
+        readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "mxfp4": _mxfp4}
         method = given.get("quant_method")
         if method not in readers:
             raise _refusal(folder, f"quant_method={method!r}")
@@ -61,6 +61,11 @@ class QuantisationScheme:
         if scheme.group_size is not None and (scheme.group_size < 1 or scheme.group_size % GROUP_MULTIPLE):
             raise _refusal(folder, f"group_size={scheme.group_size} (no multiple of {GROUP_MULTIPLE})")
         return scheme
+
+    @property
+    def experts_only(self) -> bool:
+        """Whether attention's matrices are not quantised."""
+        return self.method == MXFP4
 
     def group_size_of(self, in_features: int) -> int:
         """Inputs that share a scale in a matrix of so many inputs.
@@ -81,6 +86,8 @@ class QuantisationScheme:
         The first and the last are inputs of other matrices too, and groups of these must stay whole. With act-order
         or one group no rank has whole groups.
         """
+        if self.experts_only:
+            return ffn % self.group_size == 0
         unit = CODES_PER_WORD if self.ordered else self.group_size or GROUP_MULTIPLE
         return heads % unit == 0 and ffn % unit == 0 and kv_heads % CODES_PER_WORD == 0
 
@@ -155,3 +162,11 @@ def _compressed_tensors(given: Mapping[str, Any]) -> QuantisationScheme:
         ordered=weights.get("actorder") in ("group", "dynamic", True),
         symmetric=bool(weights.get("symmetric", True)),
     )
+
+
+def _mxfp4(given: Mapping[str, Any]) -> QuantisationScheme:
+    """Attention, routers, embedding and vocabulary are not quantised, as in all checkpoints of gpt-oss."""
+    for pattern in given.get("modules_to_not_convert") or ():
+        if not pattern.endswith((".self_attn", ".mlp.router", "embed_tokens", "lm_head")):
+            raise _Unsupported(f"modules_to_not_convert={pattern!r}")
+    return QuantisationScheme(MXFP4, MXFP4_GROUP)

@@ -3,14 +3,17 @@
 Layout: one KV layer is ``[num_blocks, num_kv_heads, 2, block_size, head_dim]``, contiguous. Rows of q, k and v are
 ``*_stride`` elements apart; heads and dims are contiguous. Query head h uses KV head ``h // GROUP``.
 
-A program of the first kernel computes one KV head of one request over one split: ``split_tokens`` of its context.
-Splits have a fixed length, so a long request gets more programs, not longer ones. Programs beyond a request's context
-return at once. If no context is longer than one split (``ONE_SPLIT``), the first kernel writes the output itself, to
-the bit what the second would make of it.
+A program of the first kernel computes one KV head of one request over one split: ``split_tokens`` of its context, or of
+the last ``WINDOW`` tokens of it. Splits have a fixed length, so a long request gets more programs, not longer ones.
+Programs beyond a request's context return at once. If no context is longer than one split (``ONE_SPLIT``), the first
+kernel writes the output itself, to the bit what the second would make of it.
 
 The newest token is not read from the cache. The program whose split contains it takes its K and V from this step's
 rows, starts its running softmax with them, and stores them. No program reads a slot that another one writes, and slots
-beyond a context are never read.
+beyond a context or before a window are never read.
+
+``sinks`` are float32 ``[num_heads]`` or None: each is the score of one more token, whose value is zero. It is counted
+where the output is written, not in each split.
 
 Two formulations of the same sum (Flash-Decoding, with the running maximum in units of log2):
 
@@ -25,6 +28,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -48,11 +53,14 @@ def _store_nothing(out, row, heads, in_group, dims, out_stride, HEAD_DIM: tl.con
 
 @triton.jit
 def _store_result(
-    result, log2_sum, partial_out, partial_lse, row, heads, split, in_group, group, dims, out_stride, num_splits,
+    result, log2_sum, partial_out, partial_lse, sinks, row, heads, split, in_group, group, dims, out_stride, num_splits,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ONE_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Write a group's result of one split, ``[GROUP_TILE, DIM_TILE]``, as the output or as one of its parts."""
     if ONE_SPLIT:
+        if sinks is not None:
+            sink = tl.load(sinks + heads, mask=group < GROUP, other=0.0)
+            result = result / (1.0 + tl.exp2(sink * LOG2_E - log2_sum))[:, None]
         at = partial_out + row * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
         tl.store(at, result, mask=in_group)
     else:
@@ -63,10 +71,11 @@ def _store_result(
 
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def decode_partials_dot_kernel(
-    q, k, v, kv_layer, block_tables, seq_lens, partial_out, partial_lse, scale_log2,
+    q, k, v, kv_layer, block_tables, seq_lens, partial_out, partial_lse, sinks, scale_log2,
     q_stride, k_stride, v_stride, out_stride, table_stride, num_splits, split_tokens,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     GROUP_TILE: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr, ONE_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Grid ``(num_splits, NUM_KV_HEADS, rows)``.
 
@@ -79,6 +88,8 @@ def decode_partials_dot_kernel(
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     seq_len = tl.load(seq_lens + row)
     first = split * split_tokens
+    if WINDOW is not None:
+        first += tl.maximum(seq_len - WINDOW, 0)
     group = tl.arange(0, GROUP_TILE)
     dims = tl.arange(0, DIM_TILE)
     in_head = dims < HEAD_DIM
@@ -120,7 +131,7 @@ def decode_partials_dot_kernel(
         peak = new_peak
 
     _store_result(
-        attended / total[:, None], peak + tl.log2(total), partial_out, partial_lse,
+        attended / total[:, None], peak + tl.log2(total), partial_out, partial_lse, sinks,
         row, heads, split, in_group, group, dims, out_stride, num_splits,
         NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, ONE_SPLIT,
     )  # fmt: skip
@@ -133,15 +144,18 @@ def decode_partials_dot_kernel(
 
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def decode_partials_lanes_kernel(
-    q, k, v, kv_layer, block_tables, seq_lens, partial_out, partial_lse, scale_log2,
+    q, k, v, kv_layer, block_tables, seq_lens, partial_out, partial_lse, sinks, scale_log2,
     q_stride, k_stride, v_stride, out_stride, table_stride, num_splits, split_tokens,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     GROUP_TILE: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr, ONE_SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """As ``decode_partials_dot_kernel``, with float32 multiply-adds; tiles of 1 and more."""
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     seq_len = tl.load(seq_lens + row)
     first = split * split_tokens
+    if WINDOW is not None:
+        first += tl.maximum(seq_len - WINDOW, 0)
     group = tl.arange(0, GROUP_TILE)
     dims = tl.arange(0, DIM_TILE)
     in_head = dims < HEAD_DIM
@@ -191,7 +205,7 @@ def decode_partials_lanes_kernel(
     group_total = tl.sum(total * shares, 1)
     out = tl.sum(attended * shares[:, :, None], 1) / group_total[:, None]
     _store_result(
-        out, group_peak + tl.log2(group_total), partial_out, partial_lse,
+        out, group_peak + tl.log2(group_total), partial_out, partial_lse, sinks,
         row, heads, split, in_group, group, dims, out_stride, num_splits,
         NUM_KV_HEADS * GROUP, GROUP, HEAD_DIM, ONE_SPLIT,
     )  # fmt: skip
@@ -204,12 +218,15 @@ def decode_partials_lanes_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def decode_combine_kernel(
-    partial_out, partial_lse, seq_lens, out, out_stride, num_splits, split_tokens,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr,
+    partial_out, partial_lse, seq_lens, sinks, out, out_stride, num_splits, split_tokens,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Grid ``(NUM_HEADS, rows)``: the mean of the splits that hold tokens, weighted by their sums of exponentials."""
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    used_splits = (tl.load(seq_lens + row) + split_tokens - 1) // split_tokens
+    num_tokens = tl.load(seq_lens + row)
+    if WINDOW is not None:
+        num_tokens = tl.minimum(num_tokens, WINDOW)
+    used_splits = (num_tokens + split_tokens - 1) // split_tokens
     dims = tl.arange(0, DIM_TILE)
     in_head = dims < HEAD_DIM
     base = (row * NUM_HEADS + head) * num_splits
@@ -228,5 +245,7 @@ def decode_combine_kernel(
         total = total * correction + tl.sum(weights, 0)
         combined = combined * correction + tl.sum(weights[:, None] * partials, 0)
         peak = new_peak
+    if sinks is not None:
+        total += tl.where(num_tokens > 0, tl.exp2(tl.load(sinks + head) * LOG2_E - peak), 0.0)
     # The split with the peak adds 1 to the total, so the maximum affects only rows without tokens, which become zero.
     tl.store(out + row * out_stride + head * HEAD_DIM + dims, combined / tl.maximum(total, 1.0), mask=in_head)

@@ -101,14 +101,21 @@ def _rows_and_places(pairs, begin, stop, SLOTS: tl.constexpr, ROWS_TILE: tl.cons
 
 
 @triton.jit
+def _biases(bias, expert, columns, in_matrix, OUT: tl.constexpr):
+    """Of a tile's outputs, as a row to be added to its sums."""
+    return tl.load(bias + expert * OUT + columns, mask=in_matrix, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
 def expert_product_kernel(
-    x, weights, pairs, starts, out, x_stride,
+    x, weights, bias, pairs, starts, out, x_stride,
     EXPERTS: tl.constexpr, SLOTS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, TAKES_ROWS: tl.constexpr,
-    EXPERTS_TILE: tl.constexpr, ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr, DEPTH: tl.constexpr,
-    BY_DOT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EXPERTS_TILE: tl.constexpr, ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr,
+    BY_DOT: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Grid ``(tiles, output tiles)``; ``weights [EXPERTS, OUT, IN]``, ``out [pairs, OUT]``. Without ``BY_DOT`` each
-    input of a step has sums of its own, as in ``quantised_linear_kernel``."""
+    """Grid ``(tiles, output tiles)``; ``weights [EXPERTS, OUT, IN]``, ``bias [EXPERTS, OUT]``, ``out [pairs, OUT]``.
+    Without ``BY_DOT`` each input of a step has sums of its own, as in ``quantised_linear_kernel``. ``bias`` is not read
+    without ``HAS_BIAS``."""
     expert, begin, stop = _tile(starts, EXPERTS, EXPERTS_TILE, ROWS_TILE)
     if expert < EXPERTS:
         rows, places, is_pair = _rows_and_places(pairs, begin, stop, SLOTS, ROWS_TILE, TAKES_ROWS)
@@ -132,17 +139,30 @@ def expert_product_kernel(
                 sums += values.to(tl.float32)[:, :, None] * matrix.to(tl.float32)[None, :, :]
         if not BY_DOT:
             sums = tl.sum(sums, 1)
+        if HAS_BIAS:
+            sums += _biases(bias, expert, columns, in_matrix, OUT)
         tl.store(out + places[:, None] * OUT + columns[None, :], sums, mask=is_pair[:, None] & in_matrix[None, :])
 
 
 @triton.jit
+def _mxfp4_weights(words, scales, group, columns, in_matrix, shift: tl.constexpr, OUT: tl.constexpr):
+    """As ``_weights`` of MXFP4. A code has the bits of a float16, 2^14 times smaller, at the ends of its exponent."""
+    scale = tl.load(scales + group * OUT + columns, mask=in_matrix, other=0).to(tl.int32)
+    power = tl.where(scale == 0, 1 << 22, tl.where(scale == 255, 0x7FC00000, scale << 23)).to(tl.float32, bitcast=True)
+    codes = words >> (4 * shift)
+    numbers = (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
+    return numbers.to(tl.float32) * 16384.0 * power[None, :]
+
+
+@triton.jit
 def expert_codes_kernel(
-    x, codes, scales, zeros, pairs, starts, out, x_stride,
+    x, codes, scales, zeros, bias, pairs, starts, out, x_stride,
     EXPERTS: tl.constexpr, SLOTS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, TAKES_ROWS: tl.constexpr,
-    GROUP: tl.constexpr, EXPERTS_TILE: tl.constexpr, ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr,
-    BY_DOT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EXPERTS_TILE: tl.constexpr, ROWS_TILE: tl.constexpr, COLUMNS_TILE: tl.constexpr,
+    BY_DOT: tl.constexpr, GROUP: tl.constexpr, IS_MXFP4: tl.constexpr,
 ):  # fmt: skip
-    """The same of 4-bit weights, whose outputs lie expert beside expert; see ``quantised_linear_kernel``."""
+    """The same of 4-bit weights, whose outputs lie expert beside expert; see ``quantised_linear_kernel``. ``zeros`` are
+    not read with ``IS_MXFP4``."""
     expert, begin, stop = _tile(starts, EXPERTS, EXPERTS_TILE, ROWS_TILE)
     if expert < EXPERTS:
         rows, places, is_pair = _rows_and_places(pairs, begin, stop, SLOTS, ROWS_TILE, TAKES_ROWS)
@@ -166,7 +186,10 @@ def expert_codes_kernel(
                 values_at = x + rows[:, None] * x_stride + inputs[None, :]
                 values = tl.load(values_at, mask=is_pair[:, None] & in_row[None, :], other=0.0)
                 group = tl.minimum(start, IN - 1) // GROUP
-                matrix = _weights(words, scales, zeros, group, columns, in_matrix, shift, all_columns)
+                if IS_MXFP4:
+                    matrix = _mxfp4_weights(words, scales, group, columns, in_matrix, shift, all_columns)
+                else:
+                    matrix = _weights(words, scales, zeros, group, columns, in_matrix, shift, all_columns)
                 matrix = matrix.to(values.dtype)
                 if BY_DOT:
                     sums = tl.dot(values, matrix, sums)
@@ -174,8 +197,23 @@ def expert_codes_kernel(
                     sums += values.to(tl.float32)[:, :, None] * matrix.to(tl.float32)[None, :, :]
         if not BY_DOT:
             sums = tl.sum(sums, 1)
+        if HAS_BIAS:
+            sums += _biases(bias, expert, own_columns, in_matrix, OUT)
         at = out + places[:, None] * OUT + own_columns[None, :]
         tl.store(at, sums, mask=is_pair[:, None] & in_matrix[None, :])
+
+
+@triton.jit
+def clamped_swiglu_kernel(gate_up, out, limit, alpha, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Grid ``(rows, column tiles)``; ``gate_up [rows, 2 * SIZE]``, ``out [rows, SIZE]``. NaN stays NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = columns < SIZE
+    gate = tl.load(gate_up + row * 2 * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * SIZE + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    tl.store(out + row * SIZE + columns, (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate)), mask=inside)
 
 
 @triton.jit

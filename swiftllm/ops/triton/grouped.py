@@ -7,18 +7,19 @@ from collections.abc import Callable
 import torch
 from triton import cdiv, next_power_of_2
 
-from swiftllm.ops.experts import ExpertWeights
+from swiftllm.ops.experts import ExpertWeights, Router
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.triton.experts import (
     add_slots_kernel,
     choose_experts_kernel,
+    clamped_swiglu_kernel,
     expert_codes_kernel,
     expert_product_kernel,
     sort_pairs_kernel,
 )
 
 PAIRS_TILE = 1024
-SLOTS_COLUMNS_TILE = 1024
+COLUMNS_TILE = 1024
 # Rows, outputs and, in 16 bits, inputs of a tile: with tensor cores, and where Triton has none.
 DOT_ROWS, DOT_COLUMNS, DOT_DEPTH = (16, 32, 64), 64, 64
 SUMMED_ROWS, SUMMED_COLUMNS, SUMMED_DEPTH = 4, 32, 16
@@ -35,7 +36,7 @@ class GroupedExperts:
         launch: Callable[..., None],
     ) -> None:
         """``launch``: that of :mod:`swiftllm.ops.triton.ops`."""
-        self._weights, self._router = weights, weights.router.float()
+        self._weights, self._router = weights, Router(weights)
         self._silu_and_mul, self._has_tensor_cores, self._launch = silu_and_mul, has_tensor_cores, launch
 
     def __call__(self, x: torch.Tensor, num_rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -44,7 +45,7 @@ class GroupedExperts:
         out = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
         if not rows:
             return out
-        logits = x.float() @ self._router.t()
+        logits = self._router.logits(x)
         num_pairs, experts_tile = rows * slots, next_power_of_2(experts)
         ids, pairs = (torch.empty(num_pairs, dtype=torch.int32, device=x.device) for _ in range(2))
         likelihoods = torch.empty(num_pairs, dtype=torch.float32, device=x.device)
@@ -59,17 +60,29 @@ class GroupedExperts:
         pairs_tile = min(PAIRS_TILE, next_power_of_2(num_pairs))
         sizes = num_pairs, experts, pairs_tile
         self._launch(sort_pairs_kernel, (experts + 1,), ids, pairs, starts, *sizes, num_warps=4)
-        gate_up = self._multiply(weights.gate_up, x, num_pairs, pairs, starts, takes_rows=True)
-        activated = self._silu_and_mul(gate_up)
-        products = self._multiply(weights.down, activated, num_pairs, pairs, starts, takes_rows=False)
-        grid = rows, cdiv(hidden, SLOTS_COLUMNS_TILE)
-        sizes = slots, hidden, SLOTS_COLUMNS_TILE, has_padding
+        routing = num_pairs, pairs, starts
+        gate_up = self._multiply(weights.gate_up, weights.gate_up_bias, x, *routing, takes_rows=True)
+        activated = self._activate(gate_up)
+        products = self._multiply(weights.down, weights.down_bias, activated, *routing, takes_rows=False)
+        grid = rows, cdiv(hidden, COLUMNS_TILE)
+        sizes = slots, hidden, COLUMNS_TILE, has_padding
         self._launch(add_slots_kernel, grid, products, likelihoods, count, out, *sizes, num_warps=4)
+        return out
+
+    def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self._weights.activation is None:
+            return self._silu_and_mul(gate_up)
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out, kind = gate_up.new_empty((rows, size)), self._weights.activation
+        grid = rows, cdiv(size, COLUMNS_TILE)
+        sizes = kind.limit, kind.alpha, size, COLUMNS_TILE
+        self._launch(clamped_swiglu_kernel, grid, gate_up, out, *sizes, num_warps=4)
         return out
 
     def _multiply(
         self,
         stack: torch.Tensor | QuantisedMatrix,
+        bias: torch.Tensor | None,
         x: torch.Tensor,
         num_pairs: int,
         pairs: torch.Tensor,
@@ -79,21 +92,22 @@ class GroupedExperts:
         """``[num_pairs, out]``: sorted by experts where ``x`` has rows, else in the order of the pairs."""
         experts, slots, by_dot = self._weights.num_experts, self._weights.per_token, self._has_tensor_cores(x)
         is_plain = isinstance(stack, torch.Tensor)
-        out_features = (stack.shape[0] if is_plain else stack.out_features) // experts
+        outputs, in_features = stack.shape if is_plain else (stack.out_features, stack.in_features)
+        out_features = outputs // experts
         rows_tile, columns_tile, depth = SUMMED_ROWS, SUMMED_COLUMNS, SUMMED_DEPTH
         if by_dot:
             rows_tile, columns_tile, depth = tile_rows(num_pairs, experts), DOT_COLUMNS, DOT_DEPTH
         out = torch.empty((num_pairs, out_features), dtype=x.dtype, device=x.device)
         grid = most_tiles(num_pairs, experts, rows_tile), cdiv(out_features, columns_tile)
-        tiles = next_power_of_2(experts), rows_tile, columns_tile
+        routing = x if bias is None else bias, pairs, starts, out, x.stride(0)
+        sizes = experts, slots, in_features, out_features, takes_rows, bias is not None
+        tiles = next_power_of_2(experts), rows_tile, columns_tile, by_dot
         if is_plain:
-            sizes = experts, slots, stack.shape[1], out_features, takes_rows
-            arguments = x, stack, pairs, starts, out, x.stride(0), *sizes, *tiles, depth, by_dot
-            self._launch(expert_product_kernel, grid, *arguments, num_warps=4)
+            self._launch(expert_product_kernel, grid, x, stack, *routing, *sizes, *tiles, depth, num_warps=4)
         else:
-            sizes = experts, slots, stack.in_features, out_features, takes_rows, stack.group_size
-            tensors = x, stack.codes, stack.scales, stack.zeros, pairs, starts, out
-            self._launch(expert_codes_kernel, grid, *tensors, x.stride(0), *sizes, *tiles, by_dot, num_warps=4)
+            matrix = stack.codes, stack.scales, stack.codes if stack.is_mxfp4 else stack.zeros
+            kind = stack.group_size, stack.is_mxfp4
+            self._launch(expert_codes_kernel, grid, x, *matrix, *routing, *sizes, *tiles, *kind, num_warps=4)
         return out
 
 

@@ -117,6 +117,8 @@ class TritonOps(Ops):
         return f"{PACKAGE} {installed_version()}" if self._library is not None and self._library.is_used else None
 
     def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
+        if matrix.is_mxfp4:  # which no model has but for its experts
+            return super().make_quantised_linear(matrix, bias)
         if self._library is not None and (linear := self._library.make(matrix, bias)) is not None:
             return linear
         if self._capability < TENSOR_CORES:
@@ -260,6 +262,8 @@ class TritonOps(Ops):
         seq_lens: torch.Tensor,
         out: torch.Tensor,
         scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         rows, heads, head_dim = q.shape
         if not rows:
@@ -267,6 +271,8 @@ class TritonOps(Ops):
         num_kv_heads, block_size = kv_layer.shape[1], kv_layer.shape[3]
         group, dim_tile = heads // num_kv_heads, next_power_of_2(head_dim)
         context = block_tables.shape[1] * block_size
+        if window is not None:
+            context = min(context, window)
         if self._has_tensor_cores(q):
             kernel, group_tile = decode_partials_dot_kernel, max(MIN_DOT_TILE, next_power_of_2(group))
             tile, shared_bytes = max(MIN_DOT_TILE, TILE_ELEMENTS // dim_tile), DOT_SHARED_BYTES
@@ -282,18 +288,18 @@ class TritonOps(Ops):
             partial_lse = torch.empty((rows, heads, num_splits), dtype=torch.float32, device=q.device)
         launch(
             kernel, (num_splits, num_kv_heads, rows),
-            q, k, v, kv_layer, block_tables, seq_lens, partial_out, partial_lse, scale * LOG2_E,
+            q, k, v, kv_layer, block_tables, seq_lens, partial_out, partial_lse, sinks, scale * LOG2_E,
             _row_stride(q), _row_stride(k), _row_stride(v), _row_stride(out), block_tables.stride(0),
             num_splits, split_tokens,
-            num_kv_heads, group, head_dim, block_size, group_tile, dim_tile, tile, is_one,
+            num_kv_heads, group, head_dim, block_size, group_tile, dim_tile, tile, is_one, window,
             num_warps=4, num_stages=DOT_STAGES,
         )  # fmt: skip
         if is_one:
             return
         launch(
             decode_combine_kernel, (heads, rows),
-            partial_out, partial_lse, seq_lens, out, _row_stride(out), num_splits, split_tokens,
-            heads, head_dim, dim_tile, COMBINE_TILE,
+            partial_out, partial_lse, seq_lens, sinks, out, _row_stride(out), num_splits, split_tokens,
+            heads, head_dim, dim_tile, COMBINE_TILE, window,
             num_warps=4,
         )  # fmt: skip
 

@@ -38,6 +38,8 @@ async def start_chat(context: ServingContext, body: ChatRequest, id_prefix: str 
     tokens = await context.encode_prompt(text, body, "messages", add_special_tokens=False)
     prompt = Prompt(body.kept_tokens(tokens, max_tokens, context.longest_of(body.service_class)))
     grammar = await context.grammar_of(body)
+    if context.formats.is_harmony:  # its marks are special tokens
+        body = body.model_copy(update={"skip_special_tokens": False})
     how = {"named": body.named_tool, "is_required": body.tool_choice == "required"}
     reader = partial(context.formats.reader, text, has_tools=bool(body.tools_offered), **how)
     return Generation(context, id_prefix, body, [prompt], max_tokens, grammar, reader)

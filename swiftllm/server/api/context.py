@@ -152,7 +152,7 @@ class ServingContext:
         messages: list[dict[str, Any]] = [message.for_template() for message in conversation]
         num_chars = sum(len(message["content"]) for message in messages)
         tools = [tool.for_template() for tool in how.tools_offered]
-        if tools and self.formats.calls is None:
+        if tools and self.formats.calls_name is None:
             message = f"this model has no known form of tool calls: start the server with --tool-call-parser, {KNOWN}"
             raise ApiError(400, message, "tools", "unsupported_parameter")
         effort = {} if how.reasoning_effort is None else {"reasoning_effort": how.reasoning_effort}

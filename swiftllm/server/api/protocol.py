@@ -293,6 +293,8 @@ class ChatMessage(Lenient):
         message = {**(self.model_extra or {}), "role": self.role, "content": content or ""}
         if isinstance(calls := message.get("tool_calls"), list):
             message["tool_calls"] = [with_object(call) for call in calls]
+            if not content and "reasoning_content" in message:
+                message.setdefault("thinking", message["reasoning_content"])  # its name in gpt-oss' template
         return message
 
 

@@ -5,16 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swiftllm.server.formats.calls import FORMATS, CallFormat, CallReader, ForcedCall
+from swiftllm.server.formats.harmony import HarmonyReader
 from swiftllm.server.formats.parts import Reader
 from swiftllm.server.formats.reasoning import BEGIN, ContentReader, ReasoningReader
 
 
 @dataclass(frozen=True)
 class Formats:
-    """The format of tool calls, if it is known, and whether answers begin with reasoning."""
+    """The format of tool calls, if it is known, and whether answers begin with reasoning. Harmony has both."""
 
     calls: CallFormat | None = None
     has_reasoning: bool = False
+    is_harmony: bool = False
+
+    @property
+    def calls_name(self) -> str | None:
+        """Of the format of tool calls; None: tools are refused."""
+        return "harmony" if self.is_harmony else self.calls and self.calls.name
+
+    @property
+    def reasoning_name(self) -> str | None:
+        return "harmony" if self.is_harmony else "think" if self.has_reasoning else None
 
     def reader(self, prompt: str, *, has_tools: bool, named: str | None, is_required: bool) -> Reader | None:
         """What reads an answer to ``prompt``; None if all of it is content. A grammar makes the whole output the
@@ -23,6 +34,8 @@ class Formats:
             return ForcedCall(named)
         if is_required:
             return CallReader(FORMATS["json"])
+        if self.is_harmony:
+            return HarmonyReader(prompt, has_tools)
         answer = CallReader(self.calls) if has_tools and self.calls is not None else ContentReader()
         if self.has_reasoning:
             return ReasoningReader(answer, prompt.rstrip().endswith(BEGIN))

@@ -174,7 +174,8 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int, name: str, major: 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (20 << 30, 24 << 30))
 
 
-def test_a_t4_is_told_what_multiplies_4_bit_weights(monkeypatch):
+def test_a_t4_is_told_what_multiplies_4_bit_weights_and_experts(monkeypatch):
+    grouped = pytest.importorskip("swiftllm.ops.triton.grouped", reason="Triton is not installed")
     pretend_gpus(monkeypatch, 1, "Tesla T4", 7, 5)
     monkeypatch.setattr("swiftllm.ops.library.installed_version", lambda: None)
     finding = found(list(doctor.gpus()))["4-bit weights"]
@@ -183,8 +184,10 @@ def test_a_t4_is_told_what_multiplies_4_bit_weights(monkeypatch):
     assert found(list(doctor.gpus()))["4-bit weights"] == Finding(
         "4-bit weights", "multiplied on Tesla T4 by humming-kernels 0.1.19, in float16"
     )
+    finding = found(list(doctor.gpus()))["experts"]
+    assert finding.status == "note" and f"{grouped.SUMMED_ROWS} rows of an expert at a time" in finding.found
     pretend_gpus(monkeypatch, 1, "A10", 8, 6)
-    assert "4-bit weights" not in found(list(doctor.gpus()))
+    assert not {"4-bit weights", "experts"} & set(found(list(doctor.gpus())))
 
 
 @pytest.mark.parametrize(("has_nccl", "status", "words"), [(True, "ok", "up to 2"), (False, "note", "lacks NCCL")])

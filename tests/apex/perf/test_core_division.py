@@ -17,6 +17,7 @@ from apex.perf.profile_cache import make_workbench
 from apex.systems import build_system, open_backend
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.runtime import cores
 from swiftllm.runtime.cores import CoreDivision
 from swiftllm.scheduling.admission import SchedulerLimits
@@ -40,7 +41,7 @@ ALL, HALF = CoreDivision(4, 4, ""), CoreDivision(2, 2, "")
 )
 def test_the_load_fills_the_tiers(gpu, cpu, max_num_seqs, max_model_len, expected):
     limits = SchedulerLimits(512, max_num_seqs, max_model_len)
-    assert full_load({Tier.GPU: gpu, Tier.CPU: cpu}, 16, limits) == expected
+    assert full_load({Tier.GPU: gpu, Tier.CPU: cpu}, LayerGroups(16), limits) == expected
 
 
 @pytest.mark.parametrize(

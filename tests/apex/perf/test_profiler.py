@@ -14,6 +14,7 @@ from apex.perf.workbench import Workbench
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import FakeWorker
@@ -90,7 +91,7 @@ def test_times_of_streamed_boundaries_leave_out_their_copies() -> None:
     crossed: list[int] = []
 
     class FiveLayers:
-        num_layers, block_size = 5, 4
+        num_layers, layer_groups = 5, LayerGroups(4, (None,) * 5)
         num_gpu_blocks = num_cpu_blocks = 8
         block_tables = None
         device = SimpleNamespace(type="cpu")

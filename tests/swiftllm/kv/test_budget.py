@@ -18,6 +18,7 @@ from swiftllm.device.cuda import CudaDevice
 from swiftllm.device.host import HostDevice
 from swiftllm.kv.budget import check_weights, plan_blocks
 from swiftllm.kv.format import INT8, block_bytes, tier_formats
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.kv.pools import KVPools
 from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
@@ -71,7 +72,7 @@ def test_what_does_not_fit_is_refused_with_the_shortfall(device_gib, host_gib, o
 
 
 def test_the_plan_says_what_the_tiers_hold():
-    gpu, cpu = plan(1, 100, num_cpu_blocks=10_000, block_size=16).describe(max_model_len=100)
+    gpu, cpu = plan(1, 100, num_cpu_blocks=10_000, block_size=16).describe(100, LayerGroups(16))
     assert gpu == "GPU tier: 512 blocks of 16 = 8,192 tokens, 1.00 GiB, 73.1 requests of 100 tokens"
     assert cpu.startswith("CPU tier: 10,000 blocks of 16 = 160,000 tokens, 19.53 GiB, 1,428.6 requests")
 

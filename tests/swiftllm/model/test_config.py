@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from swiftllm.model.architectures import ARCHITECTURES
 from swiftllm.model.config import ModelConfig
@@ -27,13 +27,16 @@ PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+WINDOW = {"use_sliding_window": True, "sliding_window": 9}
 UNSUPPORTED = (
     ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
     ({"architectures": ["LlamaForCausalLM", "GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
     ({"model_type": "gemma"}, "gemma.*LlamaForCausalLM"),
-    ({**MISTRAL, "sliding_window": 4096, "use_sliding_window": False}, "sliding_window=4096"),
-    ({**QWEN2, "use_sliding_window": True, "sliding_window": 9}, "sliding_window=9"),
-    ({**QWEN3, "layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ({**MISTRAL, "sliding_window": 9, "layer_types": ["sliding_attention"] * 3}, "sliding_attention"),
+    ({**MISTRAL, "sliding_window": 0}, "sliding_window=0"),
+    ({**QWEN2, **WINDOW, "max_window_layers": 1}, "1 of 3 layers have no window is not supported"),
+    ({**QWEN3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding_attention"),
+    ({**QWEN3, **WINDOW, "layer_types": ["sliding_attention"] * 2}, "2 layer_types"),
     ({"sliding_window": 512}, "sliding_window"),
     ({"hidden_act": "gelu"}, "gelu"),
     ({**MISTRAL, "attention_bias": True}, "attention_bias=True in MistralForCausalLM"),
@@ -51,11 +54,10 @@ UNSUPPORTED = (
     ({**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8}}, "longrope.*supported are default"),
     ({**PHI3, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "yarn"),
     ({**PHI3, "partial_rotary_factor": 0.2}, "rotary_dim=3 is odd"),
-    ({**SMOLLM3, "use_sliding_window": True, "sliding_window": 9}, "sliding_window=9"),
+    ({**SMOLLM3, **WINDOW}, "sliding_window=9 without layer_types"),
     ({**MINISTRAL3, "rope_parameters": {"rope_type": "default"}}, "lacks 'llama_4_scaling_beta'"),
     ({**MISTRAL3, "text_config": {**SIZES, "model_type": "qwen2"}}, "around a text model with model_type='qwen2'"),
     ({**MISTRAL3, "text_config": {"model_type": "ministral3"}}, "lacks '"),
-    ({**MISTRAL3, "text_config": {**SIZES, "sliding_window": 4}}, "sliding_window=4"),
     ({"rms_norm_eps": None}, "makes no sense"),
 )
 
@@ -113,11 +115,32 @@ def test_a_field_that_is_not_there_has_the_value_that_transformers_gives_it(read
         sizes = {**SIZES, "num_attention_heads": 32, "hidden_size": 512, "sliding_window": None}
         del sizes["num_key_value_heads"]
         assert read({"architectures": [name], **sizes}).num_kv_heads == (defaults["num_key_value_heads"] or 32)
-        if defaults.get("sliding_window") is not None and not hasattr(theirs, "use_sliding_window"):
-            with pytest.raises(ValueError, match="sliding_window"):
-                read({"architectures": [name], **SIZES})
-        else:
-            assert read({"architectures": [name], **SIZES}) == ours
+        has_window = defaults.get("sliding_window") is not None and not hasattr(theirs, "use_sliding_window")
+        windows = (defaults["sliding_window"],) * 3 if has_window else None
+        assert read({"architectures": [name], **SIZES}) == dataclasses.replace(ours, windows=windows)
+
+
+def test_windows_are_those_that_transformers_gives_the_layers(read):
+    alternating = ["full_attention", "sliding_attention"] * 2
+    cases = (
+        {**MISTRAL, "sliding_window": 9},
+        {**PHI3, "sliding_window": 9},
+        {**PHI3, "sliding_window": 4096},  # as long as the model's longest request
+        {**QWEN2, **WINDOW, "max_window_layers": 2},
+        {**QWEN2, **WINDOW, "max_window_layers": 0},
+        {**QWEN2, **WINDOW},
+        {**QWEN3, **WINDOW, "layer_types": alternating},
+        {**QWEN3, **WINDOW, "layer_types": alternating, "sliding_window": 32768},
+        {**SMOLLM3, **WINDOW, "layer_types": alternating},
+    )
+    for case in cases:
+        raw = LLAMA | {"num_hidden_layers": 4, "pad_token_id": None} | case
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
+        theirs = [
+            getattr(layer.self_attn, "sliding_window", model.config.sliding_window) for layer in model.model.layers
+        ]
+        theirs = [None if w is None or w >= model.config.max_position_embeddings else w for w in theirs]
+        assert list(read(raw).windows or [None] * 4) == theirs, case
 
 
 def test_biases_are_where_transformers_has_them(read):

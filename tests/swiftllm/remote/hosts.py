@@ -15,6 +15,7 @@ import torch
 
 from swiftllm.remote.host import AttentionHost
 from swiftllm.runtime.workers import AttentionTask, CpuTask, TaskRunner
+from tests.reference.int8_tier import poison_of
 
 SECRET = b"a secret of the tests"
 
@@ -32,7 +33,7 @@ class SlowHost(AttentionHost):
             time.sleep(self.delay_s if isinstance(task, AttentionTask) else 0.0)
             inner(task)
 
-        pool.fill_(torch.nan)  # whoever reads a slot that nobody wrote gets no tokens
+        pool.fill_(poison_of(pool))  # whoever reads a slot that nobody wrote gets no tokens
         runner.run_task = run_task
         return runner
 

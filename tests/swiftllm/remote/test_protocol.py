@@ -29,10 +29,21 @@ from swiftllm.remote.frames import (
 )
 from swiftllm.remote.host import AttentionHost
 from swiftllm.remote.tier import RemoteCpuTier, RemoteRows
-from swiftllm.runtime.workers import AttentionTask, BlocksRead, BlocksWrite, ContextRead, RowsWrite
+from swiftllm.runtime.workers import (
+    AttentionTask,
+    BlocksRead,
+    BlocksWrite,
+    ContextRead,
+    CpuTask,
+    OpenedRows,
+    RowsWrite,
+    TaskRunner,
+)
 from tests.swiftllm.remote.hosts import SECRET, host_in_thread
 
-SHAPE = KVShape(num_layers=2, num_heads=8, num_kv_heads=2, head_dim=32, block_size=16, dtype="bfloat16")
+SHAPE = KVShape(
+    num_layers=2, num_heads=8, num_kv_heads=2, head_dim=32, block_size=16, dtype="bfloat16", cpu_kv_dtype="auto"
+)
 THREE_TOKENS = torch.empty(2, 2, 3, 32, dtype=torch.bfloat16)
 ARRIVED = HostDevice.compute
 
@@ -74,7 +85,7 @@ def test_a_ticket_moves_q_k_v_and_the_output_and_64_bytes_at_most(host, rows: in
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_what_was_stored_is_attended_to(host, dtype: str) -> None:
     """Rows and blocks written in each way are read back, and attention over them is the reference's."""
-    shape = KVShape(2, 8, 2, 32, 16, dtype)
+    shape = KVShape(2, 8, 2, 32, 16, dtype, "auto")
     tier, generator = open_tier(host, shape), torch.Generator().manual_seed(3)
 
     def random(*sizes: int) -> torch.Tensor:
@@ -107,6 +118,41 @@ def test_what_was_stored_is_attended_to(host, dtype: str) -> None:
     scores = torch.einsum("hgd,htd->hgt", qkv[0, :8].view(2, 4, 32).float(), k.float()) * 32**-0.5
     reference = torch.einsum("hgt,htd->hgd", scores.softmax(-1), v.float()).reshape(8, 32)
     torch.testing.assert_close(out[0].float(), reference, atol=2e-2 if dtype != "float32" else 1e-5, rtol=2e-2)
+    tier.close()
+
+
+def test_a_store_of_int8_has_the_bits_of_a_local_one(host) -> None:
+    shape = KVShape(2, 8, 2, 32, 16, "bfloat16", "int8")
+    tier = open_tier(host, shape)
+    pool = torch.randint(256, (2, 12, *shape.block), dtype=torch.uint8)
+    local = TaskRunner(pool, kernel="native", num_threads=1)
+    blocks, kv = torch.tensor([7, 2, 9]), torch.randn(41, 4, 32).bfloat16()
+    positions = torch.arange(41)
+    rows = RowsWrite(1, kv, blocks[positions // 16], positions % 16)
+    tables, lens = torch.tensor([[7, 2, 9]], dtype=torch.int32), torch.tensor([42], dtype=torch.int32)
+    qkv = torch.randn(1, 12, 32).bfloat16()
+    found, expected = ([], [])
+    for target, results in ((tier, found), (local, expected)):
+
+        def carry_out(task: CpuTask, target: object = target, results: list = results) -> None:
+            if target is local:
+                local.run_task(task)
+            elif isinstance(task, RowsWrite | BlocksWrite):
+                tier.write(task, ARRIVED)
+            else:
+                (tier.attend(task, ARRIVED) if isinstance(task, AttentionTask) else tier.read(task)).wait()
+            results.extend([task.out] if hasattr(task, "out") else [])
+
+        carry_out(BlocksWrite(range(2), pool[:, [7, 2, 9]].clone(), blocks))
+        carry_out(rows)
+        carry_out(ContextRead(1, blocks, torch.empty(2, 2, 41, 32, dtype=torch.bfloat16)))
+        opened = tier.open(tables, lens) if target is tier else OpenedRows(tables, lens, None)
+        carry_out(AttentionTask(1, opened, qkv, torch.empty(1, 8, 32, dtype=torch.bfloat16)))
+        carry_out(BlocksRead(range(2), blocks, torch.empty(2, 3, *shape.block, dtype=torch.uint8)))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert len(found) == 3
+    tier.fetch([9])
     tier.close()
 
 

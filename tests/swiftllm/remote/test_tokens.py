@@ -15,6 +15,7 @@ from swiftllm.core.request import Request, Tier
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.engine import Engine
 from tests.apex.test_end_to_end import MADE_UP_PROFILE, VARIANTS, judge
+from tests.reference.int8_tier import poison_of
 from tests.reference.tiny_model import make_tiny_llama
 from tests.swiftllm.remote.hosts import SECRET, host_in_thread
 
@@ -46,7 +47,7 @@ def open_engine(model_dir: Path, variant: str, addresses: Sequence[tuple[str, in
     )
     engine = build_system(system, config, strategy, profile=MADE_UP_PROFILE)
     for pool in engine.backend.kv_pools.tensors.values():
-        pool.fill_(float("nan"))  # whoever reads a slot that nobody wrote gets no tokens
+        pool.fill_(poison_of(pool))  # whoever reads a slot that nobody wrote gets no tokens
     return engine
 
 
@@ -94,3 +95,22 @@ def test_hosts_do_not_change_tokens(tiny, variant: str, num_hosts: int, monkeypa
         assert all(host.channel.bytes_received > 0 for host in engine.backend.attention_hosts.hosts)
         if variant in LOCKSTEP:
             assert {source for source, host in moved if host > 0} == set(Tier)
+
+
+def test_hosts_in_int8_give_the_tokens_of_a_local_tier_in_int8(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
+    model_dir, prompts, exact = tiny
+    pools = {"block_size": 16, "num_gpu_blocks": 60, "cpu_kv_dtype": "int8"}
+    outputs = []
+    for num_local_blocks, num_hosts in ((200, 0), (9, 1)):
+        with ExitStack() as stack:
+            hosts = [stack.enter_context(host_in_thread(200 * 16 * BLOCK_BYTES)) for _ in range(num_hosts)]
+            addresses = [host.address for host in hosts]
+            engine = open_engine(model_dir, "fastdecode", addresses, num_cpu_blocks=num_local_blocks, **pools)
+            stack.callback(engine.close)
+            requests = add_all(engine, prompts)
+            run_to_end(engine)
+            outputs.append([tuple(request.output_token_ids) for request in requests])
+            for host in engine.backend.attention_hosts.hosts if num_hosts else ():
+                assert host.channel.bytes_received > 0
+    assert outputs[0] == outputs[1] != exact

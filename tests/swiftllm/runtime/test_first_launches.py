@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
@@ -30,10 +31,17 @@ def test_a_kernel_first_launched_in_a_capture_is_seen():
             cuda.capturing = False
 
 
-@pytest.mark.parametrize(("can_capture", "kept"), [(True, "int8"), (False, "auto"), (True, "auto")])
-def test_no_kernel_is_compiled_while_requests_wait_for_it(tiny_model_dir, can_capture, kept):
+WINDOWS = {"kind": Qwen2Config, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("model", "can_capture", "kept"),
+    [({}, True, "int8"), ({}, False, "auto"), ({}, True, "auto"), (WINDOWS, True, "auto"), (WINDOWS, False, "int8")],
+    ids=["int8", "eager", "graphs", "windows", "windows, eager, int8"],
+)
+def test_no_kernel_is_compiled_while_requests_wait_for_it(tiny_model_dir, model, can_capture, kept):
     """Prompts in chunks into both tiers, decodes in the lane and in cohorts that ride and step, swaps both ways."""
-    model_dir = tiny_model_dir(num_hidden_layers=2)
+    model_dir = tiny_model_dir(num_hidden_layers=2, **model)
     pools = {"num_gpu_blocks": 20, "num_cpu_blocks": 20, "cpu_kv_dtype": kept}
     config = EngineConfig(str(model_dir), dtype="float32", max_num_seqs=6, **pools)
     how = SamplingParams(max_tokens=4, ignore_eos=True)

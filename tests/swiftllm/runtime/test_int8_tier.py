@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import Swap
@@ -41,9 +42,12 @@ def generate(driver: BackendDriver, chunk: int | None, moves: bool) -> list[Requ
 
 def test_tokens_are_those_of_attention_over_the_dequantised_cache(tiny_model_dir, monkeypatch):
     """Of prompts in chunks, whose earlier tokens come back from the tier, of decodes there, and of requests that
-    travel; their logits tell an int8 tier from an exact one."""
-    model_dir = tiny_model_dir()
-    for chunk, moves in ((None, False), (7, False), (20, True)):
+    travel; their logits tell an int8 tier from an exact one. With attention windows, too."""
+    windows = {"kind": Qwen2Config, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
+    windows["initializer_range"] = 0.25  # its logits tell more
+    llama, windowed = tiny_model_dir(), tiny_model_dir(num_hidden_layers=4, **windows)
+    cases = (llama, None, False), (llama, 7, False), (llama, 20, True), (windowed, 7, False), (windowed, 50, True)
+    for model_dir, chunk, moves in cases:
         found = generate(BackendDriver(backend_of(model_dir, cpu_kv_dtype="int8")), chunk, moves)
         exact = generate(BackendDriver(backend_of(model_dir)), chunk, moves)
         with monkeypatch.context() as patch:

@@ -16,6 +16,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.kv.budget import HOST_HEADROOM_BYTES, MemoryBudget, plan_blocks, weights_advice
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
@@ -74,6 +75,7 @@ def started(
             torch.float16,
             max_rows=config.max_num_seqs,
             max_blocks=max_blocks,
+            layer_groups=LayerGroups.of(model, config.block_size),
             placement=all_resident(model.num_layers),
         )
         free = device.left_free(lambda: widest_iteration(llama, Sampler(0, gpu), config, torch.float16))
@@ -81,7 +83,13 @@ def started(
         del graphs
 
 
-@pytest.mark.parametrize("model", [LLAMA_7B, LLAMA_8B], ids=["7b", "8b"])
+ALTERNATING = replace(LLAMA_8B, num_layers=2, windows=(128, None))
+ALIKE = replace(LLAMA_8B, num_layers=2, windows=(128, 128))
+
+
+@pytest.mark.parametrize(
+    "model", [LLAMA_7B, LLAMA_8B, ALTERNATING, ALIKE], ids=["7b", "8b", "alternating windows", "windows"]
+)
 @pytest.mark.parametrize(
     ("rows", "requests", "context"),
     [(832, 1024, 832), (20480, 1024, 20480), (512, 256, 4096), (2048, 16, 32768), (8192, 64, 1024), (64, 8, 512)],

@@ -109,7 +109,6 @@ def test_broken_logits_give_a_token_of_the_vocabulary(broken: float, top_p: floa
         {"cpu_kv_dtype": "int4"},
         {"block_size": 24, "cpu_kv_dtype": "int8"},
         {"cpu_kernel": "llamafile", "cpu_kv_dtype": "int8"},
-        {"attention_hosts": "10.0.0.7:7300", "cpu_kv_dtype": "int8"},
     ],
 )
 def test_engine_config_refuses(bad: dict) -> None:

@@ -15,7 +15,7 @@ PACPU_INLINE void add_products(__m256i& sum, __m256i even, __m256i odd, const vo
 struct Avx2 {
     static constexpr int largest_weight = 0x7fff;
     struct Weights {
-        alignas(32) uint64_t quads[chunk_quads];  // tokens 0 and 2, then 1 and 3
+        alignas(32) char quads[chunk_quads][16];  // tokens 0 and 2, then 1 and 3; the rest is not read
     };
 
     static PACPU_INLINE void pack_four(const int32_t* four, char* to, int32_t* offsets) {
@@ -25,10 +25,8 @@ struct Avx2 {
     }
 
     static PACPU_INLINE void put_weights(Weights& weights, int vector, Floats x) {
-        const __m256i whole = _mm256_cvtps_epi32(x);
-        const __m256i pairs = _mm256_or_si256(whole, _mm256_slli_epi32(_mm256_srli_si256(whole, 8), 16));
-        _mm_storel_epi64((__m128i*)(weights.quads + 2 * vector), _mm256_castsi256_si128(pairs));
-        _mm_storel_epi64((__m128i*)(weights.quads + 2 * vector + 1), _mm256_extracti128_si256(pairs, 1));
+        const __m256i bytes = _mm256_set_epi32(0, 0, 0x0d0c0504, 0x09080100, 0, 0, 0x0d0c0504, 0x09080100);
+        _mm256_store_si256((__m256i*)weights.quads[2 * vector], _mm256_shuffle_epi8(_mm256_cvtps_epi32(x), bytes));
     }
 
     template <int heads, int way>
@@ -70,7 +68,7 @@ struct Avx2 {
         __m256i sums[heads][columns];
 #pragma GCC unroll 4
         for (int h = 0; h < heads; ++h)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int c = 0; c < columns; ++c) sums[h][c] = _mm256_setzero_si256();
 #pragma GCC unroll 1
         for (int tile = 0; tile < chunk_tiles; ++tile) {
@@ -78,24 +76,24 @@ struct Avx2 {
             const char *values = chunk.tiles[tile] + offset, *ahead = chunk.ahead[tile] + offset;
 #pragma GCC unroll 1
             for (int quad = 4 * tile; quad < 4 * tile + 4; ++quad, values += 4 * dim, ahead += 4 * dim) {
-#pragma GCC unroll 2
+#pragma GCC unroll 8
                 for (int c = 0; c < columns; c += 2) prefetch_line<way>(ahead + 4 * c * width);
                 __m256i even[columns], odd[columns];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int c = 0; c < columns; ++c) {
-                    const __m256i both = _mm256_loadu_si256((const __m256i*)values + c);
-                    even[c] = _mm256_srai_epi16(_mm256_slli_epi16(both, 8), 8);
-                    odd[c] = _mm256_srai_epi16(both, 8);
+                    // A byte further back, even bytes are where odd ones were: this shifts for nothing. K lies before V.
+                    even[c] = _mm256_srai_epi16(_mm256_loadu_si256((const __m256i*)(values - 1) + c), 8);
+                    odd[c] = _mm256_srai_epi16(_mm256_loadu_si256((const __m256i*)values + c), 8);
                 }
 #pragma GCC unroll 4
                 for (int h = 0; h < heads; ++h)
 #pragma GCC unroll 4
-                    for (int c = 0; c < columns; ++c) add_products(sums[h][c], even[c], odd[c], weights[h].quads + quad);
+                    for (int c = 0; c < columns; ++c) add_products(sums[h][c], even[c], odd[c], weights[h].quads[quad]);
             }
         }
 #pragma GCC unroll 4
         for (int h = 0; h < heads; ++h)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int c = 0; c < columns; ++c) {
                 float* const to = output + (ptrdiff_t)h * padded_dim + at + c * width;
                 store(to, load(to) * before[h] + _mm256_cvtepi32_ps(sums[h][c]) * now[h]);
@@ -106,6 +104,9 @@ struct Avx2 {
     static PACPU_INLINE void weigh(const Tiles& chunk, int dim, const Weights* weights, const float* before, const float* now,
                                    float* output, int padded_dim) {
         int at = 0;
+        constexpr int columns = heads == 1 ? 4 : 2;
+        for (; at + columns * width <= dim; at += columns * width)
+            weigh_columns<heads, columns, way>(chunk, dim, at, weights, before, now, output, padded_dim);
         for (; at + 2 * width <= dim; at += 2 * width)
             weigh_columns<heads, 2, way>(chunk, dim, at, weights, before, now, output, padded_dim);
         if (at < dim) weigh_columns<heads, 1, way>(chunk, dim, at, weights, before, now, output, padded_dim);

@@ -14,6 +14,7 @@ namespace {
 constexpr int chunk_tiles = 2, chunk_tokens = chunk_tiles * tile_tokens, chunk_quads = chunk_tokens / 4;
 constexpr int chunk_vectors = chunk_tokens / width;
 constexpr int cache_line = 64;
+constexpr float log_2 = 0.69314718f;
 constexpr int no_prefetch = 0, second_level = 2, first_level = 3;  // the last two as __builtin_prefetch has them
 
 template <int way>
@@ -47,7 +48,7 @@ void pack_queries(const Segment& segment) {
         const float most = largest_magnitude(query, dim);
         const bool is_finite = most < __builtin_inff(), is_nothing = !is_finite || most < 1e-30f;
         const float inverse = is_nothing ? 0 : largest / most;
-        const float scale = is_finite ? (is_nothing ? 0 : most / largest) : __builtin_nanf("");
+        const float scale = is_finite ? (is_nothing ? 0 : most / largest / log_2) : __builtin_nanf("");
         int32_t offsets[2] = {};
         for (int i = 0; i < dim; i += 4) {  // eight bytes take the place of sixteen: reading stays ahead
             int32_t four[4];
@@ -60,78 +61,116 @@ void pack_queries(const Segment& segment) {
     }
 }
 
-// The tiles of a chunk under one KV head, and those that are wanted next; the same, where nothing is.
+// The tiles of a chunk under one KV head, and those that are wanted next; the same, where nothing is. Tokens count from
+// `begin` to `end`.
 struct Tiles {
     const char *tiles[chunk_tiles], *ahead[chunk_tiles];
-    int num_tokens;
+    int begin, end;
 };
 
-// What V's scales make of a chunk's weights.
-struct ValueScales {
-    Floats relative[chunk_vectors];  // times the largest weight; zero beyond the last token
-    float largest;
+// Lane by lane, all bits where there is a token, of those from `first` on.
+template <int... lane>
+PACPU_INLINE Ints are_tokens(int first, const Tiles& chunk, std::integer_sequence<int, lane...>) {
+    return (Ints{lane...} >= chunk.begin - first) & (Ints{lane...} < chunk.end - first);
+}
 
-    PACPU_INLINE ValueScales(const Tiles& chunk, int dim, int largest_weight) {
+// What all heads of a chunk share. Slots without a token may hold anything.
+struct Scales {
+    Floats keys[chunk_vectors];
+    Floats limits[chunk_vectors];  // of scores: infinity, and where there is no token minus infinity
+    Floats values[chunk_vectors];  // relative to `largest_value` and times the largest weight
+    float largest_value;
+
+    PACPU_INLINE Scales(const Tiles& chunk, int dim, int largest_weight) {
         Floats most = {};
         for (int i = 0; i < chunk_vectors; ++i) {
             const int token = i * width;
-            const char* tile = chunk.tiles[token / tile_tokens];
-            const Floats scales = load((const float*)(tile + scales_at(dim)) + tile_tokens + token % tile_tokens);
-            relative[i] = is_token(token, chunk.num_tokens) ? scales : Floats{};
-            most = larger(relative[i], most);
+            const float* scales = (const float*)(chunk.tiles[token / tile_tokens] + scales_at(dim)) + token % tile_tokens;
+            const Ints is_token = are_tokens(token, chunk, std::make_integer_sequence<int, width>{});
+            keys[i] = load(scales);
+            limits[i] = (Floats)((Ints)splat(__builtin_inff()) | (~is_token & (Ints)splat(-0.0f)));
+            values[i] = (Floats)((Ints)load(scales + tile_tokens) & is_token);
+            most = larger(values[i], most);
         }
-        largest = reduce<1>(most, larger)[0];
-        if (largest < 1e-30f) largest = 1e-30f;  // memory that was never written: zero
-        const float factor = largest_weight / largest;
-        for (int i = 0; i < chunk_vectors; ++i) relative[i] *= factor;
-    }
-
-    // Of the tokens from `first` on, lane by lane, whether there are such.
-    static PACPU_INLINE Ints is_token(int first, int num_tokens) {
-        return lanes(std::make_integer_sequence<int, width>{}) < num_tokens - first;
-    }
-    template <int... lane>
-    static PACPU_INLINE Ints lanes(std::integer_sequence<int, lane...>) {
-        return Ints{lane...};
+        largest_value = reduce<1>(most, larger)[0];
+        if (largest_value < 1e-30f) largest_value = 1e-30f;  // memory that was never written: zero
+        const float factor = largest_weight / largest_value;
+        for (int i = 0; i < chunk_vectors; ++i) values[i] *= factor;
     }
 };
 
-// `scores` are without K's scales. Returns by `weights` integers, and the factors for what was summed before and for the
-// chunk's sums of integers.
+// 2^x for x <= 0 within 1.1e-4 of itself, a twentieth of what int8 costs, and exact for whole x; never less than 2^-125;
+// NaN stays NaN.
+PACPU_INLINE Floats exp2_nonpositive(Floats x) {
+    const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    const Floats y = maximum(splat(-125.0f), x);
+    const Floats shifted = y + magic;
+    const Floats r = y - (shifted - magic);
+    Floats p = splat(5.50090578e-2f);
+    p = p * r + 0.242210975f;
+    p = p * r + 0.693282898f;
+    p = p * r + 1.0f;
+    return (Floats)((Ints)p + ((Ints)shifted << 23));
+}
+
+// Lane i of the result is made of all lanes of x[i % 4], of the first so many; with a single one every lane is.
+template <int heads, typename Function>
+PACPU_INLINE Floats reduce_heads(const Floats* x, Function function) {
+    if constexpr (heads == 1) {
+        return reduce<1>(x[0], function);
+    } else {
+        constexpr auto all = std::make_integer_sequence<int, width>{};
+        const Floats first = fold<1>(x[0], x[1], function, all);
+        const Floats second = heads == 2 ? first : fold<1>(x[2], x[heads - 1], function, all);
+        return reduce<4>(fold<2>(first, second, function, all), function);
+    }
+}
+
+template <int head, int... lane>
+PACPU_INLINE Floats of_head(Floats x, std::integer_sequence<int, lane...>) {
+    return __builtin_shuffle(x, Ints{lane / 4 * 4 + head...});
+}
+
+// A chunk's weights for the heads from `head` on, given the largest score of each, lane by lane; adds up by `totals`.
+template <typename Math, int head, int heads>
+PACPU_INLINE void weigh_tokens(const Scales& scales, const Floats (*scores)[chunk_vectors], Floats most,
+                               typename Math::Weights* weights, Floats* totals) {
+    if constexpr (head < heads) {
+        const Floats own = of_head<head>(most, std::make_integer_sequence<int, width>{});
+        totals[head] = Floats{};
+        for (int i = 0; i < chunk_vectors; ++i) {
+            const Floats weight = exp2_nonpositive(scores[head][i] - own);
+            totals[head] += weight;
+            Math::put_weights(weights[head], i, weight * scales.values[i]);
+        }
+        weigh_tokens<Math, head + 1, heads>(scales, scores, most, weights, totals);
+    }
+}
+
+// `products` are scores in units of log 2, without K's scales. Returns by `weights` integers, and the factors for what was
+// summed before and for the chunk's sums of integers. A score that is NaN counts as infinite, and its weight is NaN.
 template <typename Math, int heads>
-PACPU_INLINE void softmax_step(const Tiles& chunk, int dim, const ValueScales& values, float (*scores)[chunk_tokens],
-                               float* max, float* sum, typename Math::Weights* weights, float* before, float* now) {
-    alignas(64) float chunk_max[width] = {}, chunk_sum[width] = {};
-    Floats key_scales[chunk_vectors];
-    for (int i = 0; i < chunk_vectors; ++i) {
-        const int token = i * width;
-        key_scales[i] = load((const float*)(chunk.tiles[token / tile_tokens] + scales_at(dim)) + token % tile_tokens);
-    }
+PACPU_INLINE void softmax_step(const Scales& scales, float (*products)[chunk_tokens], float* max, float* sum,
+                               typename Math::Weights* weights, float* before, float* now) {
+    Floats scores[heads][chunk_vectors], most[heads], totals[heads];
 #pragma GCC unroll 4
-    for (int h = 0; h < heads; ++h) {
-        Floats score[chunk_vectors], most = splat(-__builtin_inff());
+    for (int h = 0; h < heads; ++h)
         for (int i = 0; i < chunk_vectors; ++i) {
-            const Floats product = load(scores[h] + i * width) * key_scales[i];
-            score[i] = ValueScales::is_token(i * width, chunk.num_tokens) ? product : splat(-__builtin_inff());
-            most = maximum(score[i], most);
+            const Floats score = load(products[h] + i * width) * scales.keys[i];
+            scores[h][i] = score < scales.limits[i] ? score : scales.limits[i];
+            most[h] = i ? maximum(scores[h][i], most[h]) : scores[h][i];
         }
-        most = reduce<1>(most, [](Floats a, Floats b) { return maximum(a, b); });
-        Floats total = {};
-        for (int i = 0; i < chunk_vectors; ++i) {
-            const Floats weight = exp_nonpositive(score[i] - most);
-            total += weight;
-            Math::put_weights(weights[h], i, weight * values.relative[i]);
-        }
-        chunk_max[h] = most[0];
-        chunk_sum[h] = reduce<1>(total, [](Floats a, Floats b) { return a + b; })[0];
-    }
-    const Floats old_max = load(max), own_max = load(chunk_max), new_max = maximum(own_max, old_max);
-    const Floats keep = exp_nonpositive(old_max - new_max), take = exp_nonpositive(own_max - new_max);
+    const Floats own_max = reduce_heads<heads>(most, [](Floats a, Floats b) { return maximum(a, b); });
+    weigh_tokens<Math, 0, heads>(scales, scores, own_max, weights, totals);
+    const Floats total = reduce_heads<heads>(totals, [](Floats a, Floats b) { return a + b; });
+    const Floats old_max = load(max), rise = own_max - old_max, one = splat(1.0f);
+    const Floats lesser = exp2_nonpositive((Floats)((Ints)rise | (Ints)splat(-0.0f)));
+    const Floats keep = rise > 0 ? lesser : one, take = rise > 0 ? one : lesser;
     alignas(64) float results[4][width];
-    store(results[0], new_max);
-    store(results[1], load(sum) * keep + load(chunk_sum) * take);
+    store(results[0], maximum(own_max, old_max));
+    store(results[1], load(sum) * keep + total * take);
     store(results[2], keep);
-    store(results[3], take * (values.largest / Math::largest_weight));
+    store(results[3], take * (scales.largest_value / Math::largest_weight));
     __builtin_memcpy(max, results[0], heads * sizeof(float));
     __builtin_memcpy(sum, results[1], heads * sizeof(float));
     __builtin_memcpy(before, results[2], heads * sizeof(float));
@@ -139,17 +178,17 @@ PACPU_INLINE void softmax_step(const Tiles& chunk, int dim, const ValueScales& v
 }
 
 template <typename Math, int way, int heads>
-PACPU_INLINE void attend_heads(const Segment& segment, int first, const Tiles& chunk, const ValueScales& values,
+PACPU_INLINE void attend_heads(const Segment& segment, int first, const Tiles& chunk, const Scales& scales,
                                SoftmaxState state) {
     const int dim = segment.head_dim;
-    alignas(64) float scores[heads][chunk_tokens];
+    alignas(64) float products[heads][chunk_tokens];
     typename Math::Weights weights[heads];
     float before[heads], now[heads];
     Query queries[heads];
 #pragma GCC unroll 4
     for (int h = 0; h < heads; ++h) queries[h] = query_of(segment, first + h);
-    Math::template score<heads, way>(queries, dim, chunk, scores);
-    softmax_step<Math, heads>(chunk, dim, values, scores, state.max + first, state.sum + first, weights, before, now);
+    Math::template score<heads, way>(queries, dim, chunk, products);
+    softmax_step<Math, heads>(scales, products, state.max + first, state.sum + first, weights, before, now);
     Math::template weigh<heads, way>(chunk, dim, weights, before, now, state.output + (ptrdiff_t)first * segment.padded_dim,
                                      segment.padded_dim);
 }
@@ -159,14 +198,14 @@ PACPU_INLINE void attend_kv_head(const Segment& segment, int kv_head, Tiles chun
     for (int tile = 0; tile < chunk_tiles; ++tile)
         for (int byte = 0; byte < 2 * cache_line; byte += cache_line)
             prefetch_line<way>(chunk.ahead[tile] + scales_at(segment.head_dim) + byte);
-    const ValueScales values(chunk, segment.head_dim, Math::largest_weight);
+    const Scales scales(chunk, segment.head_dim, Math::largest_weight);
     for (int head = 0; head < segment.group; head += 4) {
         const int first = kv_head * segment.group + head;
         switch (segment.group - head) {
-            case 1: attend_heads<Math, way, 1>(segment, first, chunk, values, state); break;
-            case 2: attend_heads<Math, way, 2>(segment, first, chunk, values, state); break;
-            case 3: attend_heads<Math, way, 3>(segment, first, chunk, values, state); break;
-            default: attend_heads<Math, way, 4>(segment, first, chunk, values, state);
+            case 1: attend_heads<Math, way, 1>(segment, first, chunk, scales, state); break;
+            case 2: attend_heads<Math, way, 2>(segment, first, chunk, scales, state); break;
+            case 3: attend_heads<Math, way, 3>(segment, first, chunk, scales, state); break;
+            default: attend_heads<Math, way, 4>(segment, first, chunk, scales, state);
         }
         for (int tile = 0; tile < chunk_tiles; ++tile) chunk.ahead[tile] = chunk.tiles[tile];  // has come
     }
@@ -175,7 +214,7 @@ PACPU_INLINE void attend_kv_head(const Segment& segment, int kv_head, Tiles chun
 // The first KV head's tiles of the chunk that begins with a tile; the last one twice, where there is no second.
 PACPU_INLINE void locate(const Segment& segment, int first_tile, const char** tiles) {
     const int tiles_per_block = segment.block_size / tile_tokens;
-    const int last = (segment.num_tokens - 1) / tile_tokens;
+    const int last = (segment.first_slot + segment.num_tokens - 1) / tile_tokens;
     for (int i = 0; i < chunk_tiles; ++i) {
         const int tile = min_of(first_tile + i, last);
         tiles[i] = segment.keys + segment.blocks[tile / tiles_per_block] * segment.block_bytes +
@@ -193,14 +232,16 @@ void walk(const Segment& segment, const Segment* next, SoftmaxState state) {
     __builtin_memset(state.output, 0, sizeof(float) * num_heads * segment.padded_dim);
     pack_queries<Math>(segment);
     const char* tiles[2][chunk_tiles];
-    locate(segment, 0, tiles[0]);
-    for (int token = 0, turn = 0; token < segment.num_tokens; token += chunk_tokens, turn ^= 1) {
+    const int first_tile = segment.first_slot / tile_tokens, end = segment.first_slot + segment.num_tokens;
+    locate(segment, first_tile, tiles[0]);
+    for (int slot = first_tile * tile_tokens, turn = 0; slot < end; slot += chunk_tokens, turn ^= 1) {
         const char **here = tiles[turn], **following = tiles[turn ^ 1];
-        const bool is_last = token + chunk_tokens >= segment.num_tokens;
-        if (!is_last) locate(segment, token / tile_tokens + chunk_tiles, following);
-        if (is_last && next) locate(*next, 0, following);
+        const bool is_last = slot + chunk_tokens >= end;
+        if (!is_last) locate(segment, slot / tile_tokens + chunk_tiles, following);
+        if (is_last && next) locate(*next, next->first_slot / tile_tokens, following);
         Tiles chunk;
-        chunk.num_tokens = min_of(segment.num_tokens - token, chunk_tokens);
+        chunk.begin = slot < segment.first_slot ? segment.first_slot - slot : 0;
+        chunk.end = min_of(end - slot, chunk_tokens);
         for (int kv_head = 0; kv_head < segment.num_kv_heads; ++kv_head) {
             const ptrdiff_t offset = kv_head * segment.head_bytes;
             for (int i = 0; i < chunk_tiles; ++i) {
@@ -211,6 +252,7 @@ void walk(const Segment& segment, const Segment* next, SoftmaxState state) {
             attend_kv_head<Math, way>(segment, kv_head, chunk, state);
         }
     }
+    for (int h = 0; h < num_heads; ++h) state.max[h] *= log_2;
 }
 
 template <typename Math>

@@ -29,7 +29,6 @@ PackedCodes::PackedCodes(py::object codes_object, py::object scales_object, py::
     for (const int64_t size : {out_features, in_features})
         if (size < 1 || size > int_max / 2) refuse("a matrix cannot have a side of " + std::to_string(size));
     const Array codes = read_array("codes", codes_object), scales = read_array("scales", scales_object);
-    const Array zeros = read_array("zeros", zeros_object);
     const int64_t panels = code_panels(static_cast<int>(out_features)), blocks = code_blocks(static_cast<int>(in_features));
     check_int32(codes);
     check_shape(codes, {panels, blocks, code_columns, block_words}, "[panels, blocks, columns, words]");
@@ -39,16 +38,23 @@ PackedCodes::PackedCodes(py::object codes_object, py::object scales_object, py::
     if (groups < 1 || in_features % groups || in_features / groups % run_inputs)
         refuse(std::to_string(groups) + " groups do not cut " + std::to_string(in_features) + " inputs into groups of a multiple of " +
                std::to_string(run_inputs));
-    if (!is_bytes(zeros)) refuse("zeros must have dtype uint8, not " + zeros.dtype_name());
-    check_shape(zeros, scales.shape, "[panels, groups, columns]");
     matrix_ = {static_cast<int>(in_features),
                static_cast<int>(out_features),
                static_cast<int>(in_features / groups),
                static_cast<const uint32_t*>(contiguous(codes)),
-               float_dtype(scales),
+               DType::float32,
                contiguous(scales),
-               static_cast<const uint8_t*>(contiguous(zeros)),
+               nullptr,
                nullptr};
+    if (zeros_object.is_none()) {
+        if (!is_bytes(scales)) refuse("scales without zeros must have dtype uint8, not " + scales.dtype_name());
+    } else {
+        const Array zeros = read_array("zeros", zeros_object);
+        if (!is_bytes(zeros)) refuse("zeros must have dtype uint8, not " + zeros.dtype_name());
+        check_shape(zeros, scales.shape, "[panels, groups, columns]");
+        matrix_.scale_type = float_dtype(scales);
+        matrix_.zeros = static_cast<const uint8_t*>(contiguous(zeros));
+    }
     if (order_object.is_none()) return;
     const Array order = read_array("order", order_object);
     check_int32(order);

@@ -2,6 +2,8 @@
 // rounded once.
 #pragma once
 
+#include <type_traits>
+
 #include "../elements.h"
 #include "quantised.h"
 
@@ -11,8 +13,14 @@ namespace {
 constexpr int parts_per_run = run_inputs / width;
 constexpr int most_groups = stretch_blocks * block_runs;  // of a stretch
 
-// The scales and zero points of a panel's groups, from `first` on, as floats.
+// By code: a number of integers, and of MXFP4.
+alignas(64) constexpr float integer_numbers[1 << 4] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+alignas(64) constexpr float mxfp4_numbers[1 << 4] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                                                     -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
+// The scales and zero points of a panel's groups, from `first` on, as floats, and the numbers of their codes.
 struct Groups {
+    const float* numbers;
     int first;
     float scales[most_groups * code_columns], zeros[most_groups * code_columns];  // [groups, code_columns]
 };
@@ -20,6 +28,17 @@ struct Groups {
 typedef uint8_t Bytes __attribute__((vector_size(width)));
 
 PACPU_INLINE Floats load(const uint8_t* p) { return __builtin_convertvector(load_bits<Bytes>(p), Floats); }
+
+// A scale of MXFP4.
+struct PowerOfTwo {
+    uint8_t exponent;
+};
+
+PACPU_INLINE Floats load(const PowerOfTwo* p) {
+    const Floats exponents = load(&p->exponent);
+    const Floats powers = (Floats)(__builtin_convertvector(exponents, Ints) << 23);
+    return exponents == 0.0f ? splat(0x1p-127f) : exponents == 255.0f ? splat(__builtin_nanf("")) : powers;
+}
 
 // Like load_some, by fewer instructions.
 template <int count, typename T>
@@ -44,6 +63,12 @@ PACPU_INLINE void read_groups(const CodeMatrix& m, int panel, int first, int las
     const int num_groups = m.in_features / m.group_size, count = (last - first + 1) * code_columns;
     const int64_t offset = (int64_t{panel} * num_groups + first) * code_columns;
     groups.first = first;
+    groups.numbers = m.zeros ? integer_numbers : mxfp4_numbers;
+    if (!m.zeros) {
+        widen((const PowerOfTwo*)m.scales + offset, count, groups.scales);
+        for (int i = 0; i < count; ++i) groups.zeros[i] = 0;
+        return;
+    }
     if (m.scale_type == DType::float32) widen((const float*)m.scales + offset, count, groups.scales);
     if (m.scale_type == DType::float16) widen((const Half*)m.scales + offset, count, groups.scales);
     if (m.scale_type == DType::bfloat16) widen((const BFloat16*)m.scales + offset, count, groups.scales);
@@ -71,10 +96,8 @@ PACPU_INLINE Floats rounded<float>(Floats x) {
 }
 
 // The values of codes `first` to `first + width - 1`.
-PACPU_INLINE Floats values_of(float scale, float zero, int first) {
-    Floats codes;
-    for (int lane = 0; lane < width; ++lane) codes[lane] = first + lane;
-    return (codes - zero) * scale;
+PACPU_INLINE Floats values_of(const float* numbers, float scale, float zero, int first) {
+    return (load(numbers + first) - zero) * scale;
 }
 
 // A group of an output: elements of type T as floats, by the lowest four bits of words.
@@ -82,8 +105,12 @@ template <typename T>
 struct Values {
     alignas(64) float table[1 << 4] = {};
 
-    PACPU_INLINE void set(float scale, float zero) {
-        for (int first = 0; first < 1 << 4; first += width) store(table + first, rounded<T>(values_of(scale, zero, first)));
+    PACPU_INLINE void set(const float* numbers, float scale, float zero) {
+        const bool is_exact = numbers == mxfp4_numbers && !std::is_same_v<T, Half>;
+        for (int first = 0; first < 1 << 4; first += width) {
+            const Floats values = values_of(numbers, scale, zero, first);
+            store(table + first, is_exact ? values : rounded<T>(values));
+        }
     }
 
     PACPU_INLINE Floats of(Words words) const {
@@ -106,15 +133,21 @@ struct Values {
 // Where vectors cannot be looked up in, arithmetic is faster, unless each element must be rounded.
 template <>
 struct Values<float> {
+    const float* numbers = nullptr;
     float scale = 0, zero = 0;
 
-    PACPU_INLINE void set(float new_scale, float new_zero) {
+    PACPU_INLINE void set(const float* new_numbers, float new_scale, float new_zero) {
+        numbers = new_numbers;
         scale = new_scale;
         zero = new_zero;
     }
 
     PACPU_INLINE Floats of(Words words) const {
-        return (__builtin_convertvector((Ints)(words & 15), Floats) - zero) * scale;
+        const Words codes = words & 15;
+        Floats found = __builtin_convertvector((Ints)codes, Floats);
+        if (numbers != integer_numbers)
+            for (int lane = 0; lane < width; ++lane) found[lane] = numbers[codes[lane]];
+        return (found - zero) * scale;
     }
 };
 
@@ -154,7 +187,7 @@ struct WideElements {
                     group = group_of_run[block * block_runs + run];
                     const float* scales = groups.scales + (group - groups.first) * code_columns;
                     const float* zeros = groups.zeros + (group - groups.first) * code_columns;
-                    for (int c = 0; c < code_columns; ++c) values[c].set(scales[c], zeros[c]);
+                    for (int c = 0; c < code_columns; ++c) values[c].set(groups.numbers, scales[c], zeros[c]);
                 }
 #pragma GCC unroll 4
                 for (int part = 0; part < parts_per_run; ++part)

@@ -40,8 +40,9 @@ struct DotElements {
                     const int64_t apart = (high - low) * code_columns;
 #pragma GCC unroll 8
                     for (int c = 0; c < code_columns; ++c)
-                        tables[c] = (__m512i)_mm512_cvtne2ps_pbh(values_of(scales[c + apart], zeros[c + apart], 0),
-                                                                 values_of(scales[c], zeros[c], 0));
+                        tables[c] = (__m512i)_mm512_cvtne2ps_pbh(
+                            values_of(groups.numbers, scales[c + apart], zeros[c + apart], 0),
+                            values_of(groups.numbers, scales[c], zeros[c], 0));
                 }
 #pragma GCC unroll 8
                 for (int c = 0; c < code_columns; ++c) {

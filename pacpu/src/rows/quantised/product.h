@@ -16,7 +16,7 @@ PACPU_INLINE Floats sum_columns(const Floats* v) {
         return v[first];
     } else {
         return fold<bit>(sum_columns<columns, 2 * bit, first>(v), sum_columns<columns, 2 * bit, first + bit>(v),
-                         std::make_integer_sequence<int, width>{});
+                         [](Floats a, Floats b) { return a + b; }, std::make_integer_sequence<int, width>{});
     }
 }
 
@@ -189,8 +189,9 @@ void write_codes_out(const CodeMatrix& m, int begin_panel, int end_panel, void* 
 
 #define PACPU_CODE_KERNELS(BFloat16Elements)                                                                            \
     {                                                                                                                   \
-        {take_code_inputs<float, WideElements<float>>, take_code_inputs<Half, WideElements<Half>>,                      \
-         take_code_inputs<BFloat16, BFloat16Elements>},                                                                 \
+        {sizeof(float), sizeof(float), sizeof(BFloat16Elements::Element)},                                              \
+            {take_code_inputs<float, WideElements<float>>, take_code_inputs<Half, WideElements<Half>>,                      \
+             take_code_inputs<BFloat16, BFloat16Elements>},                                                             \
             {multiply_codes<float, WideElements<float>>, multiply_codes<Half, WideElements<Half>>,                      \
              multiply_codes<BFloat16, BFloat16Elements>},                                                               \
             {write_codes_out<float>, write_codes_out<Half>, write_codes_out<BFloat16>},                                 \

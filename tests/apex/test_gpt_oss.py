@@ -1,0 +1,115 @@
+"""gpt-oss in whole engines: greedy tokens are those of transformers (float32)."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+
+from swiftllm.config import EngineConfig
+from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.model.placement import Place, Placement
+from swiftllm.ops.cpu import CpuOps
+from swiftllm.runtime import torch_backend
+from swiftllm.runtime.torch_backend import open_torch_backend
+from swiftllm.runtime.workers import AttentionTask
+from tests.apex.rank_group import Group, run
+from tests.apex.test_architectures import greedy, some_prompts
+from tests.apex.test_end_to_end import VARIANTS, serve
+from tests.reference.backend_driver import BackendDriver
+from tests.reference.fake_gpu import fake_gpu
+from tests.reference.tiny_architectures import tiny_judge
+from tests.reference.tiny_gpt_oss import make_tiny_gpt_oss, write_mxfp4
+from tests.swiftllm.remote.hosts import SECRET, host_in_thread
+from tests.swiftllm.remote.test_tokens import MAX_TOKENS, add_all, open_engine, run_to_end
+
+POOLS = {"block_size": 4, "num_gpu_blocks": 40, "num_cpu_blocks": 400}
+TOKENS = 10
+PROMPTS = some_prompts(8)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """In float32, in MXFP4, and dequantised."""
+    root = tmp_path_factory.mktemp("gpt-oss")
+    folders = {name: root / name for name in ("plain", "packed", "dense")}
+    make_tiny_gpt_oss(folders["plain"])
+    write_mxfp4(*folders.values())
+    return folders
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> dict[str, list[tuple[int, ...]]]:
+    tokens = {name: greedy(tiny_judge(folders[name], ""), PROMPTS, TOKENS) for name in ("plain", "dense")}
+    return tokens | {"packed": tokens["dense"]}
+
+
+def test_tokens_equal_transformers_under_every_system(folders, expected) -> None:
+    """In pools so small that requests are preempted and swapped, with cohorts under way; NaN where nobody wrote."""
+    on_cpu = 0
+    for name, variant in zip(cycle(("plain", "packed")), VARIANTS, strict=False):
+        tokens, stats = serve(folders[name], variant, PROMPTS, TOKENS, **POOLS)
+        assert tokens == expected[name], (name, variant)
+        on_cpu += stats.cpu_busy_s > 0
+    assert on_cpu > 4
+
+
+def test_so_do_those_of_two_ranks(folders) -> None:
+    """Sinks by heads; biases of outputs are added once."""
+    for name, judge, variant in (("plain", "plain", "vllm"), ("packed", "dense", "apex-overlap")):
+        group = Group(folders[name], 2, judged_by=folders[judge])
+        engine = group.engine(variant)
+        requests = group.add(engine)
+        run(engine)
+        group.check(requests)
+        group.close()
+
+
+def test_an_attention_host_changes_no_token(folders, monkeypatch) -> None:
+    monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
+    expected = greedy(tiny_judge(folders["plain"], ""), PROMPTS, MAX_TOKENS)
+    with host_in_thread(1 << 20) as host:
+        engine = open_engine(folders["plain"], "apex-overlap", [host.address])
+        requests = add_all(engine, PROMPTS)
+        run_to_end(engine)
+        assert engine.stats().cpu_busy_s > 0
+        engine.close()
+    assert [tuple(request.output_token_ids) for request in requests] == expected
+
+
+def test_neither_graphs_nor_placed_weights_change_a_token(folders) -> None:
+    """On a made-up GPU: experts with biases are streamed, and computed by the CPU."""
+    placed = Placement((Place.STREAMED, Place.CPU, Place.RESIDENT, Place.STREAMED, Place.RESIDENT))
+    sizes = {"num_gpu_blocks": 32, "num_cpu_blocks": 32, "max_num_seqs": 4, "max_model_len": 64}
+
+    def tokens(folder: Path, placement: Placement | None = None) -> list[list[int]]:
+        config = EngineConfig(str(folder), dtype="float32", **sizes)
+        driver = BackendDriver(open_torch_backend(config, placement=placement))
+        sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+        requests = [driver.admit(tier.value, list(range(3, 22)), tier, sampling) for tier in Tier]
+        driver.prefill(requests, 5)
+        for _ in range(3):
+            driver.decode(requests)
+        return [request.output_token_ids for request in requests]
+
+    for name, placements in (("plain", (None, placed)), ("packed", (placed,))):
+        expected = tokens(folders[name])
+        for placement in placements:
+            with fake_gpu(0) as cuda:
+                assert tokens(folders[name], placement) == expected, (name, placement)
+            assert cuda.replays
+
+
+def test_sinks_are_needed_wherever_there_is_attention(folders, expected, monkeypatch) -> None:
+    def tokens(variant: str) -> list[tuple[int, ...]]:
+        return serve(folders["plain"], variant, PROMPTS, TOKENS, **POOLS)[0]
+
+    attention = {name: getattr(CpuOps, name) for name in ("decode_attention", "prefill_attention")}
+    for name, attend in attention.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuOps, name, lambda *given, attend=attend: attend(*given[:-1]))
+            assert tokens("vllm") != expected["plain"], name
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_backend, "AttentionTask", lambda *given: AttentionTask(*given[:4]))
+        assert tokens("fastdecode") != expected["plain"]
