@@ -2,7 +2,8 @@
 
 Coverage, the time to compile a schema, and the time of one mask: libraries that are not installed are left out. With
 `--serve` every system serves all schemas in tiny pools with a tiny model of random weights, with preemptions and
-killed CPU workers, and what ends by itself is validated.
+killed CPU workers, and what ends by itself is validated. With `--masks` a step's rows are sampled, some of which follow
+a grammar: what they cost the launching thread, on the host.
 
 OMP_NUM_THREADS=1 python benchmarks/bench_grammars.py [--help]
 """
@@ -35,6 +36,7 @@ from swiftllm.sampling.grammar import GrammarCompiler
 from tests.reference.random_schemas import Schema, random_schema
 
 SHOWN_REASONS = 8
+MASKED_ROWS, MASKED_STEPS = 64, 40
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Options:
     """Share of them with keywords that few libraries implement."""
     serve: bool = False
     """Serve them under every system instead."""
+    masks: bool = False
+    """Show what grammars add to the sampling of a step instead."""
     model: Path = cache_dir() / "models" / "SmolLM2-135M-Instruct"
     """Its tokenizer is used."""
     seed: int = 0
@@ -182,8 +186,43 @@ def serve(options: Options, schemas: list[Schema], console: Console) -> None:
             console.print(f"{variant}: {dict(found)} in {time.perf_counter() - start_s:.0f} s")
 
 
+def sample_rows(options: Options, console: Console) -> None:
+    """Print milliseconds of the thread's processor time, so that other processes count little."""
+    import torch
+
+    from swiftllm.core.request import Request
+    from swiftllm.core.sampling_params import SamplingParams
+    from swiftllm.sampling.sampler import Sampler
+
+    torch.set_num_threads(1)
+    vocab_size, eos, schema = 49152, 2, {"type": "array", "items": {"type": "string"}, "minItems": MASKED_STEPS}
+    grammar = GrammarCompiler(Tokenizer.from_folder(options.model), vocab_size, [eos]).compile("json_schema", schema)
+    logits, sampler = torch.randn(MASKED_ROWS, vocab_size), Sampler()
+    for temperature in (0.0, 1.0):
+        alone_ms = 0.0
+        for num_ruled in (0, MASKED_ROWS // 4, MASKED_ROWS):
+            how = [SamplingParams(1000, temperature=temperature, seed=0, grammar=g) for g in (grammar, None)]
+            requests = [Request(str(row), (1,), how[row >= num_ruled]) for row in range(MASKED_ROWS)]
+            times_s = []
+            for _ in range(MASKED_STEPS):
+                start_s = time.thread_time()
+                tokens = sampler.sample(logits, requests)
+                times_s.append(time.thread_time() - start_s)
+                for request, token in zip(requests, tokens, strict=True):
+                    request.output_token_ids.append(token)
+            median_ms = 1e3 * statistics.median(times_s)
+            alone_ms = alone_ms or median_ms
+            line = (
+                f"{num_ruled:2} of {MASKED_ROWS} rows with a grammar: {median_ms:6.2f} ms, {median_ms - alone_ms:+.2f}"
+            )
+            console.print(f"temperature {temperature:g}, {line}")
+
+
 def main(options: Options) -> int:
     draw, console = random.Random(options.seed), Console()
+    if options.masks:
+        sample_rows(options, console)
+        return 0
     schemas = [random_schema(draw, refused=options.refused) for _ in range(options.schemas)]
     (serve if options.serve else compare)(options, schemas, console)
     return 0

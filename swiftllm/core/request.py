@@ -136,7 +136,7 @@ class Request:
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]  # a tuple, or an array of 32 bits where it came in a message
     sampling: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     arrival_s: float = 0.0

@@ -148,12 +148,13 @@ class Engine:
         """A checked request for :meth:`add`. Reads only what never changes, so any thread may call this.
 
         ``arrival_s`` is a time of the engine's clock, by default :meth:`now`. Only requests with one ``cache_salt``
-        share cached prefixes. ``is_checked``: :attr:`admission` has let it pass, maybe in another process.
+        share cached prefixes. ``is_checked``: :attr:`admission` has let it pass, maybe elsewhere; its prompt is
+        kept as it is.
 
         Raises:
             RequestRefused: it can never be served; the message names the limit it hits.
         """
-        prompt = tuple(prompt_token_ids) if is_checked else as_token_ids(prompt_token_ids)
+        prompt = prompt_token_ids if is_checked else as_token_ids(prompt_token_ids)
         arrival_s = self.now() if arrival_s is None else arrival_s
         request = Request(
             request_id,

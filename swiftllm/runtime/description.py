@@ -112,4 +112,4 @@ def _prompt_rows(item: LaneItem, first_row: int) -> list[PromptRows]:
     if start >= stop:
         return []
     rows = slice(first_row + start - item.start, first_row + stop - item.start)
-    return [PromptRows(request, rows, request.prompt_token_ids[start + 1 : stop + 1])]
+    return [PromptRows(request, rows, tuple(request.prompt_token_ids[start + 1 : stop + 1]))]

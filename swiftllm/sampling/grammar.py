@@ -29,7 +29,12 @@ BLANKS = r" |\n {0,16}"
 
 
 class GrammarDeadEnd(ValueError):
-    """A grammar that lets no token come, or whose parser has met a limit of its own."""
+    """A grammar that lets no token come, or whose parser has met a limit of its own.
+
+    ``request_id`` names the request to blame, once that is known.
+    """
+
+    request_id: str | None = None
 
 
 class CompiledGrammar:

@@ -16,6 +16,7 @@ import torch
 
 from swiftllm.core.request import Request
 from swiftllm.device.device import Stream
+from swiftllm.sampling.grammar import GrammarDeadEnd
 
 FAR_BELOW = 3e38  # near the float32 maximum: no chance at any temperature
 NO_PAIRS = array("q"), array("f")
@@ -72,19 +73,27 @@ def _restrict(logits: torch.Tensor, requests: Sequence[Request], compute: Stream
     forbidden = [request.forbidden_tokens() for request in requests]
     ruled = [row for row, request in enumerate(requests) if request.sampling.grammar is not None]
     if ruled:
-        bits = np.stack([np.frombuffer(requests[row].tokens_by_grammar(), dtype=np.uint8) for row in ruled])
-        excluded = np.unpackbits(~bits, axis=1, count=columns, bitorder="little").view(bool)
+        bits = np.stack([np.frombuffer(_bits(requests[row]), dtype=np.uint8) for row in ruled])
+        excluded = np.unpackbits(~bits, axis=1, count=columns, bitorder="little")
         for of_row, row in zip(excluded, ruled, strict=True):
             if forbidden[row] and np.delete(of_row, forbidden[row]).all():
                 forbidden[row] = []
         index = compute.send(torch.tensor(ruled))
         rows = logits if len(ruled) == len(requests) else logits.index_select(0, index)
-        # On a CPU a float32 mask takes a fiftieth of the time of a bool mask.
-        rows.add_(compute.send(torch.from_numpy(excluded)).float(), alpha=-FAR_BELOW)
+        # On a CPU a mask of bytes takes a tenth of the time of a bool mask, and half that of a float32 mask.
+        rows.add_(compute.send(torch.from_numpy(excluded)), alpha=-FAR_BELOW)
         if rows is not logits:
             logits.index_copy_(0, index, rows)
     _, places = _places(forbidden, columns, compute)
     flat.index_fill_(0, places, -math.inf)
+
+
+def _bits(request: Request) -> bytes:
+    try:
+        return request.tokens_by_grammar()
+    except GrammarDeadEnd as error:
+        error.request_id = request.request_id
+        raise
 
 
 def _places(ids: Sequence[Sequence[int]], columns: int, compute: Stream) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from swiftllm.core.request import Request, RequestRefused, ServiceClass, Tier, first_of
 from swiftllm.core.sampling_params import SamplingParams, whole_number
@@ -56,10 +59,16 @@ class Admission:
             ("bad_words", [token for word in sampling.bad_words for token in word]),
             ("allowed_token_ids", sampling.allowed_token_ids or ()),
         ):
-            if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
+            if tokens and not self._are_known(tokens):
                 unknown = list(dict.fromkeys(t for t in tokens if not 0 <= t < self.vocab_size))
                 ids = f"token id {unknown[0]} is" if len(unknown) == 1 else f"token ids {first_of(unknown)} are"
                 raise RequestRefused(f"{about}: {ids} outside the vocabulary of {self.vocab_size} tokens", about)
+
+    def _are_known(self, tokens: Sequence[int]) -> bool:
+        if isinstance(tokens, array):  # numpy takes a fiftieth of the time
+            ids = np.frombuffer(tokens, np.int32)
+            return ids.min() >= 0 and ids.max() < self.vocab_size
+        return min(tokens) >= 0 and max(tokens) < self.vocab_size
 
     def _check_length(self, request: Request) -> None:
         if request.prompt_len == 0:
@@ -88,6 +97,18 @@ class Admission:
                 ": ask for fewer tokens or raise num_gpu_blocks / num_cpu_blocks",
                 "max_tokens" if prompt_fits else "prompt",
             )
+
+
+def as_token_array(values: Sequence[int]) -> Sequence[int]:
+    """A prompt's token ids as an array of 32 bits; a tuple of ints if one does not fit, which is in no vocabulary.
+
+    Raises:
+        RequestRefused: one is not an integer.
+    """
+    try:
+        return array("i", values)
+    except (TypeError, OverflowError):
+        return as_token_ids(values)
 
 
 def as_token_ids(values: Sequence[int]) -> tuple[int, ...]:

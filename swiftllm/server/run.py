@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import math
 import os
@@ -19,7 +18,7 @@ import uvicorn
 from swiftllm.server.api.app import create_app
 from swiftllm.server.api.connection import LAST_BYTES_TIMEOUT_S, UNREAD_TIMEOUT_S, ClientConnection
 from swiftllm.server.service.client import EngineClient, EngineGone
-from swiftllm.server.service.engine_process import END_GRACE_S, EngineProcess
+from swiftllm.server.service.engine_process import END_GRACE_S, EngineProcess, calm_garbage_collection
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 
@@ -101,8 +100,8 @@ def run_server(
         client = engine.connect()
         when_ready(client)
         raise_open_file_limit()
-        gc.freeze()
         server = make_server(client, settings)
+        calm_garbage_collection()
         patience_s = client.limits.drain_timeout_s + 2 * END_GRACE_S
         server.run()
         if client.health.status in ("stalled", "failed"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -158,7 +158,8 @@ def api_routes(context: ServingContext, metrics: Metrics) -> APIRouter:
         return JSONResponse(model_card(context))
 
     @router.post("/reset_prefix_cache")
-    async def reset_prefix_cache() -> Response:
+    async def reset_prefix_cache(request: Request) -> Response:
+        check_origin(request.headers.get("origin"), context.settings.allowed_origins)
         context.service.reset_prefix_cache()
         return Response()
 
@@ -242,6 +243,17 @@ def check_media_type(content_type: str) -> None:
     if media_type != "application/json":
         message = f"bodies must have the header `Content-Type: application/json`, not {media_type[:100] or 'none'}"
         raise ApiError(415, message, code="unsupported_media_type")
+
+
+def check_origin(origin: str | None, allowed: Sequence[str]) -> None:
+    """Check that a request without a body does not come from a web page of another site, which browsers say.
+
+    Raises:
+        ApiError: it does, and the site is not allowed.
+    """
+    if origin is not None and origin not in allowed and "*" not in allowed:
+        message = f"web pages of {origin[:100]} may not do this (--allowed-origins)"
+        raise ApiError(403, message, code="origin_not_allowed")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

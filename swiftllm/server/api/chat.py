@@ -12,7 +12,7 @@ from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.generation import Choice, Generation, Prompt
 from swiftllm.server.api.output_text import Piece, parts_of
 from swiftllm.server.api.protocol import ChatRequest
-from swiftllm.server.api.responses import Answer, as_json, finite, token_text
+from swiftllm.server.api.responses import Answer, as_json, finite, text_as_json, token_text
 from swiftllm.server.formats.parts import Part, joined
 
 TEXT_FIELDS = {"content": ("content",), "reasoning": ("reasoning_content", "reasoning")}
@@ -68,7 +68,7 @@ class ChatAnswer(Answer):
 
     def chunk_text(self, piece: Piece) -> str:
         if piece.parts is None:
-            return f'"delta":{{"content":{as_json(piece.text)}}}'
+            return f'"delta":{{"content":{text_as_json(piece.text)}}}'
         return f'"delta":{as_json(self.delta_of(joined(piece.parts)))}'
 
     def delta_of(self, parts: Sequence[Part]) -> dict[str, Any]:

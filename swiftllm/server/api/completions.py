@@ -14,7 +14,7 @@ from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.generation import Choice, Generation, Prompt
 from swiftllm.server.api.output_text import Piece, TokenTexts
 from swiftllm.server.api.protocol import CompletionRequest
-from swiftllm.server.api.responses import Answer, as_json, finite, token_text
+from swiftllm.server.api.responses import Answer, as_json, finite, text_as_json, token_text
 
 
 async def answer_completion(context: ServingContext, body: CompletionRequest, request: Request) -> Response:
@@ -58,7 +58,7 @@ class CompletionAnswer(Answer):
         return self.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)  # as the tokens in `logprobs`
 
     def chunk_text(self, piece: Piece) -> str:
-        return f'"text":{as_json(piece.text)}'
+        return f'"text":{text_as_json(piece.text)}'
 
     def text_fields(self, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
         return {

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from swiftllm.core.request import ServiceClass
 from swiftllm.model.hub import model_name
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.sampling.trial import GrammarTrials, TriedGrammar
@@ -37,8 +38,6 @@ class ServingContext:
         self.settings = settings
         self.model_path = str(ready.description.get("model", "model"))
         self.model_name = settings.served_model_name or model_name(self.model_path)
-        self.longest_of = ready.admission.longest_of
-        self.longest_request = ready.admission.longest_request
         self.caches_prefixes = ready.caches_prefixes
         self.created = int(time.time())
         self.tokenizer = service.tokenizer
@@ -49,6 +48,15 @@ class ServingContext:
             self._trials = GrammarTrials(self.tokenizer, ready.admission.vocab_size, ready.eos_token_ids)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self._trying = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+
+    def longest_of(self, service_class: ServiceClass) -> int:
+        """Prompt and output tokens of the longest request of a class."""
+        return self.service.ready.admission.longest_of(service_class)
+
+    @property
+    def longest_request(self) -> int:
+        """The same of any class."""
+        return self.service.ready.admission.longest_request
 
     def check_model(self, name: str | None) -> None:
         """Check the model that a client names; None and "" are the served model, as in vLLM.

@@ -17,6 +17,7 @@ from swiftllm.server.service.token_streams import RequestFailed
 
 ERROR_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",

@@ -28,6 +28,7 @@ from swiftllm.server.service.token_streams import RequestFailed
 logger = logging.getLogger(__name__)
 
 as_json = json.JSONEncoder(separators=(",", ":")).encode
+text_as_json = json.encoder.encode_basestring_ascii  # the same of a text, in a fifth of the time
 MANY_LOGPROBS = 100  # with twenty likely tokens each these take 2 ms to format
 LEAST_LOGPROB = -9999.0  # vLLM's value for a probability of zero
 
@@ -42,7 +43,9 @@ class Answer(ABC):
         self.generation = generation
         self.body = generation.body
         self.tokenizer = generation.context.tokenizer
-        self._usage_wanted = self.body.usage_wanted
+        self._has_usage = self.body.usage_wanted.include_usage
+        self._has_usage_always = self._has_usage and self.body.usage_wanted.continuous_usage_stats
+        self._has_token_ids = self.body.return_token_ids
         model_name = generation.context.model_name
         self._envelope = {"id": generation.request_id, "created": int(time.time()), "model": model_name}
         if self.body.tier_served is not None:
@@ -141,18 +144,18 @@ class Answer(ABC):
     def chunk_event(self, choice: Choice, piece: Piece) -> str:
         """The event of one piece."""
         _, entries, finish_reason, stop_reason, token_ids, _ = piece
-        logprobs = as_json(self.logprobs(choice, piece)) if entries else "null"
-        end = '"finish_reason":null,"stop_reason":null'
-        if finish_reason is not None:
-            end = f'"finish_reason":"{finish_reason}","stop_reason":{as_json(stop_reason)}'
-        if self.body.return_token_ids:
+        end = '"logprobs":null,"finish_reason":null,"stop_reason":null'
+        if entries or finish_reason is not None:
+            logprobs = as_json(self.logprobs(choice, piece)) if entries else "null"
+            end = f'"logprobs":{logprobs},"finish_reason":{as_json(finish_reason)},"stop_reason":{as_json(stop_reason)}'
+        if self._has_token_ids:
             end += f',"token_ids":{as_json(token_ids)}'
-        return self.choice_event(choice, f'{self.chunk_text(piece)},"logprobs":{logprobs},{end}')
+        return self.choice_event(choice, f"{self.chunk_text(piece)},{end}")
 
     def choice_event(self, choice: Choice, fields: str, beside: str = "") -> str:
         """An event with these fields, JSON without braces, for one choice; ``beside`` are more, outside the choice."""
         usage = ""
-        if self._usage_wanted.include_usage and self._usage_wanted.continuous_usage_stats:
+        if self._has_usage_always:
             prompt, output = len(choice.prompt.token_ids), choice.text.num_tokens
             total = prompt + output
             usage = f',"usage":{{"prompt_tokens":{prompt},"total_tokens":{total},"completion_tokens":{output}}}'
@@ -161,7 +164,7 @@ class Answer(ABC):
     def closing_events(self) -> str:
         """The last events of a stream."""
         usage = f'{self._chunk_head}],"usage":{as_json(self._total_usage())}}}\n\n'
-        return f"{usage if self._usage_wanted.include_usage else ''}data: [DONE]\n\n"
+        return f"{usage if self._has_usage else ''}data: [DONE]\n\n"
 
     def error_event(self, error: Exception) -> str:
         """The last event of a stream that failed."""

@@ -89,9 +89,9 @@ class Metrics:
 
     def on_arrival(self, streams: Iterable[TokenStream], now_s: float) -> None:
         """Record new tokens, as clients see them."""
+        first, between = self._first_token.observe, self._between_tokens.observe
         for stream in streams:
-            histogram = self._first_token if stream.is_new else self._between_tokens
-            histogram.observe(now_s - stream.new_s, stream.service_class)
+            (first if stream.is_new else between)(now_s - stream.new_s, stream.service_class)
             stream.new_s, stream.is_new = now_s, False
 
     async def _answer(self) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,7 @@ from typing import Protocol
 
 from swiftllm.core.request import Request, RequestRefused
 from swiftllm.model.tokenizer import Tokenizer
-from swiftllm.scheduling.admission import as_token_ids
+from swiftllm.scheduling.admission import as_token_array
 from swiftllm.server.service.front_end_link import SERVED
 from swiftllm.server.service.limits import NewRequest, ServiceLimits
 from swiftllm.server.service.messages import (
@@ -73,24 +74,23 @@ class EngineClient(asyncio.Protocol):
         self,
         ends: Ends,
         why_gone: Callable[[], str] = lambda: "it has closed the connection",
+        start_again: Callable[[], Ends] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Waits until the engine is ready. ``why_gone`` says how its process ended, once it has.
+        """Waits until the engine is ready. ``why_gone`` says how its process ended, once it has. ``start_again``
+        starts another one.
 
         Raises:
             EngineNotBuilt, EngineGone: it never will be.
         """
         self._ends = ends
         self._frames = Frames()
-        first = receive_one(ends.messages)
-        ready = decode_to_front_end(first) if first else None
-        if isinstance(ready, NotBuilt):
-            raise EngineNotBuilt(ready.reason)
-        if not isinstance(ready, Ready):
-            raise EngineGone(why_gone())
-        self.ready = ready
+        self.ready = self._wait_until_ready(ends, why_gone)
         self.observers: list[ArrivalObserver] = []
         self._why_gone = why_gone
+        self._start_again = start_again
+        self._restarts_left = self.limits.restart_engine if start_again is not None else 0
+        self._restarting: asyncio.Task[None] | None = None
         self._clock = clock
         self._transport: asyncio.Transport | None = None
         self._places = Places(self.limits.most_open, clock)
@@ -106,6 +106,16 @@ class EngineClient(asyncio.Protocol):
         self._report = Report(Snapshot(), [], [], None)
         self._asked: deque[asyncio.Future[None]] = deque()
         self._watching: asyncio.Task[None] | None = None
+
+    @staticmethod
+    def _wait_until_ready(ends: Ends, why_gone: Callable[[], str]) -> Ready:
+        first = receive_one(ends.messages)
+        ready = decode_to_front_end(first) if first else None
+        if isinstance(ready, NotBuilt):
+            raise EngineNotBuilt(ready.reason)
+        if not isinstance(ready, Ready):
+            raise EngineGone(f"the engine's process is gone: {why_gone()}")
+        return ready
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -128,8 +138,9 @@ class EngineClient(asyncio.Protocol):
     def close(self) -> None:
         """Close the connection; the engine's process then ends."""
         self._is_closed = True
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in (self._watching, self._restarting):
+            if task is not None:
+                task.cancel()
         if self._transport is not None:
             self._transport.abort()
         self._ends.close()
@@ -147,23 +158,25 @@ class EngineClient(asyncio.Protocol):
             ServiceStopping: the service accepts no new requests.
         """
         try:
-            requests = [self._checked(request) for request in requests]
             if self.health.status != "ok":
                 raise ServiceStopping(self.health.reason)
+            classes = [request.service_class for request in requests]
+            self._places.check(classes)  # before tokens are looked at: refusing many must cost little
+            requests = [self._checked(request) for request in requests]
             ids = [request.request_id for request in requests]
             taken = next((i for n, i in enumerate(ids) if i in self._numbers or i in ids[:n]), None)
             if taken is not None:
                 raise RequestRefused(f"request id {taken!r} is already in use; ids must be unique")
-            self._places.take(request.service_class for request in requests)
         except Exception:
             self._num_refused += len(requests)
             raise
+        self._places.take(classes)
         pairs = [self._open_stream(request) for request in requests]
         self._send(Submit([submitted for _, submitted in pairs]))
         return [stream for stream, _ in pairs]
 
     def _checked(self, new: NewRequest) -> NewRequest:
-        prompt = as_token_ids(new.prompt_token_ids)
+        prompt = as_token_array(new.prompt_token_ids)
         request = Request(new.request_id, prompt, new.sampling, service_class=new.service_class)
         self.ready.admission.check(request)
         return replace(new, prompt_token_ids=prompt)
@@ -277,19 +290,55 @@ class EngineClient(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
+        self._told = Health()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
         self._watching.cancel()
         if self._is_closed:
             return
-        reason = f"the engine's process is gone: {self._why_gone()}"
-        self._told = Health("failed", reason)
-        if self._open:
-            logger.critical(reason)
-        self._fail(list(self._open.values()), "engine_error", reason)
+        has_failed = self._told.status == "failed"
+        self._lose_engine(self._told.reason if has_failed else f"the engine's process is gone: {self._why_gone()}")
         while self._asked:
             self._answered()
+
+    def _lose_engine(self, reason: str) -> None:
+        """Fail the open requests, and start the engine again if that is still allowed."""
+        self._silence = ""
+        is_restarted = self._restarts_left > 0 and not self._is_stopping
+        if self._open or is_restarted:
+            logger.critical(reason)
+        self._told = Health("failed", reason)
+        if is_restarted:
+            self._restarts_left -= 1
+            self._told = Health("restarting", f"the engine is being started again, as {reason}")
+            self._restarting = asyncio.get_running_loop().create_task(self._restart())
+        self._fail(list(self._open.values()), "engine_error", reason)
+
+    async def _restart(self) -> None:
+        """Start the engine again, in a thread that does not hold up the end of the server."""
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+
+        def start() -> None:
+            outcome: tuple[Ends, Ready] | Exception
+            try:
+                ends = self._start_again()
+                outcome = ends, self._wait_until_ready(ends, self._why_gone)
+            except Exception as error:
+                outcome = error
+            with suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(lambda: done.cancelled() or done.set_result(outcome))
+
+        threading.Thread(target=start, name="restart", daemon=True).start()
+        outcome = await done
+        if isinstance(outcome, Exception):
+            self._lose_engine(f"it could not be started again: {outcome}")
+            return
+        self._ends, self.ready = outcome
+        self._frames, self._num_steps, self._num_silent = Frames(), 0, 0
+        await self.connect()
+        logger.warning("the engine serves again")
 
     def data_received(self, data: bytes) -> None:
         self._num_silent, self._silence = 0, ""
@@ -303,6 +352,8 @@ class EngineClient(asyncio.Protocol):
                     self._take_step(message, deltas)
                 case Alive():
                     self._told = message.health
+                    if self._told.status == "failed" and self._restarts_left:
+                        self._transport.abort()
                 case Report():
                     self._report = message
                     self._answered()

@@ -71,8 +71,8 @@ class EngineLoop:
             self.busy_since_s = self.clock()
             self._orders += orders
             try:
-                self._run_once()
-                self._snapshot = self._take_snapshot()
+                if not self._run_once():
+                    self._snapshot = self._take_snapshot()
             except BaseException as error:
                 self._fail_engine(error)
             for ended in self.open_requests.take_ended():
@@ -83,18 +83,21 @@ class EngineLoop:
     def _has_work(self) -> bool:
         return not self._is_broken and self.engine.has_unfinished()
 
-    def _run_once(self) -> None:
-        """Carry out orders and step once. Raises only what the engine cannot recover from."""
+    def _run_once(self) -> bool:
+        """Carry out orders and step once. Raises only what the engine cannot recover from.
+
+        Returns whether tokens were delivered, and the snapshot with them.
+        """
         if self._is_broken:
             self._orders.clear()
-            return
+            return False
         self._fail_overdue()
         if not self.engine.has_unfinished():
             self._done_s = self.clock()
         try:
             self._carry_out_orders()
             if not self._has_work():
-                return
+                return False
             outputs = self.engine.step()
         except EngineStalled as error:
             if self._isolation.is_under_way:
@@ -104,11 +107,13 @@ class EngineLoop:
         except BaseException as error:  # SystemExit and the like included: a step must not end this thread
             self._recover(error)
         else:
-            self._deliver(output.request_id for output in outputs)
             self._isolation.step_done()
+            has_delivered = self._deliver(output.request_id for output in outputs)
             self._watch_progress(bool(outputs))
             if self.engine.last_iteration is not None:
                 self._notify_observers("on_step", *self.engine.last_iteration, outputs)
+            return has_delivered
+        return False
 
     # -- orders -----------------------------------------------------------------------------------------------------
 
@@ -147,8 +152,8 @@ class EngineLoop:
 
     # -- after a step -----------------------------------------------------------------------------------------------
 
-    def _deliver(self, request_ids: Iterable[str]) -> None:
-        """Send the new tokens of these requests.
+    def _deliver(self, request_ids: Iterable[str]) -> bool:
+        """Send the new tokens of these requests, if there are any.
 
         The requests themselves hold the tokens, so an exception in a step loses none."""
         deltas = []
@@ -173,10 +178,11 @@ class EngineLoop:
                 if delta.token_ids or delta.is_last:
                     deltas.append(delta)
             if not deltas:
-                return
-            self._snapshot = self._take_snapshot()  # who has a token may ask for the metrics that count it
+                return False
             self.link.post_step(Step(deltas))
+            self._snapshot = self._take_snapshot()  # who has a token may ask for the metrics that count it
         self.link.apply_backpressure()
+        return True
 
     def fail_requests(
         self, entries: Iterable[OpenRequest], reason: str, message: str, retry_after_s: float | None = None
@@ -207,7 +213,7 @@ class EngineLoop:
     def _recover(self, error: BaseException) -> None:
         self._num_failures += 1
         logger.error("a step failed; its requests are computed again", exc_info=error)
-        blamed = self._isolation.step_failed()
+        blamed = self._isolation.step_failed(getattr(error, "request_id", None))
         self._deliver(list(self.open_requests.entries))  # tokens sampled before the step raised
         if blamed is not None:
             logger.error("request %s makes steps fail and is given up", blamed.request_id)
@@ -264,5 +270,5 @@ class EngineLoop:
         """The state after the last pass of the loop, and what other threads have changed since. From any thread."""
         there = self.open_requests
         with there.lock:
-            changes = {"health": there.health, "finished": dict(there.finished)}
-        return replace(self._snapshot, uptime_s=self.clock() - self._start_s, **changes)
+            last, changes = self._snapshot, {"health": there.health, "finished": dict(there.finished)}
+        return replace(last, uptime_s=self.clock() - self._start_s, **changes)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from swiftllm.server.service.client import EngineClient
+from swiftllm.server.service.client import EngineClient, EngineGone
 from swiftllm.server.service.front_end_link import FrontEndLink
 from swiftllm.server.service.messages import Ends, NotBuilt, make_ends
 from swiftllm.server.service.service import EngineService
@@ -25,6 +25,7 @@ from swiftllm.threads import DeviceThread
 LOOK_EVERY_S = 0.2
 END_GRACE_S = 5.0
 EXIT_ALONE = 1
+YOUNG_OBJECTS = 20_000  # net of those freed, before Python looks for garbage; a step of 64 streams has some 700
 
 
 class EngineProcess:
@@ -32,10 +33,16 @@ class EngineProcess:
     OSError for what the user can mend."""
 
     def __init__(self, build: Callable[[], EngineService]) -> None:
+        self._build = build
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._start()
+
+    def _start(self) -> None:
         self._ends, theirs = make_ends()
         # A fresh Python: CUDA does not survive a fork.
         self._process = multiprocessing.get_context("spawn").Process(
-            target=run_engine, args=(build, theirs.messages, theirs.served), name="engine"
+            target=run_engine, args=(self._build, theirs.messages, theirs.served), name="engine"
         )
         self._process.start()
         theirs.close()
@@ -50,7 +57,16 @@ class EngineProcess:
         Raises:
             EngineNotBuilt, EngineGone: it never will be.
         """
-        return EngineClient(self._ends, self._how_it_ended)
+        return EngineClient(self._ends, self._how_it_ended, self._start_again)
+
+    def _start_again(self) -> Ends:
+        """Start another process, when this one has ended or has failed. From any thread."""
+        with self._lock:
+            if self._is_closed:
+                raise EngineGone("the server ends")
+            self._end(END_GRACE_S)
+            self._start()
+            return self._ends
 
     def _how_it_ended(self) -> str:
         self._process.join(1.0)
@@ -61,6 +77,11 @@ class EngineProcess:
 
     def close(self, timeout_s: float) -> None:
         """Wait until the process has ended, at most ``timeout_s``; then kill it. The connection is closed first."""
+        with self._lock:
+            self._is_closed = True
+            self._end(timeout_s)
+
+    def _end(self, timeout_s: float) -> None:
         self._ends.close()
         self._process.join(timeout_s)
         if self._process.exitcode is None:
@@ -81,8 +102,7 @@ def run_engine(build: Callable[[], EngineService], *sockets: object) -> None:
         is_built.set()
         link.send(NotBuilt(str(error)))
         return
-    gc.collect()
-    gc.freeze()  # the objects of libraries and weights are never looked at again, which takes a tenth of a second
+    calm_garbage_collection()
     is_built.set()
     service.start(link)
     service.wait_until_left()
@@ -92,6 +112,14 @@ def run_engine(build: Callable[[], EngineService], *sockets: object) -> None:
         with suppress(OSError):  # the disk may be full
             stream.flush()
     os._exit(0)  # Python's own clean-up takes a second, and waits for what hangs
+
+
+def calm_garbage_collection() -> None:
+    """Call it once all is built: what there is now is never looked at again, and what is new seldom. Otherwise one step
+    of thirty waits 1 to 2 ms for a collection, and some wait 100 ms."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
 
 
 def exit_after(seconds: float) -> None:

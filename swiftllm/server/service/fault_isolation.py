@@ -65,8 +65,9 @@ class FaultIsolation:
         if request is not None:
             self._engine.add(request, check_targets=False)
 
-    def step_failed(self) -> Request | None:
-        """Recover the engine and begin the next trial.
+    def step_failed(self, culprit: str | None = None) -> Request | None:
+        """Recover the engine and begin the next trial. ``culprit``: the request that the error names, if it does; it is
+        blamed at once.
 
         Returns the blamed request once there is one; it is then neither in the engine nor in ``held``.
 
@@ -77,8 +78,10 @@ class FaultIsolation:
         tiers = {request: request.tier for request in suspects}
         self._hold_all()
         failed, self._trial = self._trial, None
-        blamed = None
-        if failed is None:
+        blamed = self.held.pop(culprit, None)
+        if blamed is not None:
+            self._to_try += [] if failed is None else [failed]
+        elif failed is None:
             self._num_unexplained += 1
             if self._num_unexplained > MAX_FAILURES:
                 raise EngineBroken(f"{MAX_FAILURES} steps in a row failed, though none of their requests fails alone")

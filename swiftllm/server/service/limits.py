@@ -27,11 +27,15 @@ class ServiceLimits:
     """Seconds without progress after which the watchdog logs the engine's state and acts."""
     drain_timeout_s: float = 30.0
     """Seconds that running requests get to finish when the service stops."""
+    restart_engine: int = 0
+    """Times that an engine that has died or failed is started again; then, or by default, the server ends with it."""
 
     def __post_init__(self) -> None:
         for name in ("max_queued_requests", "max_queued_best_effort"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
+        if self.restart_engine < 0:
+            raise ValueError(f"restart_engine={self.restart_engine!r} must be at least 0")
         for name in ("request_timeout_s", "stall_timeout_s", "drain_timeout_s"):
             seconds = getattr(self, name)
             if seconds is not None and not seconds > 0.0:

@@ -7,7 +7,6 @@ so are the new tokens of a step. Nothing is unpickled.
 from __future__ import annotations
 
 import socket
-from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -52,12 +51,13 @@ class Submitted(Message):
 
     @classmethod
     def of(cls, number: int, new: NewRequest, timeout_s: float | None) -> Submitted:
+        """``new`` has its token ids in an array."""
         how = new.sampling
         changed = {name: value for name, default in DEFAULTS.items() if (value := getattr(how, name)) != default}
         return cls(
             number,
             new.request_id,
-            array("i", new.prompt_token_ids).tobytes(),
+            new.prompt_token_ids.tobytes(),
             changed,
             None if how.grammar is None else how.grammar.source,
             timeout_s,

@@ -40,19 +40,21 @@ class Places:
         self._num_open: Counter[ServiceClass] = Counter()
         self._end_times_s = {service_class: deque[float](maxlen=64) for service_class in ServiceClass}
 
-    def take(self, classes: Iterable[ServiceClass]) -> None:
-        """Take a place for each of these requests, or for none.
+    def check(self, classes: Iterable[ServiceClass]) -> None:
+        """Check that there is a place for each of these requests.
 
         Raises:
             QueueFull: there are too few.
         """
-        new = Counter(classes)
-        for service_class, count in new.items():
+        for service_class, count in Counter(classes).items():
             limit = self._most_open(service_class)
             too_many = self._num_open[service_class] + count - limit
             if too_many > 0:
                 raise QueueFull(limit, self._retry_after_s(too_many, service_class), service_class)
-        self._num_open += new
+
+    def take(self, classes: Iterable[ServiceClass]) -> None:
+        """Requests have begun; :meth:`check` has let them pass."""
+        self._num_open.update(classes)
 
     def free(self, service_class: ServiceClass) -> None:
         """A request has ended."""

@@ -14,10 +14,11 @@ from swiftllm.engine.engine import Engine
 class Health:
     """Whether the service accepts new requests (only with status ``ok``), and why not.
 
-    ``stopping``: open requests finish. ``stalled``: a step hangs. ``failed``: every step fails.
+    ``stopping``: open requests finish. ``stalled``: a step hangs. ``restarting``: the engine has died and is started
+    again. ``failed``: it is not, or every step fails.
     """
 
-    status: Literal["ok", "stopping", "stalled", "failed"] = "ok"
+    status: Literal["ok", "stopping", "stalled", "restarting", "failed"] = "ok"
     reason: str = ""
     """One line; empty while the status is ``ok``."""
 

@@ -15,6 +15,7 @@ from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, ServiceClass
 from swiftllm.engine.engine import Engine
+from swiftllm.sampling.grammar import GrammarDeadEnd
 from swiftllm.server.service.fault_isolation import FaultIsolation
 from swiftllm.server.service.limits import NewRequest
 from swiftllm.server.service.places import ServiceStopping
@@ -193,6 +194,28 @@ def test_two_poisoned_requests_are_both_found(system: str) -> None:
         outcome = outcomes[new.request_id]
         assert (outcome.error is not None) == (new.request_id in ("r0", "r5"))
         assert outcome.error or outcome.token_ids == expected(new)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_request_that_the_error_names_is_blamed_at_once_during_a_search_too(system: str) -> None:
+    engine = make_engine(system)
+    named, unnamed = Poison("r0", "boundary"), Poison("r5", "boundary")
+
+    def fault(operation: str, request_ids: frozenset[str]) -> None:
+        try:
+            named(operation, request_ids)
+        except ValueError as error:
+            dead_end = GrammarDeadEnd(str(error))
+            dead_end.request_id = "r0"
+            raise dead_end from None
+        unnamed(operation, request_ids)
+
+    FaultyBackend(engine, fault)
+    outcomes, _ = serve(engine, requests := make_requests(8, seed=4))
+    assert named.num_raised == 1 and unnamed.num_raised > 1
+    assert (outcomes["r0"].error.reason, outcomes["r5"].error.reason) == ("invalid_grammar", "engine_error")
+    for new in requests:
+        assert outcomes[new.request_id].error or outcomes[new.request_id].token_ids == expected(new)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -183,7 +183,7 @@ def test_a_dead_host_blames_no_request(tiny, monkeypatch: pytest.MonkeyPatch) ->
     model_dir, prompts, expected = tiny
     with host_in_thread(80 * BLOCK_BYTES) as host:
         engine = open_engine(model_dir, "neo", [host.address], **ROOM)
-        monkeypatch.setattr(FaultIsolation, "step_failed", lambda self: pytest.fail("a step failed"))
+        monkeypatch.setattr(FaultIsolation, "step_failed", lambda *_: pytest.fail("a step failed"))
         service = EngineService(engine, ServiceLimits())
 
         async def client(local: LocalClient) -> None:

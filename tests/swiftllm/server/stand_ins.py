@@ -40,6 +40,20 @@ def slow_service() -> EngineService:
     return EngineService(engine, ServiceLimits(stall_timeout_s=STALL_TIMEOUT_S))
 
 
+def mortal_service() -> EngineService:
+    """A slow one that is started again once."""
+    service = slow_service()
+    service.limits = ServiceLimits(restart_engine=1)
+    return service
+
+
+def broken_once_service() -> EngineService:
+    """Fails for good at its sixth step, and is started again."""
+    service = failing_service()
+    service.limits = ServiceLimits(restart_engine=1)
+    return service
+
+
 def failing_service() -> EngineService:
     """Its sixth step fails, and it cannot recover."""
     service = slow_service()
@@ -60,6 +74,8 @@ def failing_service() -> EngineService:
 
 if __name__ == "__main__":
     run_server(
-        {"slow_service": slow_service, "failing_service": failing_service}[sys.argv[1]],
+        {build.__name__: build for build in (slow_service, failing_service, mortal_service, broken_once_service)}[
+            sys.argv[1]
+        ],
         ServerSettings(port=int(sys.argv[2])),
     )

@@ -72,6 +72,29 @@ def test_a_frozen_engine_is_told_of_and_serves_again_and_a_killed_one_ends_the_s
         assert process.wait(TIMEOUT_S) == 70
 
 
+def test_an_engine_that_dies_or_fails_is_started_again_as_often_as_is_allowed():
+    for name, fault in (("mortal_service", signal.SIGKILL), ("broken_once_service", None)):
+        with server_process(name) as (process, url), httpx.Client(base_url=url, trust_env=False) as client:
+            for may_live in (True, False):
+                with streaming(url) as events:
+                    pid = engine_of(process)
+                    if fault is not None:
+                        os.kill(pid, fault)
+                    error = last_error(events)
+                assert error["code"] == "engine_error"
+                assert ("ended by SIGKILL" if fault else "a rank has died") in error["message"]
+                if may_live:
+                    health, refused = client.get("/health"), client.post(COMPLETIONS, json=LONG)
+                    assert health.status_code == refused.status_code == 503 and "started again" in health.text
+                    assert refused.json()["error"]["code"] == "not_serving"
+                    wait_until(lambda: client.get("/health").status_code == 200)
+                    assert engine_of(process) != pid
+                    with streaming(url, max_tokens=4) as events:
+                        *_, last = events
+                    assert last["choices"][0]["finish_reason"] == "length"
+            assert process.wait(TIMEOUT_S) == 70
+
+
 def test_an_engine_outlives_no_front_end_and_frees_what_it_had():
     with server_process() as (process, url), streaming(url):
         process.kill()

@@ -99,6 +99,8 @@ def test_pages_of_other_websites_may_not_use_the_server():
         answer = server.http.get("/v1/models", headers=PAGE)
         assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
         assert server.http.options("/v1/completions", headers=PAGE).status_code == 405
+        refused = server.post("/reset_prefix_cache", headers=PAGE)  # needs no preflight
+        assert refused.status_code == 403 and refused.json()["error"]["code"] == "origin_not_allowed"
 
 
 def test_pages_of_allowed_websites_may():
@@ -110,6 +112,7 @@ def test_pages_of_allowed_websites_may():
         assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == PAGE["Origin"]
         assert "authorization" in answer.headers["access-control-allow-headers"].lower()
         assert server.http.options("/v1/completions", headers={"Origin": "http://x", **asked}).status_code == 400
+        assert server.post("/reset_prefix_cache", headers={**PAGE, **key}).status_code == 200
         for stream in (False, True):
             body = {"prompt": [5], "max_tokens": 2, "stream": stream}
             answer = server.post("/v1/completions", body, headers={**PAGE, **key})

@@ -115,6 +115,7 @@ def test_what_is_no_form_is_refused(server, body, param, told):
 def test_a_grammar_with_a_dead_end_is_the_requests_fault_and_others_go_on(server, stream):
     """The dead end lies behind the first token, where no trial looks."""
     wanted = {"grammar": 'start: "a" nothing\nnothing: nothing'}
+    num_failed = server.service.snapshot().step_failures
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(server.post, COMPLETIONS, {"prompt": "a", "max_tokens": 60, "ignore_eos": True})
         answer = server.post(COMPLETIONS, {"prompt": "a", "structured_outputs": wanted, "stream": stream})
@@ -122,3 +123,4 @@ def test_a_grammar_with_a_dead_end_is_the_requests_fault_and_others_go_on(server
     error = json.loads(lines[0])["error"] if stream else error_of(answer)
     assert error["code"] == "invalid_grammar" and "cannot be followed after 1 tokens" in error["message"]
     assert other.result().json()["usage"]["completion_tokens"] == 60
+    assert server.service.snapshot().step_failures == num_failed + 1, "blamed at once"
