@@ -106,7 +106,7 @@ class QuantisedMatrix:
     def dequantise(self) -> torch.Tensor:
         """The matrix ``[out, in]``, inputs in their own order: the reference for all kernels."""
         if self.is_mxfp4:
-            numbers = torch.tensor(MXFP4_NUMBERS, device=self.codes.device)[self.unpack().int()]
+            numbers = mxfp4_numbers(self.unpack())
             scales = powers_of_two(self.scales)
         else:
             numbers = self.unpack().float() - self._per_input(self.zeros).float()
@@ -155,6 +155,13 @@ class QuantisedMatrix:
 
 Matrix = torch.Tensor | QuantisedMatrix | tuple[torch.Tensor | QuantisedMatrix, ...]
 """A weight ``[out, in]``: plain, quantised, or parts whose outputs lie side by side."""
+
+
+def mxfp4_numbers(codes: torch.Tensor) -> torch.Tensor:
+    """float32 :data:`MXFP4_NUMBERS` of codes, computed: no table crosses to a device."""
+    exponents, mantissas = (codes >> 1 & 3).int(), (codes & 1).float() / 2
+    magnitudes = torch.where(exponents == 0, mantissas, torch.ldexp(mantissas + 1, exponents - 1))
+    return magnitudes * ((codes >> 3).float() * -2 + 1)
 
 
 def powers_of_two(scales: torch.Tensor) -> torch.Tensor:
