@@ -61,7 +61,7 @@ class EarlierContext:
 
 @dataclass
 class PrefillChunk:
-    """Rows of one request. ``contexts``: for each group of layers; None where the chunk is the first one. ``earlier``
+    """Rows of one request. ``contexts``: for each group of layers; None where the chunk attends to itself. ``earlier``
     is the earlier context in the layer that comes next, where it comes from the CPU tier.
     """
 
@@ -239,10 +239,10 @@ class BatchBuilder:
         self, group: int, tier: Tier, start: int, context_len: int, table: Sequence[int]
     ) -> EarlierContext | None:
         """What a chunk from ``start`` to ``context_len`` attends to in a group of layers; None: itself alone."""
-        if start == 0:
-            return None
         window, size = self.layer_groups.windows[group], self.block_size
         first = self.layer_groups.first_reached(group, start)
+        if first == start:
+            return None
         # A ring's blocks are gathered before the chunk overwrites them; the CPU tier gets its tokens from the host.
         has_chunk = window is None and tier is Tier.GPU
         blocks = torch.tensor(table[first // size : -(-(context_len if has_chunk else start) // size)])

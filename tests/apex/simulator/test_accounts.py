@@ -20,7 +20,9 @@ from swiftllm.systems import systems
 from tests.reference.linear_profile import flat_ends_table
 
 
-def mixed_engine(system: str, interconnect: Interconnect | None = None) -> tuple[Engine, list[Request]]:
+def mixed_engine(
+    system: str, interconnect: Interconnect | None = None, windows: tuple[int | None, ...] | None = None
+) -> tuple[Engine, list[Request]]:
     engine = build_simulated(
         system,
         flat_ends_table(3e-7, 5e-7),
@@ -30,6 +32,7 @@ def mixed_engine(system: str, interconnect: Interconnect | None = None) -> tuple
         max_num_seqs=32,
         launch_s=1e-4,
         interconnect=interconnect,
+        windows=windows,
         strategy=StrategyConfig(disable_admission_control=True),
     )
     draw = random.Random(7)
@@ -43,16 +46,24 @@ def mixed_engine(system: str, interconnect: Interconnect | None = None) -> tuple
 PCIE = Interconnect(1e9, qkv_bytes_per_row=12_288, out_bytes_per_row=8_192, latency_s=1e-5, dram_bytes_per_s=4e9)
 
 
-@pytest.mark.parametrize("interconnect", [None, PCIE], ids=["no link", "link"])
+@pytest.mark.parametrize(
+    ("interconnect", "windows"),
+    [(None, None), (PCIE, None), (PCIE, (40, None) * 2)],
+    ids=["no link", "link", "attention windows"],
+)
 @pytest.mark.parametrize("system", systems())
-def test_tokens_blocks_and_busy_times_add_up(system: str, interconnect: Interconnect | None) -> None:
-    engine, requests = mixed_engine(system, interconnect)
+def test_tokens_blocks_and_busy_times_add_up(
+    system: str, interconnect: Interconnect | None, windows: tuple[int | None, ...] | None
+) -> None:
+    engine, requests = mixed_engine(system, interconnect, windows)
     results: list[StepResult] = []
     run = engine.executor.run
     engine.executor.run = lambda plan: results.append(run(plan)) or results[-1]
     while engine.has_unfinished():
         engine.step()
         engine.kv.check_blocks()
+        for request in requests:
+            assert engine.kv.num_held(request) == engine.kv.blocks_for(request.num_kv_slots)
     assert all(request.output_len == request.sampling.max_tokens for request in requests)
     stats, busy, makespan_s = engine.stats(), engine.backend.busy, engine.now()
     assert stats.output_tokens == sum(request.sampling.max_tokens for request in requests)
