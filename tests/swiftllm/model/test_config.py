@@ -104,7 +104,8 @@ def test_a_field_that_is_not_there_has_the_value_that_transformers_gives_it(read
         factor = rope.pop("partial_rotary_factor", 1.0)
         assert ours.rope_theta == rope["rope_theta"] and ours.rope_scaling == RopeScaling.from_config(rope), name
         assert (ours.rotary_dim or ours.head_dim) == factor * ours.head_dim
-        for field in ("rms_norm_eps", "initializer_range", "tie_word_embeddings"):
+        assert ours.rms_norm_eps == theirs.rms_norm_eps * row.residual_scale**2, name
+        for field in ("initializer_range", "tie_word_embeddings"):
             assert getattr(ours, field) == getattr(theirs, field), (name, field)
         assert (ours.named_positions or ours.max_position_embeddings) == theirs.max_position_embeddings
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or 16)
@@ -115,6 +116,10 @@ def test_a_field_that_is_not_there_has_the_value_that_transformers_gives_it(read
         sizes = {**SIZES, "num_attention_heads": 32, "hidden_size": 512, "sliding_window": None}
         del sizes["num_key_value_heads"]
         assert read({"architectures": [name], **sizes}).num_kv_heads == (defaults["num_key_value_heads"] or 32)
+        if row.windows == "alternating":
+            four = {"architectures": [name], **SIZES, "num_hidden_layers": 4}
+            assert read(four).windows == (defaults["sliding_window"], None) * 2
+            continue
         has_window = defaults.get("sliding_window") is not None and not hasattr(theirs, "use_sliding_window")
         windows = (defaults["sliding_window"],) * 3 if has_window else None
         assert read({"architectures": [name], **SIZES}) == dataclasses.replace(ours, windows=windows)
