@@ -13,16 +13,14 @@ from quantise import write_folder
 from transformers import PreTrainedModel
 
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.model.placement import Place, Placement
 from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.apex.rank_group import TOKENS, Group, run
 from tests.apex.test_end_to_end import VARIANTS, serve
-from tests.reference.backend_driver import BackendDriver
+from tests.reference.backend_driver import tokens_of_both_tiers
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.tiny_architectures import ARCHITECTURES, make_tiny, tiny_judge
-from tests.swiftllm.remote.hosts import SECRET, host_in_thread
-from tests.swiftllm.remote.test_tokens import MAX_TOKENS, add_all, open_engine, run_to_end
+from tests.swiftllm.remote.test_tokens import MAX_TOKENS, tokens_beside_a_host
 
 SMALL = {"block_size": 4, "num_gpu_blocks": 24, "num_cpu_blocks": 400}
 EACH = 2
@@ -83,15 +81,8 @@ def test_tokens_of_4_bits_and_of_two_ranks_equal_transformers(folders, tmp_path)
 
 def test_an_attention_host_changes_no_token(folders, monkeypatch) -> None:
     """Its cache holds permuted rows of K."""
-    monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
     expected = greedy(tiny_judge(folders["Glm4"], "Glm4"), some_prompts(8), MAX_TOKENS)
-    with host_in_thread(1 << 20) as host:
-        engine = open_engine(folders["Glm4"], "apex-overlap", [host.address])
-        requests = add_all(engine, some_prompts(8))
-        run_to_end(engine)
-        assert engine.stats().cpu_busy_s > 0
-        engine.close()
-    assert [tuple(request.output_token_ids) for request in requests] == expected
+    assert tokens_beside_a_host(folders["Glm4"], some_prompts(8), monkeypatch) == expected
 
 
 def test_neither_graphs_nor_placed_weights_change_a_token(folders) -> None:
@@ -101,13 +92,7 @@ def test_neither_graphs_nor_placed_weights_change_a_token(folders) -> None:
 
     def tokens(folder: Path, placement: Placement | None = None) -> list[list[int]]:
         config = EngineConfig(str(folder), dtype="float32", **sizes)
-        driver = BackendDriver(open_torch_backend(config, placement=placement))
-        sampling = SamplingParams(max_tokens=4, ignore_eos=True)
-        requests = [driver.admit(tier.value, list(range(3, 12)), tier, sampling) for tier in Tier]
-        driver.prefill(requests, 5)
-        for _ in range(3):
-            driver.decode(requests)
-        return [request.output_token_ids for request in requests]
+        return tokens_of_both_tiers(open_torch_backend(config, placement=placement), range(3, 12), 5, 4)
 
     for name in ("Glm4", "SmolLM3", "Granite"):
         expected = tokens(folders[name])

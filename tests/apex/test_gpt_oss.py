@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.model.placement import Place, Placement
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime import torch_backend
@@ -17,12 +16,11 @@ from swiftllm.runtime.workers import AttentionTask
 from tests.apex.rank_group import Group, run
 from tests.apex.test_architectures import greedy, some_prompts
 from tests.apex.test_end_to_end import VARIANTS, serve
-from tests.reference.backend_driver import BackendDriver
+from tests.reference.backend_driver import tokens_of_both_tiers
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.tiny_architectures import tiny_judge
-from tests.reference.tiny_gpt_oss import make_tiny_gpt_oss, write_mxfp4
-from tests.swiftllm.remote.hosts import SECRET, host_in_thread
-from tests.swiftllm.remote.test_tokens import MAX_TOKENS, add_all, open_engine, run_to_end
+from tests.reference.tiny_gpt_oss import make_folders
+from tests.swiftllm.remote.test_tokens import MAX_TOKENS, tokens_beside_a_host
 
 POOLS = {"block_size": 4, "num_gpu_blocks": 40, "num_cpu_blocks": 400}
 TOKENS = 10
@@ -31,12 +29,7 @@ PROMPTS = some_prompts(8)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """In float32, in MXFP4, and dequantised."""
-    root = tmp_path_factory.mktemp("gpt-oss")
-    folders = {name: root / name for name in ("plain", "packed", "dense")}
-    make_tiny_gpt_oss(folders["plain"])
-    write_mxfp4(*folders.values())
-    return folders
+    return make_folders(tmp_path_factory.mktemp("gpt-oss"))
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +60,8 @@ def test_so_do_those_of_two_ranks(folders) -> None:
 
 
 def test_an_attention_host_changes_no_token(folders, monkeypatch) -> None:
-    monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
     expected = greedy(tiny_judge(folders["plain"], ""), PROMPTS, MAX_TOKENS)
-    with host_in_thread(1 << 20) as host:
-        engine = open_engine(folders["plain"], "apex-overlap", [host.address])
-        requests = add_all(engine, PROMPTS)
-        run_to_end(engine)
-        assert engine.stats().cpu_busy_s > 0
-        engine.close()
-    assert [tuple(request.output_token_ids) for request in requests] == expected
+    assert tokens_beside_a_host(folders["plain"], PROMPTS, monkeypatch) == expected
 
 
 def test_neither_graphs_nor_placed_weights_change_a_token(folders) -> None:
@@ -85,13 +71,7 @@ def test_neither_graphs_nor_placed_weights_change_a_token(folders) -> None:
 
     def tokens(folder: Path, placement: Placement | None = None) -> list[list[int]]:
         config = EngineConfig(str(folder), dtype="float32", **sizes)
-        driver = BackendDriver(open_torch_backend(config, placement=placement))
-        sampling = SamplingParams(max_tokens=4, ignore_eos=True)
-        requests = [driver.admit(tier.value, list(range(3, 22)), tier, sampling) for tier in Tier]
-        driver.prefill(requests, 5)
-        for _ in range(3):
-            driver.decode(requests)
-        return [request.output_token_ids for request in requests]
+        return tokens_of_both_tiers(open_torch_backend(config, placement=placement), range(3, 22), 5, 4)
 
     for name, placements in (("plain", (None, placed)), ("packed", (placed,))):
         expected = tokens(folders[name])

@@ -22,8 +22,7 @@ from tests.reference.fake_gpu import fake_gpu
 from tests.reference.int8_tier import poison_of
 from tests.reference.tiny_architectures import tiny_judge
 from tests.reference.tiny_model import make_tiny_llama
-from tests.swiftllm.remote.hosts import SECRET, host_in_thread
-from tests.swiftllm.remote.test_tokens import MAX_TOKENS, add_all, open_engine, run_to_end
+from tests.swiftllm.remote.test_tokens import MAX_TOKENS, tokens_beside_a_host
 
 WINDOW = 8
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
@@ -102,16 +101,9 @@ def test_two_ranks_and_attention_hosts_change_no_token(folders, monkeypatch) -> 
         run(engine)
         group.check(requests)
     group.close()
-    monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
     for name in ("alternating", "alike"):
         expected = greedy(tiny_judge(folders[name], name), some_prompts(8), MAX_TOKENS)
-        with host_in_thread(1 << 20) as host:
-            engine = open_engine(folders[name], "apex-overlap", [host.address], num_cpu_blocks=22)
-            requests = add_all(engine, some_prompts(8))
-            run_to_end(engine)
-            assert engine.stats().cpu_busy_s > 0
-            engine.close()
-        assert [tuple(request.output_token_ids) for request in requests] == expected
+        assert tokens_beside_a_host(folders[name], some_prompts(8), monkeypatch, num_cpu_blocks=22) == expected
 
 
 def test_neither_graphs_nor_swaps_on_a_gpu_change_a_token(folders) -> None:

@@ -114,3 +114,14 @@ class BackendDriver:
     def _poison_left(self, layer: int) -> None:
         if self.left:
             self.backend.kv_pools.layers[Tier.GPU][layer][self.left] = torch.nan
+
+
+def tokens_of_both_tiers(backend: TorchBackend, prompt: Sequence[int], chunk: int, num_tokens: int) -> list[list[int]]:
+    """Greedy tokens of the prompt, in chunks, as a request of each tier."""
+    driver = BackendDriver(backend)
+    sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    requests = [driver.admit(tier.value, prompt, tier, sampling) for tier in Tier]
+    driver.prefill(requests, chunk)
+    while requests[0].output_len < num_tokens:
+        driver.decode(requests)
+    return [request.output_token_ids for request in requests]

@@ -50,6 +50,14 @@ def make_tiny_gpt_oss(path: Path, **more: Any) -> Path:
     return path
 
 
+def make_folders(root: Path) -> dict[str, Path]:
+    """The model in float32, in MXFP4, and dequantised."""
+    folders = {name: root / name for name in ("plain", "packed", "dense")}
+    make_tiny_gpt_oss(folders["plain"])
+    write_mxfp4(*folders.values())
+    return folders
+
+
 def write_mxfp4(source: Path, packed: Path, dense: Path) -> None:
     """The same model with the experts' matrices rounded to MXFP4: as OpenAI writes them, and dequantised."""
     tensors, codes = load_file(source / "model.safetensors"), {}

@@ -24,7 +24,7 @@ from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.parallel.shards import BY_COLUMNS, Shard
-from tests.reference.tiny_gpt_oss import make_tiny_gpt_oss, write_mxfp4
+from tests.reference.tiny_gpt_oss import make_folders
 from tests.swiftllm.model.test_llama import resident_model, whole_prompt_logits
 
 TOKENS = torch.randint(3, 128, (150,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -52,12 +52,7 @@ GPT_OSS_20B = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The model in float32, in MXFP4, and dequantised."""
-    root = tmp_path_factory.mktemp("gpt-oss")
-    folders = {name: root / name for name in ("plain", "packed", "dense")}
-    make_tiny_gpt_oss(folders["plain"])
-    write_mxfp4(*folders.values())
-    return folders
+    return make_folders(tmp_path_factory.mktemp("gpt-oss"))
 
 
 @pytest.fixture(scope="module")

@@ -67,6 +67,20 @@ def run_to_end(engine: Engine, most_steps: int = 20_000) -> None:
     assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
 
 
+def tokens_beside_a_host(
+    model_dir: Path, prompts: Sequence[Sequence[int]], monkeypatch: pytest.MonkeyPatch, **options
+) -> list[tuple[int, ...]]:
+    """Under `apex-overlap`, where the CPU tier attends."""
+    monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
+    with host_in_thread(1 << 20) as host:
+        engine = open_engine(model_dir, "apex-overlap", [host.address], **options)
+        requests = add_all(engine, prompts)
+        run_to_end(engine)
+        assert engine.stats().cpu_busy_s > 0
+        engine.close()
+    return [tuple(request.output_token_ids) for request in requests]
+
+
 @pytest.mark.parametrize("num_hosts", [1, 2])
 @pytest.mark.parametrize("variant", [*LOCKSTEP, "fastdecode", "apex", "apex-overlap", "adaptive"])
 def test_hosts_do_not_change_tokens(tiny, variant: str, num_hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
