@@ -33,7 +33,7 @@ class SlowInt8Runner(TaskRunner):
                 pool, scale = self._layers[task.layer], q.shape[-1] ** -0.5
                 tables, lens, window = task.rows
                 store_new_tokens(as_codes_and_back(k), as_codes_and_back(v), pool, tables, lens)
-                task.out.copy_(paged_attention(q, pool, tables, lens, scale, window))
+                task.out.copy_(paged_attention(q, pool, tables, lens, scale, window, task.sinks))
             case RowsWrite() | BlocksWrite():
                 super().run_task(replace(task, content=as_codes_and_back(task.content)))
             case _:

@@ -16,6 +16,7 @@ from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.int8_tier import SlowInt8Runner, poison_of
+from tests.reference.tiny_gpt_oss import make_tiny_gpt_oss
 
 NUM_TOKENS = 10
 SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
@@ -40,14 +41,16 @@ def generate(driver: BackendDriver, chunk: int | None, moves: bool) -> list[Requ
     return requests
 
 
-def test_tokens_are_those_of_attention_over_the_dequantised_cache(tiny_model_dir, monkeypatch):
+def test_tokens_are_those_of_attention_over_the_dequantised_cache(tiny_model_dir, tmp_path, monkeypatch):
     """Of prompts in chunks, whose earlier tokens come back from the tier, of decodes there, and of requests that
-    travel; their logits tell an int8 tier from an exact one. With attention windows, too."""
+    travel; their logits tell an int8 tier from an exact one. With attention windows and sinks, too."""
     windows = {"kind": Qwen2Config, "use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
     windows["initializer_range"] = 0.25  # its logits tell more
     llama, windowed = tiny_model_dir(), tiny_model_dir(num_hidden_layers=4, **windows)
+    # Each row goes to all experts: rounding would choose others.
+    gpt_oss = make_tiny_gpt_oss(tmp_path / "gpt-oss", num_local_experts=3)
     cases = (llama, None, False), (llama, 7, False), (llama, 20, True), (windowed, 7, False), (windowed, 50, True)
-    for model_dir, chunk, moves in cases:
+    for model_dir, chunk, moves in (*cases, (gpt_oss, 7, False), (gpt_oss, 20, True)):
         found = generate(BackendDriver(backend_of(model_dir, cpu_kv_dtype="int8")), chunk, moves)
         exact = generate(BackendDriver(backend_of(model_dir)), chunk, moves)
         with monkeypatch.context() as patch:
