@@ -130,5 +130,5 @@ def exit_after(seconds: float) -> None:
 def end_if_alone(link: FrontEndLink, is_built: threading.Event) -> None:
     """End this process if the front end ends before the engine is built."""
     while not is_built.is_set():
-        if link.has_hung_up(LOOK_EVERY_S):
+        if link.has_hung_up(LOOK_EVERY_S) and not is_built.is_set():  # once built, the service ends it
             os._exit(EXIT_ALONE)

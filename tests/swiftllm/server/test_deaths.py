@@ -8,15 +8,19 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import pytest
 
 from swiftllm.server.run import DrainingServer
+from swiftllm.server.service.engine_process import end_if_alone
 from swiftllm.server.service.limits import ServiceLimits
 from swiftllm.server.service.service import EngineService
 from tests.reference.fake_engine import fake_engine
@@ -100,6 +104,20 @@ def test_an_engine_outlives_no_front_end_and_frees_what_it_had():
         process.kill()
         rest = process.stderr.read()  # ends when the engine's process has
     assert EMPTY in rest and "Traceback" not in rest
+
+
+@pytest.mark.parametrize("is_built_meanwhile", [False, True])
+def test_only_before_it_is_built_an_engine_ends_with_the_front_end_at_once(monkeypatch, is_built_meanwhile):
+    is_built, exits = threading.Event(), []
+
+    def has_hung_up(_: float) -> bool:
+        if is_built_meanwhile or exits:
+            is_built.set()
+        return True
+
+    monkeypatch.setattr(os, "_exit", exits.append)
+    end_if_alone(SimpleNamespace(has_hung_up=has_hung_up), is_built)
+    assert len(exits) == (0 if is_built_meanwhile else 1)
 
 
 def test_a_full_disk_for_logs_changes_nothing():
