@@ -129,16 +129,8 @@ struct Vnni {
     }
 };
 
-// With a single query head to a KV head memory is the limit. Of the two kernels AVX2's, whose prefetches are further apart,
-// comes nearer to it on AMD's processors: on a Zen 4 92% for 75% of what can be read, on a Zen 5 by 7% more. On an Emerald
-// Rapids this one does: 99% for 93%.
-void attend_by_group(const Segment& segment, const Segment* next, SoftmaxState state) {
-    static const bool is_intel = __builtin_cpu_is("intel");
-    (segment.group == 1 && !is_intel ? int8_avx2.attend : attend_int8<Vnni>)(segment, next, state);
-}
-
 }  // namespace
 
-const Int8Kernels int8_avx512vnni = {attend_by_group, {codec<float>, codec<Half>, codec<BFloat16>}};
+const Int8Kernels int8_avx512vnni = {attend_int8<Vnni>, {codec<float>, codec<Half>, codec<BFloat16>}};
 
 }  // namespace pacpu
