@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from apex.placement.budget import Workload
-from apex.simulator.hardware import load_gpu
-from apex.simulator.placed_machine import WeightPlacer
-from apex.simulator.predicted_machine import predict_machine
+from apex.simulator.hardware.files import load_gpu
+from apex.simulator.prediction.placed_machine import WeightPlacer
+from apex.simulator.prediction.predicted_machine import predict_machine
 from evaluation.experiments.grid import Grid, Place
 from evaluation.experiments.places import lengths_of, possible_points
 from evaluation.experiments.runner import Point

@@ -13,8 +13,8 @@ import pytest
 from apex.placement.budget import Workload
 from apex.placement.costs import BoundaryCost, CopyEffect, Rates, batch_s, beside_copies_s
 from apex.placement.search import PlacementProblem, TimedPlacement, fastest_placements, iteration_s, refined_placement
-from apex.simulator.placed_machine import WeightPlacer
-from apex.simulator.predicted_machine import predict_machine
+from apex.simulator.prediction.placed_machine import WeightPlacer
+from apex.simulator.prediction.predicted_machine import predict_machine
 from swiftllm.machine import GIB
 from swiftllm.model.placement import SLOTS, Place, Placement, all_resident, spread
 from tests.apex.placement.placements import BLOCK, MACHINES, decode, placer_of
