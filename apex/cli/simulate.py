@@ -196,10 +196,10 @@ class Simulate(SystemsCommand):
         """The machine with a placement of its weights for a system; None where all are on the GPU."""
         if self.weights_gpu_memory is None:
             return None
-        from apex.placement.budget import Workload
+        from apex.placement.budget import UniformLoad
         from apex.simulator.prediction.placed_machine import WeightPlacer
 
-        at_once = Workload(self.max_num_seqs, self.input_len, self.output_len)
+        at_once = UniformLoad(self.max_num_seqs, self.input_len, self.output_len)
         placer, offloads = WeightPlacer(machine, self.block_size), find_system(system).needs_predictions
         return placer.place(self.weights_gpu_memory, at_once, offloads=offloads)
 

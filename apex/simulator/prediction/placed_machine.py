@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface, total_s
-from apex.placement.budget import Estimate, Workload, best_budget, estimate_budget
+from apex.placement.budget import Estimate, UniformLoad, best_budget, estimate_budget
 from apex.placement.costs import BoundaryCost, Rates, beside_copies_s, boundary_costs
 from apex.placement.search import TimedPlacement, refined_placement
 from apex.simulator.hardware.files import Host, LayerShape
@@ -100,7 +100,7 @@ class WeightPlacer:
         self._model = PerfModel(machine.table, layers)
 
     def place(
-        self, memory_gib: float | Literal["auto"], workload: Workload, *, offloads: bool, cpu_computes: bool = True
+        self, memory_gib: float | Literal["auto"], workload: UniformLoad, *, offloads: bool, cpu_computes: bool = True
     ) -> PlacedMachine:
         """The machine with as many GiB of GPU memory for weights; auto: as many as give the highest predicted rate.
 
