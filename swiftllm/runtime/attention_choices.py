@@ -39,6 +39,9 @@ CACHES = 3
 """The calls go round in so many times the last-level cache."""
 MIN_BYTES = 128 << 20
 ROUNDS = 15
+SETTLED_S = 1e-3
+"""After a call: pacpu's helpers sleep by then. While a thread runs, the system counts its time tick by tick, and a call
+takes less than a tick."""
 NOISE = 0.02
 """Of a rate: ways that differ by less count as equal, and the one that asks for most comes first."""
 LEAST_COST = 1 / 8
@@ -65,7 +68,7 @@ class Measured:
 def use_fastest_attention(*, measure_again: bool = False) -> None:
     """Have CPU attention of this process work in the way that is fastest here: from the cache, else measured now.
 
-    Measuring takes about a second, once for each processor and instruction set. Where it would take more than a
+    Measuring takes a few seconds, once for each processor and instruction set. Where it would take more than a
     quarter of the memory that is available, nothing changes.
     """
     measured = None if measure_again else kept()
@@ -195,5 +198,6 @@ def _fastest_s(
             table, turn = tables[turn % len(tables)], turn + 1
             start_s = time.process_time()
             pacpu.paged_attention(q, k, k, cache, table, seq_lens, out, 1.0, num_threads=num_threads)
+            time.sleep(SETTLED_S)
             seconds[way].append((time.process_time() - start_s) / num_threads)
     return {way: min(taken) for way, taken in seconds.items()}
