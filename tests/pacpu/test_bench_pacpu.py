@@ -136,6 +136,7 @@ def tiny(monkeypatch, tmp_path):
     monkeypatch.setattr(attention_choices, "MIN_BYTES", 8 << 20)
     monkeypatch.setattr(attention_choices, "SAMPLE_BYTES", 4 << 20)
     monkeypatch.setattr(attention_choices, "last_level_cache_bytes", lambda: 0)
+    monkeypatch.setattr(attention_choices, "SETTLED_S", 0)
     monkeypatch.setattr(bench_pacpu, "QUICK_SHAPES", (Shape(2, 40), Shape(3, 20, ragged=True)))
     monkeypatch.setattr(bench_pacpu, "MIN_ROTATION_BYTES", 4 << 20)
     monkeypatch.setattr(bench_pacpu, "MIN_TIMED_BYTES", 1 << 20)

@@ -24,6 +24,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_choices, "MIN_BYTES", 8 << 20)
     monkeypatch.setattr(attention_choices, "SAMPLE_BYTES", 4 << 20)
     monkeypatch.setattr(attention_choices, "last_level_cache_bytes", lambda: 0)
+    monkeypatch.setattr(attention_choices, "SETTLED_S", 0)
     before = {kind: (pacpu.prefetch(*kind), pacpu.shared_row_cost(*kind)) for kind in KINDS}
     yield
     for kind, (way, cost) in before.items():
