@@ -144,16 +144,29 @@ ARCHITECTURES = {
         {
             "max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
+            "original_max_position_embeddings": 4096,
             "partial_rotary_factor": 1.0,
             "eos_token_id": 32000,
         },
-        rope_kinds=("default",),
+        rope_kinds=("default", "longrope"),
         **WITHOUT_BIAS,
         windows="all",
     ),
     "GlmForCausalLM": Architecture("glm", GLM, o_bias=False, mlp_bias=False, interleaved_rotary=True),
     "Glm4ForCausalLM": Architecture(
         "glm4", GLM, o_bias=False, mlp_bias=False, interleaved_rotary=True, norms_outputs=True
+    ),
+    "SeedOssForCausalLM": Architecture(
+        "seed_oss",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 524288,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "mlp_bias": False,
+        },
+        o_bias="attention_out_bias",
     ),
     "SmolLM3ForCausalLM": Architecture(
         "smollm3",
@@ -263,7 +276,7 @@ def text_part(raw: Mapping[str, Any]) -> dict[str, Any] | None:
         Unsupported: the text part is of no kind that the wrapper may have.
     """
     names = raw.get("architectures")
-    kinds = WRAPPERS.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
+    kinds = WRAPPERS.get(names[0]) if _is_one_name(names) else None
     if kinds is None:
         return None
     text = dict(raw.get("text_config") or {})
@@ -285,7 +298,7 @@ def recognise(raw: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
     """
     model_type = raw.get("model_type")
     names = raw.get("architectures") or [name for name, row in ARCHITECTURES.items() if row.model_type == model_type]
-    row = ARCHITECTURES.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
+    row = ARCHITECTURES.get(names[0]) if _is_one_name(names) else None
     if row is None or model_type not in (None, row.model_type):
         raise Unsupported(f"architectures={raw.get('architectures')} with model_type={model_type!r}")
     fields = row.defaults | dict(raw)
@@ -328,8 +341,13 @@ def layer_windows(row: Architecture, fields: Mapping[str, Any]) -> tuple[int | N
         types = [SLIDING if layer >= fields["max_window_layers"] else FULL for layer in range(num_layers)]
     windows = tuple(int(window) if kind == SLIDING else None for kind in types)
     if len(set(Counter(windows).values())) > 1:
-        raise Unsupported(f"a model of which {windows.count(None)} of {num_layers} layers have no window")
+        count = num_layers - windows.count(None)
+        raise Unsupported(f"a window in {count} of {num_layers} layers (none, half or all of them may have one)")
     return windows if set(windows) != {None} else None
+
+
+def _is_one_name(names: Any) -> bool:
+    return isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
 
 
 def _is_neutral(value: Any) -> bool:

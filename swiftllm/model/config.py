@@ -11,6 +11,7 @@ from typing import Any
 
 from swiftllm.model.architectures import SUPPORTED, Unsupported, layer_windows, recognise, text_part
 from swiftllm.model.checkpoint import tensor_names
+from swiftllm.model.quantised.scheme import SUPPORTED as SUPPORTED_SCHEMES
 from swiftllm.model.quantised.scheme import QuantisationScheme
 from swiftllm.model.rope import RopeScaling, UnsupportedRope
 
@@ -90,7 +91,8 @@ class ModelConfig:
     has_sinks: bool = False
     """Whether each head of a layer has a sink: one more score, of a token whose V is 0."""
     named_positions: int | None = None
-    """``max_position_embeddings`` of a checkpoint that scales the queries behind those that are given here."""
+    """``max_position_embeddings`` of a checkpoint that scales the queries behind those that are given here, or that has
+    other rotary frequencies for longer requests (LongRoPE)."""
 
     def longest_request(self, asked: int | None) -> int:
         """Prompt and output tokens of a request at most: those ``asked`` for, by default the model's own.
@@ -98,16 +100,20 @@ class ModelConfig:
         Raises:
             ValueError: the model was made for fewer.
         """
-        if asked is not None and asked > self.max_position_embeddings and self.named_positions is not None:
+        if asked is None or asked <= self.most_positions:
+            return asked or self.max_position_embeddings
+        if self.most_positions < (self.named_positions or 0):
             raise ValueError(
                 f"max_model_len={asked} exceeds {self.max_position_embeddings} tokens, and the model, made for "
                 f"{self.named_positions}, scales the queries behind them, which is not supported"
             )
-        if asked is not None and asked > self.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len={asked} exceeds the {self.max_position_embeddings} tokens the model was made for"
-            )
-        return asked or self.max_position_embeddings
+        raise ValueError(f"max_model_len={asked} exceeds the {self.most_positions} tokens the model was made for")
+
+    @property
+    def most_positions(self) -> int:
+        """Tokens of the longest request that may be asked for."""
+        is_longrope = self.rope_scaling.kind == "longrope"
+        return (self.named_positions if is_longrope else None) or self.max_position_embeddings
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -150,6 +156,12 @@ class ModelConfig:
                 unscaled = int(rope["original_max_position_embeddings"])
                 if unscaled < num_positions:
                     num_positions, named_positions = unscaled, num_positions
+            rope_scaling = RopeScaling.from_config(rope, row.rope_kinds)
+            if rope_scaling.kind == "longrope":
+                if {len(rope_scaling.short_factors), len(rope_scaling.long_factors)} != {rotary_dim // 2}:
+                    raise ValueError(f"short_factor and long_factor need {rotary_dim // 2} numbers each")
+                if rope_scaling.original_max_position < num_positions:
+                    num_positions, named_positions = rope_scaling.original_max_position, num_positions
             config = cls(
                 num_layers=int(fields["num_hidden_layers"]),
                 hidden_size=hidden_size,
@@ -161,7 +173,7 @@ class ModelConfig:
                 max_position_embeddings=num_positions,
                 rms_norm_eps=float(fields["rms_norm_eps"]),
                 rope_theta=float(rope["rope_theta"]),
-                rope_scaling=RopeScaling.from_config(rope, row.rope_kinds),
+                rope_scaling=rope_scaling,
                 tie_word_embeddings=bool(fields["tie_word_embeddings"]),
                 qkv_bias=has_bias(row.qkv_bias),
                 o_bias=has_bias(row.o_bias),
@@ -204,7 +216,7 @@ class ModelConfig:
         if quantisation is not None:
             if quantisation.experts_only != config.has_swiglu_limit:
                 raise ValueError(
-                    f"{path}: {row.model_type} in {quantisation.describe()} is not supported: gpt_oss goes with MXFP4"
+                    f"{path}: {row.model_type} in {quantisation.describe()} is not supported; {SUPPORTED_SCHEMES}"
                 )
             o_inputs = () if quantisation.experts_only else (config.num_heads * config.head_dim,)
             for in_features in (config.hidden_size, *o_inputs, config.intermediate_size):
@@ -294,9 +306,13 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _rope_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the rotary embedding; beside those of its scaling, ``rope_theta`` and, where a model has it,
-    ``original_max_position_embeddings``, which transformers prefers there."""
-    beside = {"rope_theta": fields["rope_theta"], "partial_rotary_factor": fields.get("partial_rotary_factor", 1.0)}
+    """The fields of the rotary embedding; beside those of its scaling, what is told of the whole model and, where a
+    model has it, ``original_max_position_embeddings``, which transformers prefers there."""
+    beside = {
+        "rope_theta": fields["rope_theta"],
+        "partial_rotary_factor": fields.get("partial_rotary_factor", 1.0),
+        "max_position_embeddings": fields["max_position_embeddings"],
+    }
     parameters = beside | dict(fields["rope_scaling"] or fields["rope_parameters"] or {})
     if "original_max_position_embeddings" in fields:
         parameters["original_max_position_embeddings"] = fields["original_max_position_embeddings"]

@@ -9,12 +9,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 FIELDS = {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
     *("low_freq_factor", "high_freq_factor", "max_position_embeddings"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
+    *("short_factor", "long_factor"),
 }
 """Of ``rope_parameters``, those that are read and those that transformers does not read either."""
 
@@ -33,6 +34,8 @@ class RopeScaling:
     ``yarn`` (arXiv 2309.00071) divides the pairs behind the one that turns ``low_freq_factor`` times within
     ``original_max_position`` tokens, keeps those before the one that turns ``high_freq_factor`` times, and blends in
     between by the number of the pair; then it multiplies all rotated elements by ``amplitude``.
+    ``longrope`` (arXiv 2402.13753) divides each pair by its own factor, and multiplies as ``yarn`` does. It has one
+    list of factors for texts within ``original_max_position`` tokens, and one for longer texts.
     """
 
     kind: RopeKind = "default"
@@ -43,6 +46,8 @@ class RopeScaling:
     amplitude: float = 1.0
     whole_pairs: bool = True
     """Whether the bounds of ``yarn`` are rounded to whole pairs."""
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     @classmethod
     def from_config(cls, parameters: Mapping[str, Any], kinds: tuple[RopeKind, ...] = ROPE_KINDS) -> RopeScaling:
@@ -57,7 +62,8 @@ class RopeScaling:
             raise UnsupportedRope(f"rope scaling {kind!r} is not supported; supported are {', '.join(kinds)}")
         for name, value in parameters.items():
             if name not in FIELDS and value not in (None, False):
-                raise UnsupportedRope(f"{name}={value!r} of the rotary embedding is not supported")
+                what = f"{name}={value!r} of the rotary embedding is not supported"
+                raise UnsupportedRope(f"{what}; supported is one of the kinds {', '.join(kinds)} for all layers")
         if parameters.get("partial_rotary_factor", 1.0) != 1.0:
             raise UnsupportedRope("partial_rotary_factor is not supported: rotary positions turn whole heads")
         try:
@@ -81,6 +87,14 @@ class RopeScaling:
                     _yarn_amplitude(parameters),
                     bool(parameters.get("truncate", True)),
                 )
+            if kind == "longrope":
+                factors = (tuple(map(float, parameters[name])) for name in ("short_factor", "long_factor"))
+                original = int(parameters["original_max_position_embeddings"])
+                growth = float(parameters.get("factor") or parameters["max_position_embeddings"] / original)
+                amplitude = parameters.get("attention_factor")
+                if amplitude is None:
+                    amplitude = math.sqrt(1 + math.log(max(1.0, growth)) / math.log(original))
+                return cls("longrope", growth, 1.0, 4.0, original, float(amplitude), True, *factors)
         except KeyError as error:
             raise ValueError(f"rope scaling {kind!r} lacks the field {error}") from None
         return cls()
@@ -97,12 +111,15 @@ def _yarn_amplitude(parameters: Mapping[str, Any]) -> float:
     return growth + 1
 
 
-def inverse_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
-    """Radians per token of each rotated pair, float32 ``[rotary_dim / 2]``."""
+def inverse_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling, longest: int = 1) -> torch.Tensor:
+    """Radians per token of each rotated pair, float32 ``[rotary_dim / 2]``. ``longest``: tokens of a text at most."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     frequencies = 1.0 / theta**exponents
     if scaling.kind == "default":
         return frequencies
+    if scaling.kind == "longrope":
+        is_long = longest > scaling.original_max_position
+        return frequencies / torch.tensor(scaling.long_factors if is_long else scaling.short_factors)
     scaled = frequencies / scaling.factor
     if scaling.kind == "linear":
         return scaled
@@ -163,7 +180,7 @@ def rotary_table(
     """
     rotary_dim = rotary_dim or head_dim
     positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = torch.outer(positions, inverse_frequencies(rotary_dim, theta, scaling))
+    angles = torch.outer(positions, inverse_frequencies(rotary_dim, theta, scaling, num_positions))
     cos, sin = (part * scaling.amplitude for part in (angles.cos(), angles.sin()))
     if rotary_dim < head_dim:
         rest = angles.new_zeros(num_positions, (head_dim - rotary_dim) // 2)

@@ -12,8 +12,8 @@ from swiftllm.ops.quantised_matrix import CODES_PER_WORD, GROUP_MULTIPLE, MXFP4_
 
 AWQ, GPTQ, COMPRESSED_TENSORS, MXFP4 = "AWQ", "GPTQ", "compressed-tensors", "MXFP4"
 SUPPORTED = (
-    "supported are 4-bit AWQ (gemm), GPTQ (with or without act-order), compressed-tensors (pack-quantized) and, of "
-    "gpt-oss, MXFP4 checkpoints, and 16-bit or 32-bit ones: take another checkpoint of the model"
+    "supported are 4-bit AWQ (gemm), GPTQ (with or without act-order) and compressed-tensors (pack-quantized), for "
+    "gpt-oss MXFP4 in place of these, and 16 or 32 bits: take another checkpoint of the model"
 )
 OLD_GPTQ_FILE = "quantize_config.json"  # beside a config.json that says nothing
 
@@ -48,6 +48,8 @@ class QuantisationScheme:
         if given is None:
             return None
         readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "mxfp4": _mxfp4}
+        if not isinstance(given, Mapping):
+            raise _refusal(folder, f"quantization_config={given!r}")
         method = given.get("quant_method")
         if method not in readers:
             raise _refusal(folder, f"quant_method={method!r}")

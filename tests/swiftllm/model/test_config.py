@@ -27,14 +27,17 @@ PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+SEED_OSS = {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss"}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 UNSUPPORTED = (
     ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
     ({"architectures": ["LlamaForCausalLM", "GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+    ({"architectures": [{}]}, "supported are LlamaForCausalLM"),
     ({"model_type": "gemma"}, "gemma.*LlamaForCausalLM"),
     ({**MISTRAL, "sliding_window": 9, "layer_types": ["sliding_attention"] * 3}, "sliding_attention"),
     ({**MISTRAL, "sliding_window": 0}, "sliding_window=0"),
-    ({**QWEN2, **WINDOW, "max_window_layers": 1}, "1 of 3 layers have no window is not supported"),
+    ({**QWEN2, **WINDOW, "max_window_layers": 1}, "window in 2 of 3 layers .none, half or all.* is not supported"),
     ({**QWEN3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding_attention"),
     ({**QWEN3, **WINDOW, "layer_types": ["sliding_attention"] * 2}, "2 layer_types"),
     ({"sliding_window": 512}, "sliding_window"),
@@ -47,12 +50,14 @@ UNSUPPORTED = (
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "config.json: rope scaling 'dynamic'"),
-    ({"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section"),
+    ({"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}, "mrope_section.*one of .*yarn"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8'"),
+    ({"quantization_config": "awq"}, "quantization_config='awq'.*supported are 4-bit AWQ"),
     ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
     ({"num_key_value_heads": 0}, "num_kv_heads=0 must be at least 1"),
-    ({**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8}}, "longrope.*supported are default"),
-    ({**PHI3, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "yarn"),
+    ({**PHI3, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8}}, "lacks the field 'long_factor'"),
+    ({**PHI3, "rope_scaling": {**LONGROPE, "long_factor": [1.0] * 9}}, "short_factor and long_factor need 8 numbers"),
+    ({**PHI3, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "yarn.*supported are default, longrope"),
     ({**PHI3, "partial_rotary_factor": 0.2}, "rotary_dim=3 is odd"),
     ({**SMOLLM3, **WINDOW}, "sliding_window=9 without layer_types"),
     ({**MINISTRAL3, "rope_parameters": {"rope_type": "default"}}, "lacks 'llama_4_scaling_beta'"),
@@ -158,6 +163,8 @@ def test_biases_are_where_transformers_has_them(read):
     assert biases(mlp_bias=True) == (False, False, True)
     assert biases(**QWEN3, attention_bias=True) == (True, True, False)
     assert biases(**QWEN2) == biases(**QWEN2, attention_bias=False) == (True, False, False)
+    assert biases(**SEED_OSS) == (True, False, False)
+    assert biases(**SEED_OSS, attention_bias=False, attention_out_bias=True) == (False, True, False)
     assert biases(**MISTRAL) == (False, False, False)
 
 
@@ -188,6 +195,14 @@ def test_a_request_may_not_reach_where_queries_are_scaled(read):
         config.longest_request(16385)
     rope = {**ARCHITECTURES["Ministral3ForCausalLM"].own["rope_parameters"], "llama_4_scaling_beta": 0.0}
     assert read({**MINISTRAL3, **SIZES, "rope_parameters": rope}).longest_request(None) == 262144
+
+
+def test_longrope_has_long_factors_for_requests_that_ask_for_them(read):
+    config = read({**LLAMA, **PHI3, "rope_scaling": LONGROPE, "max_position_embeddings": 131072})
+    assert [config.longest_request(asked) for asked in (None, 100, 131072)] == [4096, 100, 131072]
+    with pytest.raises(ValueError, match="exceeds the 131072 tokens"):
+        config.longest_request(131073)
+    assert config.rope_scaling.amplitude == pytest.approx(1.190238, abs=1e-6)  # of Phi-3 and 4 with 131,072 tokens
 
 
 def test_layers_without_rotary_positions_are_listed_or_every_fourth(read):

@@ -246,7 +246,10 @@ def test_what_there_is_no_code_for_is_refused(folders, tmp_path) -> None:
         ({"attention_bias_scale": 2.0}, "attention_bias_scale=2.0 in GptOssForCausalLM is not supported"),
         ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
         ({"quantization_config": {**scheme, "modules_to_not_convert": ["model.layers.0.mlp.experts"]}}, "mlp.experts"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}, "gpt_oss in 4-bit AWQ"),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}},
+            "gpt_oss in 4-bit AWQ.*for gpt-oss MXFP4",
+        ),
         ({"intermediate_size": 80}, "groups of 32 do not divide 80 inputs"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(raw | change))

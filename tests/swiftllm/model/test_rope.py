@@ -17,6 +17,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 SCALINGS = [{}, {"rope_type": "linear", "factor": 4.0}, LLAMA3, YARN]
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1 + n / 40 for n in range(32)],
+    "long_factor": [1 + n / 4 for n in range(32)],
+    "original_max_position_embeddings": 256,
+}
+
+
 def judge(scaling: dict, theta: float = 1e4) -> LlamaRotaryEmbedding:
     parameters = {"rope_type": "default", **scaling, "rope_theta": theta}
     config = LlamaConfig(
@@ -76,6 +84,17 @@ def test_all_forms_of_yarn_equal_transformers():
         assert ours.amplitude == pytest.approx(theirs.attention_scaling), form
 
 
+@pytest.mark.parametrize("form", [{}, {"attention_factor": 1.3}, {"factor": 4.0}, {"factor": 0.5}])
+def test_longrope_equals_transformers_on_both_sides_of_the_first_context(form):
+    theirs = judge(LONGROPE | form)
+    ours = RopeScaling.from_config(LONGROPE | {"max_position_embeddings": 2048} | form)
+    for longest in (256, 257, 2048):
+        cos, sin = theirs(torch.empty(0), torch.arange(longest)[None])
+        table = rotary_table(longest, 64, 1e4, ours)
+        torch.testing.assert_close(table[:, 0], cos[0], rtol=0, atol=3e-4)
+        torch.testing.assert_close(table[:, 1, 32:], sin[0, :, 32:], rtol=0, atol=3e-4)
+
+
 def test_pairs_beyond_those_that_turn_stay():
     """Heads in the order of :func:`rotary_order` have the scores that they have in the checkpoint's order."""
     generator = torch.Generator().manual_seed(0)
@@ -95,8 +114,8 @@ def test_pairs_beyond_those_that_turn_stay():
 
 
 def test_unknown_scaling_is_refused_by_name():
-    with pytest.raises(ValueError, match="longrope"):
-        RopeScaling.from_config({"rope_type": "longrope", "factor": 2.0})
+    with pytest.raises(ValueError, match="dynamic"):
+        RopeScaling.from_config({"rope_type": "dynamic", "factor": 2.0})
     with pytest.raises(ValueError, match="lacks the field 'original_max_position_embeddings'"):
         RopeScaling.from_config({"rope_type": "yarn", "factor": 2.0})
     with pytest.raises(ValueError, match="mrope_section"):
