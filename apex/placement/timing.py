@@ -3,6 +3,7 @@ and attention in each tier."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -120,7 +121,7 @@ def _attention_rate(
 ) -> float:
     """Of :data:`ATTENDING` requests whose caches are more than the machine's caches hold."""
     block = (model.num_kv_heads, *kv_format.head_shape(BLOCK_SIZE, model.head_dim))
-    block_bytes = kv_format.block_bytes(model, BLOCK_SIZE) // model.num_layers
+    block_bytes = math.prod(block) * kv_format.dtype.itemsize
     blocks_each = max(1, ATTENDED_BYTES // block_bytes // ATTENDING)
     pool = torch.zeros(ATTENDING * blocks_each, *block, dtype=kv_format.dtype, device=where)
     counts = model.num_heads, model.num_kv_heads, model.num_kv_heads  # of Q, K and V
