@@ -1,5 +1,4 @@
-"""The tokens that a GPU machine checks, of models with windows and of gpt-oss: on a CPU nothing is wrong, and faults are
-found."""
+"""The checks of tokens on a GPU machine, of models with windows and of gpt-oss: on a CPU they find faults alone."""
 
 from __future__ import annotations
 
