@@ -18,13 +18,13 @@ from apex.placement.costs import BoundaryCost, Rates, boundary_costs
 from swiftllm.device.device import Device
 from swiftllm.kv.format import KVFormat
 from swiftllm.machine import usable_cores
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.boundaries.loaded_weights import LoadedWeights, host_memory
+from swiftllm.model.boundaries.placement import Place, Placement
+from swiftllm.model.boundaries.weight_slots import CHUNK_BYTES
+from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.loaded_weights import LoadedWeights, host_memory
-from swiftllm.model.placement import Place, Placement
-from swiftllm.model.sizes import boundary_bytes
-from swiftllm.model.weight_slots import CHUNK_BYTES
-from swiftllm.model.weights import dummy_weights
+from swiftllm.model.weights.llama_weights import dummy_weights
+from swiftllm.model.weights.sizes import boundary_bytes
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
 from swiftllm.read_limit import read_limit

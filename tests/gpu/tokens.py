@@ -19,8 +19,8 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.device import CudaDevice, Device, open_device
 from swiftllm.engine.engine import Engine
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.placement import spread
+from swiftllm.model.boundaries.placement import spread
+from swiftllm.model.config.model_config import ModelConfig
 from tests.gpu.judge import CONFIG, GPT_OSS, SEED, WINDOWS, Judge, tiny_model
 from tests.reference.fake_engine import flat_table
 

@@ -23,7 +23,7 @@ from apex.simulator.virtual.weight_path import CHUNK_BYTES, SimulatedWeights
 from swiftllm.kv.budget import CPU_TIER_SHARE, SIMULATED_HOST_SHARE, blocks_in, choose_blocks
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB
-from swiftllm.model.placement import Place, Placement
+from swiftllm.model.boundaries.placement import Place, Placement
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from apex.placement.memory import EngineMemory
 from apex.placement.timing import BoundaryTimes
 from apex.systems import build_system
 from swiftllm.kv.layer_groups import LayerGroups
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.config.model_config import ModelConfig
 from tests.apex.placement.test_auto import card_bytes, config_for, memory_of
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu

@@ -11,9 +11,9 @@ import torch
 from quantise import write_folder
 from safetensors.torch import load_file, save_file
 
-from swiftllm.model import llama_tensors
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.weights import LlamaWeights, WeightsError, load_weights
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.weights import llama_tensors
+from swiftllm.model.weights.llama_weights import LlamaWeights, WeightsError, load_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.quantised_matrix import QuantisedMatrix

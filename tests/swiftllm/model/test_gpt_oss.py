@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from swiftllm.model import llama_tensors
-from swiftllm.model.checkpoint import WeightsError
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.config.quantisation import MXFP4
+from swiftllm.model.folder.checkpoint import WeightsError
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.packed_tensor import PackedTensor, in_chunks
-from swiftllm.model.quantised.scheme import MXFP4
-from swiftllm.model.sizes import WeightSizes, boundary_bytes, weight_bytes
-from swiftllm.model.weights import LlamaWeights, dummy_weights, load_weights
+from swiftllm.model.weights import llama_tensors
+from swiftllm.model.weights.llama_weights import LlamaWeights, dummy_weights, load_weights
+from swiftllm.model.weights.packed_tensor import PackedTensor, in_chunks
+from swiftllm.model.weights.sizes import WeightSizes, boundary_bytes, weight_bytes
 from swiftllm.ops import experts
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from swiftllm.model.rope import ROPE_KINDS, RopeKind
+from swiftllm.model.config.rope import ROPE_KINDS, RopeKind
 
 # Fields that every row reads, with the value that transformers gives Llama where config.json lacks one.
 COMMON: Mapping[str, Any] = MappingProxyType(
@@ -72,7 +72,7 @@ class Architecture:
     has_sinks: bool = False
     """Whether each head has a sink: one more score, of a token whose V is 0."""
     residual_scale: float = 1.0
-    """See :attr:`~swiftllm.model.config.ModelConfig.residual_scale`."""
+    """See :attr:`~swiftllm.model.config.model_config.ModelConfig.residual_scale`."""
 
     @property
     def defaults(self) -> dict[str, Any]:

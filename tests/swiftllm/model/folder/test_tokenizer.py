@@ -5,7 +5,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.folder.tokenizer import Tokenizer
 
 TEXT = "The naïve café sells 🍰 and 日本茶 for 3 €, says 👩‍🔬.\n  Two spaces."
 MESSAGES = [{"role": "user", "content": "Hello"}]

@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from swiftllm.config import EngineConfig
 from swiftllm.device.host import HostDevice
-from swiftllm.model import loaded_weights, weights
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.loaded_weights import open_weights
-from swiftllm.model.packed_tensor import in_chunks
-from swiftllm.model.placement import Place, Placement
-from swiftllm.model.sizes import boundary_bytes, weight_bytes
-from swiftllm.model.weights import fused_matrices
+from swiftllm.model.boundaries import loaded_weights
+from swiftllm.model.boundaries.loaded_weights import open_weights
+from swiftllm.model.boundaries.placement import Place, Placement
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.weights import llama_weights
+from swiftllm.model.weights.llama_weights import fused_matrices
+from swiftllm.model.weights.packed_tensor import in_chunks
+from swiftllm.model.weights.sizes import boundary_bytes, weight_bytes
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Linear, Ops
 from tests.reference.counted_memory import CountedMemory
@@ -57,11 +58,11 @@ def model_dir(tiny_model_dir) -> Path:
 def counted_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading makes tensors that the counter sees, as it does on the heap."""
 
-    def read(folder: Path, real=weights.read_tensors) -> Iterator[tuple[str, Any]]:
+    def read(folder: Path, real=llama_weights.read_tensors) -> Iterator[tuple[str, Any]]:
         for name, tensor in real(folder):
             yield name, CountedSlice(tensor)
 
-    monkeypatch.setattr(weights, "read_tensors", read)
+    monkeypatch.setattr(llama_weights, "read_tensors", read)
 
 
 class CountedSlice:

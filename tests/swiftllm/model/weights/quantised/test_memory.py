@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.loaded_weights import LoadedWeights
-from swiftllm.model.quantised.scheme import AWQ, QuantisationScheme
-from swiftllm.model.sizes import weight_bytes
-from swiftllm.model.weights import dummy_weights
+from swiftllm.model.boundaries.loaded_weights import LoadedWeights
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.config.quantisation import AWQ, QuantisationScheme
+from swiftllm.model.weights.llama_weights import dummy_weights
+from swiftllm.model.weights.sizes import weight_bytes
 from swiftllm.ops.cpu import CpuOps
 
 PLAIN = ModelConfig(  # outputs are whole panels of all layouts

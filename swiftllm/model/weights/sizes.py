@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.packed_tensor import packed_bytes
-from swiftllm.model.quantised.scheme import AWQ, MXFP4, QuantisationScheme
-from swiftllm.model.weights import LlamaWeights, fused_matrices
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.config.quantisation import AWQ, MXFP4, QuantisationScheme
+from swiftllm.model.weights.llama_weights import LlamaWeights, fused_matrices
+from swiftllm.model.weights.packed_tensor import packed_bytes
 from swiftllm.ops.quantised_matrix import MXFP4_GROUP
 
 GROUP_SIZES = (128, 64, 32, 16)  # of 4-bit weights, the usual one first

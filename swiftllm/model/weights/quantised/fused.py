@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from swiftllm.model.packed_tensor import Allocate, write_columns, write_rows
-from swiftllm.model.quantised.readers import StoredMatrix
-from swiftllm.model.quantised.scheme import MXFP4, QuantisationScheme
+from swiftllm.model.config.quantisation import MXFP4, QuantisationScheme
+from swiftllm.model.weights.packed_tensor import Allocate, write_columns, write_rows
+from swiftllm.model.weights.quantised.readers import StoredMatrix
 from swiftllm.ops.quantised_matrix import GROUP_MULTIPLE, Matrix, QuantisedMatrix
 
 

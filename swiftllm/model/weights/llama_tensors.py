@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import torch
 
-from swiftllm.model.checkpoint import StoredTensor, WeightsError
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.quantised.readers import IN, OUT, Axis, StoredMatrix, divisible_axes
-from swiftllm.model.rope import rotary_order
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.config.rope import rotary_order
+from swiftllm.model.folder.checkpoint import StoredTensor, WeightsError
+from swiftllm.model.weights.quantised.readers import IN, OUT, Axis, StoredMatrix, divisible_axes
 from swiftllm.ops.quantised_matrix import MXFP4_GROUP
 
 TEXT_PREFIXES = {

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from swiftllm.model.architectures import SWIGLU_ALPHA
-from swiftllm.model.config import ExpertSizes, ModelConfig
-from swiftllm.model.weights import LayerWeights, LinearTensors, LlamaWeights
+from swiftllm.model.config.architectures import SWIGLU_ALPHA
+from swiftllm.model.config.model_config import ExpertSizes, ModelConfig
+from swiftllm.model.weights.llama_weights import LayerWeights, LinearTensors, LlamaWeights
 from swiftllm.ops.experts import ClampedSwiGLU, Experts, ExpertWeights
 from swiftllm.ops.interface import Crossing, CrossingParts, Linear, Ops
 from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix

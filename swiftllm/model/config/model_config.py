@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swiftllm.model.architectures import SUPPORTED, Unsupported, layer_windows, recognise, text_part
-from swiftllm.model.checkpoint import tensor_names
-from swiftllm.model.quantised.scheme import SUPPORTED as SUPPORTED_SCHEMES
-from swiftllm.model.quantised.scheme import QuantisationScheme
-from swiftllm.model.rope import RopeScaling, UnsupportedRope
+from swiftllm.model.config.architectures import SUPPORTED, Unsupported, layer_windows, recognise, text_part
+from swiftllm.model.config.quantisation import SUPPORTED as SUPPORTED_SCHEMES
+from swiftllm.model.config.quantisation import QuantisationScheme
+from swiftllm.model.config.rope import RopeScaling, UnsupportedRope
+from swiftllm.model.folder.checkpoint import tensor_names
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.device.device import Device
 from swiftllm.device.host import HostDevice
-from swiftllm.model.placement import SLOTS
-from swiftllm.model.weight_slots import WeightSlots
+from swiftllm.model.boundaries.placement import SLOTS
+from swiftllm.model.boundaries.weight_slots import WeightSlots
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_streams import DEVICE
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from swiftllm.device.device import Device, Event
-from swiftllm.model.placement import SLOTS
+from swiftllm.model.boundaries.placement import SLOTS
 
 CHUNK_BYTES = 8 << 20
 """Of one copy: other copies of the link wait for one chunk, not for a whole boundary.

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from swiftllm.model.checkpoint import StoredTensor
-from swiftllm.model.quantised.fused import FusedTarget
-from swiftllm.model.quantised.readers import (
+from swiftllm.model.config.quantisation import QuantisationScheme
+from swiftllm.model.folder.checkpoint import StoredTensor
+from swiftllm.model.weights.quantised.fused import FusedTarget
+from swiftllm.model.weights.quantised.readers import (
     IN,
     INPUT_GROUPS,
     OPTIONAL,
@@ -19,7 +20,6 @@ from swiftllm.model.quantised.readers import (
     open_matrix,
     required_tensors,
 )
-from swiftllm.model.quantised.scheme import QuantisationScheme
 
 
 class QuantisedCollector:
@@ -34,7 +34,8 @@ class QuantisedCollector:
         fold: Callable[[str, torch.Tensor | StoredMatrix], torch.Tensor | StoredMatrix],
     ) -> None:
         """``dtype``: of activations, and of matrices that are not quantised. ``slices``: the part that is wanted of a
-        tensor, see :meth:`swiftllm.model.weights.ModelPart.slices`. ``fold``: what is done to a module's matrix."""
+        tensor, see :meth:`swiftllm.model.weights.llama_weights.ModelPart.slices`. ``fold``: what is done to a module's
+        matrix."""
         self._scheme, self._dtype, self._slices, self._fold = scheme, dtype, slices, fold
         self._axes = {**divisible_axes(scheme), "weight": (OUT, IN)}
         self._targets = {module: target for target in targets for module in target.modules}

@@ -11,12 +11,12 @@ import torch
 
 from swiftllm.config import EngineConfig
 from swiftllm.device.device import Device
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.packed_tensor import Allocate, chunks_of, in_chunks, lay_out
-from swiftllm.model.placement import Place, Placement, all_resident
-from swiftllm.model.providers import BoundaryWeights, make_boundary, make_linear
-from swiftllm.model.weight_slots import CHUNK_BYTES, WeightSlots
-from swiftllm.model.weights import NONE_ON_HOST, LlamaWeights, ModelPart, dummy_weights, load_weights
+from swiftllm.model.boundaries.placement import Place, Placement, all_resident
+from swiftllm.model.boundaries.providers import BoundaryWeights, make_boundary, make_linear
+from swiftllm.model.boundaries.weight_slots import CHUNK_BYTES, WeightSlots
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.weights.llama_weights import NONE_ON_HOST, LlamaWeights, ModelPart, dummy_weights, load_weights
+from swiftllm.model.weights.packed_tensor import Allocate, chunks_of, in_chunks, lay_out
 from swiftllm.ops.experts import Experts, ExpertWeights
 from swiftllm.ops.interface import Linear, Ops
 from swiftllm.ops.quantised_matrix import Matrix
@@ -96,7 +96,7 @@ def read_weights(
     part: ModelPart | None = None,
     on_host: Mapping[int, Allocate] = NONE_ON_HOST,
 ) -> LlamaWeights:
-    """The tensors that a configuration names; see :func:`~swiftllm.model.weights.load_weights`."""
+    """The tensors that a configuration names; see :func:`~swiftllm.model.weights.llama_weights.load_weights`."""
     if config.load_format == "dummy":
         return dummy_weights(model, device, dtype, config.seed, part, on_host)
     return load_weights(config.model, model, device, dtype, part, on_host)
@@ -113,7 +113,7 @@ def open_weights(
 ) -> LoadedWeights:
     """The weights that a configuration names, where ``placement`` has them; see :class:`LoadedWeights`.
 
-    Raises what :func:`~swiftllm.model.weights.load_weights` does.
+    Raises what :func:`~swiftllm.model.weights.llama_weights.load_weights` does.
     """
     on_host = host_memory(placement, device)
     weights = read_weights(config, model, device.torch_device, dtype, on_host=on_host)

@@ -9,12 +9,12 @@ import pytest
 import quantise
 import torch
 
-from swiftllm.model.packed_tensor import PackedTensor, in_chunks, map_tensors
-from swiftllm.model.quantised.fused import FusedTarget
-from swiftllm.model.quantised.readers import StoredMatrix, open_matrix
-from swiftllm.model.quantised.scheme import AWQ, COMPRESSED_TENSORS, GPTQ, QuantisationScheme
+from swiftllm.model.config.quantisation import AWQ, COMPRESSED_TENSORS, GPTQ, QuantisationScheme
+from swiftllm.model.weights.packed_tensor import PackedTensor, in_chunks, map_tensors
+from swiftllm.model.weights.quantised.fused import FusedTarget
+from swiftllm.model.weights.quantised.readers import StoredMatrix, open_matrix
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
-from tests.swiftllm.model.quantised import unpackers
+from tests.swiftllm.model.weights.quantised import unpackers
 
 SHAPES = [(24, 64, 32), (8, 160, 16), (40, 144, None), (16, 256, 128)]  # outputs, inputs, group size
 DTYPES = [(torch.float16, torch.float32), (torch.bfloat16, torch.float16), (torch.float16, torch.float16)]

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from swiftllm.model.checkpoint import WeightsError, read_tensors
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.llama_tensors import Folding, as_llama
-from swiftllm.model.packed_tensor import Allocate, PackedTensor, write_rows
-from swiftllm.model.quantised.collector import QuantisedCollector
-from swiftllm.model.quantised.fused import FusedTarget
-from swiftllm.model.quantised.readers import IN, OUT, Axis
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.folder.checkpoint import WeightsError, read_tensors
+from swiftllm.model.weights.llama_tensors import Folding, as_llama
+from swiftllm.model.weights.packed_tensor import Allocate, PackedTensor, write_rows
+from swiftllm.model.weights.quantised.collector import QuantisedCollector
+from swiftllm.model.weights.quantised.fused import FusedTarget
+from swiftllm.model.weights.quantised.readers import IN, OUT, Axis
 from swiftllm.ops.quantised_matrix import MXFP4_NUMBERS, Matrix, QuantisedMatrix
 
 STD_OF_CODES = (255 / 12) ** 0.5  # of 0 to 15, equally likely

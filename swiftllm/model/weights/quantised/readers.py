@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from swiftllm.model.quantised.scheme import (
+from swiftllm.model.config.quantisation import (
     AWQ,
     COMPRESSED_TENSORS,
     GPTQ,
