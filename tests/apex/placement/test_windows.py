@@ -10,7 +10,7 @@ import torch
 from transformers import MistralConfig, Qwen3Config
 
 from apex.perf.model import Curve
-from apex.placement.budget import Workload, estimate_budget
+from apex.placement.budget import UniformLoad, estimate_budget
 from apex.placement.measured import MeasuredCosts, place_weights
 from apex.placement.memory import EngineMemory
 from apex.placement.timing import BoundaryTimes
@@ -26,7 +26,7 @@ from tests.swiftllm.runtime.test_streams import prompts, serve
 
 LAYERS, WINDOW = 4, 8
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
-LONG = Workload(8, 39, 15)
+LONG = UniformLoad(8, 39, 15)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_as_many_requests_are_foreseen_as_have_room_for_their_windows(folders) -
     curve = Curve((1, 2), (1e-3, 1e-3))
     times = BoundaryTimes(max(memory.boundary_bytes), curve, curve, 1e-3, read_bytes_per_s=1.0)
     costs = MeasuredCosts(memory, times, gpu_attention=1e6, cpu_attention=1e6)
-    found = estimate_budget(costs, memory.weight_bytes, Workload(100, 39, 15), offloads=False)
+    found = estimate_budget(costs, memory.weight_bytes, UniformLoad(100, 39, 15), offloads=False)
     assert found.requests == pytest.approx(3, rel=1e-2)
     assert costs.other_s(3, LONG.context, 3) > costs.kv_bytes_per_token * tokens / 1e6
     assert EngineMemory(config, replace(model, windows=None), torch.float32, 0).kv_bytes_per_token == (
