@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swiftllm.model.quantised.readers import sort_into_runs
+from swiftllm.model.weights.quantised.readers import sort_into_runs
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.triton.ops import MOST_QUANTISED_ROWS, TritonOps

@@ -18,13 +18,13 @@ from swiftllm.device.cuda import CudaDevice
 from swiftllm.kv.budget import HOST_HEADROOM_BYTES, MemoryBudget, plan_blocks, weights_advice
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB, InsufficientMemory
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.boundaries.loaded_weights import LoadedWeights
+from swiftllm.model.boundaries.placement import all_resident
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.config.quantisation import AWQ, QuantisationScheme
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.loaded_weights import LoadedWeights
-from swiftllm.model.placement import all_resident
-from swiftllm.model.quantised.scheme import AWQ, QuantisationScheme
-from swiftllm.model.sizes import WeightSizes, weight_bytes
-from swiftllm.model.weights import LlamaWeights, dummy_weights
+from swiftllm.model.weights.llama_weights import LlamaWeights, dummy_weights
+from swiftllm.model.weights.sizes import WeightSizes, weight_bytes
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime.graphs import LayerGraphs
 from swiftllm.runtime.memory_estimate import CONTEXT_BYTES, activation_bytes, estimate_memory
