@@ -16,7 +16,7 @@ from benchmarks.pacpu_report import draw_kernels, markdown_rows, median_cells, p
 from swiftllm.runtime import attention_choices
 
 KINDS = [f"{dtype} {heads}" for dtype in attention_choices.DTYPES for heads in pacpu.HEADS]
-RATES = {kind: dict.fromkeys(pacpu.PREFETCHES, 1.0) for kind in KINDS}
+RATES = {kind: dict.fromkeys(pacpu.prefetches(*kind.split()), 1.0) for kind in KINDS}
 COSTS = {kind: 1 / 4 if kind.endswith("MHA") else 0.99 for kind in KINDS}
 
 
@@ -160,7 +160,8 @@ def test_a_run_writes_rows_for_every_kernel(tiny, tmp_path, capsys, monkeypatch)
     native = [r for r in rows if r["kernel"] == "native"]
     assert {r["isa"] for r in native} == set(usable_isas())
     for r in native:
-        by_way = {way: r[f"{way}_gbps"] for way in pacpu.PREFETCHES}
+        ways = pacpu.prefetches(r["dtype"], "MHA" if r["heads"] == r["kv_heads"] else "GQA")
+        by_way = {way: r[f"{way}_gbps"] for way in ways}
         assert r["of_fastest_prefetch"] == by_way[r["prefetch"]] / max(by_way.values()) and min(by_way.values()) > 0
         assert r["prefetch"] == "L2"
     assert all(r["prefetch"] is None for r in rows if r["kernel"] != "native")
