@@ -13,7 +13,7 @@ from quantise import write_folder
 from transformers import PreTrainedModel
 
 from swiftllm.config import EngineConfig
-from swiftllm.model.placement import Place, Placement
+from swiftllm.model.boundaries.placement import Place, Placement
 from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.apex.rank_group import TOKENS, Group, run
 from tests.apex.test_end_to_end import VARIANTS, serve
@@ -59,6 +59,15 @@ def test_tokens_equal_transformers_under_every_system(folders) -> None:
             assert tokens == expected, (name, variant)
             on_cpu += stats.cpu_busy_s > 0
     assert on_cpu > len(folders)
+
+
+def test_longer_requests_have_the_long_factors_of_longrope(folders) -> None:
+    """From their first token on, if they are asked for."""
+    prompts = [random.Random(7).choices(range(3, 100), k=300)]
+    expected = greedy(tiny_judge(folders["Phi3 long"], ""), prompts, 8)
+    pools = {"num_gpu_blocks": 30, "num_cpu_blocks": 30, "max_model_len": 512}
+    for variant in ("vllm", "fastdecode"):
+        assert serve(folders["Phi3 long"], variant, prompts, 8, **pools)[0] == expected, variant
 
 
 def test_tokens_of_4_bits_and_of_two_ranks_equal_transformers(folders, tmp_path) -> None:

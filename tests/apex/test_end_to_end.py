@@ -21,7 +21,7 @@ from swiftllm.core.request import Request, ServiceClass, TokenLogprob
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.engine import EngineStats
 from swiftllm.files import cache_dir
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import GrammarCompiler
 from swiftllm.sampling.sampler import Sampler
 from tests.reference.fake_engine import flat_table

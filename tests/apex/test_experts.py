@@ -13,10 +13,10 @@ from quantise import write_folder
 from safetensors.torch import load_file, save_file
 
 from apex.systems import build_system
-from swiftllm.model.checkpoint import WeightsError
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.placement import Place
-from swiftllm.model.weights import load_weights
+from swiftllm.model.boundaries.placement import Place
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.folder.checkpoint import WeightsError
+from swiftllm.model.weights.llama_weights import load_weights
 from swiftllm.ops import experts
 from tests.apex.placement.placements import give_times
 from tests.apex.placement.test_measured import config_for

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftllm.config import EngineConfig
-from swiftllm.model.placement import Place, Placement
+from swiftllm.model.boundaries.placement import Place, Placement
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime import torch_backend
 from swiftllm.runtime.torch_backend import open_torch_backend

@@ -18,6 +18,7 @@ from rich.console import Console
 from apex.cli import doctor, main
 from apex.cli.doctor import Finding
 from pacpu import HEADS
+from tests.gpu.judge import GPT_OSS
 from tests.reference.tiny_model import make_tiny_llama
 
 REPO = Path(__file__).resolve().parents[3]
@@ -87,9 +88,14 @@ def test_models_are_listed_with_their_quantisation(monkeypatch, tmp_path):
     shutil.copytree(source, tmp_path / "models" / "fp8")
     config = json.loads((source / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "models" / "fp8" / "config.json").write_text(json.dumps(config))
+    for name, layer_types in (("gpt-oss", None), ("gpt-oss odd", ["sliding_attention"] + 3 * ["full_attention"])):
+        (tmp_path / "models" / name).mkdir()
+        (tmp_path / "models" / name / "config.json").write_text(json.dumps(GPT_OSS | {"layer_types": layer_types}))
     lines = [finding.found for finding in doctor.files() if finding.what == "model"]
-    assert lines[0].endswith("awq (4-bit AWQ, groups of 32)") and lines[2].endswith("plain")
+    assert lines[0].endswith("awq (4-bit AWQ, groups of 32)") and lines[4].endswith("plain")
     assert "fp8 (not supported: " in lines[1] and "quant_method='fp8'" in lines[1]
+    assert lines[2].endswith("gpt-oss (4-bit MXFP4, groups of 32)")
+    assert "gpt-oss odd (not supported: " in lines[3] and "a window in 1 of 4 layers (none, half or all" in lines[3]
 
 
 def test_a_compiler_that_does_not_run_is_said(monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ from apex.simulator.virtual.cpu_path import Interconnect
 from apex.simulator.virtual.weight_path import CHUNK_BYTES, SimulatedWeights
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
-from swiftllm.model.placement import Place, Placement
+from swiftllm.model.boundaries.placement import Place, Placement
 from tests.apex.placement.placements import decode, placer_of
 from tests.reference.linear_profile import LAYERS, flat_ends_table, linear_s
 
@@ -134,7 +134,7 @@ def test_more_memory_for_weights_means_fewer_blocks(tmp_path) -> None:
     ("flags", "words"),
     [
         (("--weights-gpu-memory", "14"), "take less, or auto"),
-        (("--weights-gpu-memory", "0.1"), "give at least 0.62"),
+        (("--weights-gpu-memory", "0.1"), "give at least 0.31"),
         (("--weights-gpu-memory", "-1"), "from 0 on, or auto"),
         (("--weights-gpu-memory", "auto", "--num-gpu-blocks", "99999"), "exceeds the memory"),
         (("--weights-gpu-memory", "auto", "--model", "llama-3.1-70b"), "4-bit weights"),

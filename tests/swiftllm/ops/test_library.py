@@ -16,8 +16,8 @@ import torch
 from quantise import write_folder
 
 from swiftllm.config import EngineConfig
-from swiftllm.model.placement import Place, Placement
-from swiftllm.model.quantised.readers import sort_into_runs
+from swiftllm.model.boundaries.placement import Place, Placement
+from swiftllm.model.weights.quantised.readers import sort_into_runs
 from swiftllm.ops import library
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.library import LibraryLinears, library_tensors
