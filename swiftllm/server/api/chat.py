@@ -13,6 +13,7 @@ from swiftllm.server.api.generation import Choice, Generation, Prompt
 from swiftllm.server.api.output_text import Piece, parts_of
 from swiftllm.server.api.protocol import ChatRequest
 from swiftllm.server.api.responses import Answer, as_json, finite, text_as_json, token_text
+from swiftllm.server.api.tools import may_follow
 from swiftllm.server.formats.parts import Part, joined
 
 TEXT_FIELDS = {"content": ("content",), "reasoning": ("reasoning_content", "reasoning")}
@@ -37,10 +38,10 @@ async def start_chat(context: ServingContext, body: ChatRequest, id_prefix: str 
     text = await context.render_chat(body.messages, body)
     tokens = await context.encode_prompt(text, body, "messages", add_special_tokens=False)
     prompt = Prompt(body.kept_tokens(tokens, max_tokens, context.longest_of(body.service_class)))
-    grammar = await context.grammar_of(body)
-    if context.formats.is_harmony:  # its marks are special tokens
+    grammar = await context.grammar_of(body, may_follow(body.tools_offered))
+    if context.formats.is_harmony or body.tools_offered:  # marks may be special tokens
         body = body.model_copy(update={"skip_special_tokens": False})
-    how = {"named": body.named_tool, "is_required": body.tool_choice == "required"}
+    how = {"named": body.named_tool, "is_required": body.tool_choice == "required", "is_parallel": body.is_parallel}
     reader = partial(context.formats.reader, text, has_tools=bool(body.tools_offered), **how)
     return Generation(context, id_prefix, body, [prompt], max_tokens, grammar, reader)
 

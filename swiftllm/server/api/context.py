@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, TypeVar
 
 from swiftllm.core.request import ServiceClass
@@ -15,6 +16,7 @@ from swiftllm.sampling.trial import GrammarTrials, TriedGrammar
 from swiftllm.scheduling.admission import context_limit
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.protocol import ChatMessage, GenerationRequest, TemplateOptions
+from swiftllm.server.formats.call_grammars import AnswerGrammar, Tools
 from swiftllm.server.formats.calls import FORMATS
 from swiftllm.server.service.client import EngineClient
 from swiftllm.server.settings import ServerSettings
@@ -79,13 +81,17 @@ class ServingContext:
             raise ApiError(400, message, "prompt", "no_tokenizer")
         return self.tokenizer
 
-    async def grammar_of(self, body: GenerationRequest) -> TriedGrammar | None:
-        """The grammar that the output of a request must follow, if there is one.
+    async def grammar_of(self, body: GenerationRequest, calls: Tools | None = None) -> TriedGrammar | None:
+        """The grammar that the output of a request must follow, if there is one. If there is none, its ``calls`` must
+        follow their tools' schemas, where the form of calls is known.
 
         Raises:
             ApiError: there is no tokenizer, or it is no grammar.
         """
         wanted = body.grammar
+        if wanted is None and calls is not None and self.formats.calls is not None:
+            answers = await self.run_in_thread(lambda: self._answers)
+            wanted = (text := answers.following(calls)) and ("tools", "grammar", text)
         if wanted is None:
             return None
         name, kind, source = wanted
@@ -94,6 +100,10 @@ class ServingContext:
             return await asyncio.get_running_loop().run_in_executor(self._trying, self._trials.check, kind, source)
         except ValueError as error:
             raise ApiError(400, f"{name}: {error}", name, "invalid_grammar") from None
+
+    @cached_property
+    def _answers(self) -> AnswerGrammar:
+        return AnswerGrammar(self.formats.calls, self.require_tokenizer())
 
     async def run_in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Result of a function that would delay the event loop, called in a thread."""

@@ -8,9 +8,11 @@ from pydantic import Field
 
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.parsing import Lenient
+from swiftllm.server.formats.call_grammars import MAX_TOOLS, Tools
 
-MAX_TOOLS = 128
 NAME = "^[a-zA-Z0-9_.:-]{1,128}$"
+ANY_OBJECT = {"type": "object"}
+NO_ARGUMENTS = {**ANY_OBJECT, "properties": {}, "additionalProperties": False}
 
 
 class Function(Lenient):
@@ -58,47 +60,16 @@ def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
         raise ApiError(400, message, "tool_choice", "invalid_value")
 
 
-def forced_schema(tools: list[Tool], choice: ToolChoice | None, is_parallel: bool) -> dict[str, Any] | None:
-    """The JSON schema of an output that must call: arguments alone of a named tool, else names with arguments, in a
-    list where several calls may come. None if nothing is forced."""
-    if isinstance(choice, NamedTool):
-        return compact(next(parameters_of(tool) for tool in tools if tool.function.name == choice.function.name))
-    if choice != "required":
+def schemas_of(tools: list[Tool]) -> Tools:
+    """The schema of each tool's arguments."""
+    return {tool.function.name: tool.function.parameters or NO_ARGUMENTS for tool in tools}
+
+
+def may_follow(tools: list[Tool]) -> Tools | None:
+    """What calls must follow that the model need not make; None if no tool is ``strict``."""
+    if not any(tool.function.strict for tool in tools):
         return None
-    calls, definitions = [], {}
-    for number, tool in enumerate(tools):
-        place = f"#/$defs/{number}"
-        definitions[str(number)] = moved_to(place, parameters_of(tool))
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.function.name}, "arguments": {"$ref": place}},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
-    one = {"anyOf": calls} if len(calls) > 1 else calls[0]
-    whole = {"type": "array", "items": one, "minItems": 1, "maxItems": MAX_TOOLS} if is_parallel else one
-    return compact({**whole, "$defs": definitions})
-
-
-def moved_to(place: str, schema: Any) -> Any:
-    """The same schema, whose references are right where it is no longer the root but lies at ``place``."""
-    if isinstance(schema, list):
-        return [moved_to(place, item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {name: moved_to(place, item) for name, item in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
-    return moved
-
-
-def parameters_of(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-def compact(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema for JSON without blanks."""
-    return {**schema, "x-guidance": {"whitespace_flexible": False, "whitespace_pattern": None}}
+    return {
+        name: schema if tool.function.strict else ANY_OBJECT
+        for tool, (name, schema) in zip(tools, schemas_of(tools).items(), strict=True)
+    }

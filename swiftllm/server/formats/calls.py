@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from swiftllm.server.formats.parts import Part
+from swiftllm.server.formats.parts import Part, Reader
 from swiftllm.server.formats.text import begun
 
 # Of ids of calls. A generator of its own, which no library seeds.
@@ -236,6 +236,19 @@ class ForcedCall:
 
     def finish(self) -> list[Part]:
         return []
+
+
+class FirstCallReader:
+    """Leaves out the calls behind the first that another reader finds."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def push(self, text: str) -> list[Part]:
+        return [part for part in self._reader.push(text) if part.index == 0]
+
+    def finish(self) -> list[Part]:
+        return [part for part in self._reader.finish() if part.index == 0]
 
 
 def new_call(index: int, name: str, arguments: str) -> list[Part]:
