@@ -168,9 +168,9 @@ def api_routes(context: ServingContext, metrics: Metrics) -> APIRouter:
         body = await body_of(request, TokenizeRequest)
         if body.messages is not None:
             text = await context.render_chat(body.messages, body)
-            tokens = await context.encode(text, add_special_tokens=False)
+            tokens = await context.encode(text, "messages", add_special_tokens=False)
         elif body.prompt is not None:
-            tokens = await context.encode(body.prompt, body.add_special_tokens)
+            tokens = await context.encode(body.prompt, "prompt", body.add_special_tokens)
         else:
             raise ApiError(400, "give a prompt, or the messages of a conversation", "prompt", "missing")
         strings = None

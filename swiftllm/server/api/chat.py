@@ -35,8 +35,7 @@ async def start_chat(context: ServingContext, body: ChatRequest, id_prefix: str 
         ApiError, QueueFull, ServiceStopping: see :class:`Generation`.
     """
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    text = await context.render_chat(body.messages, body)
-    tokens = await context.encode_prompt(text, body, "messages", add_special_tokens=False)
+    text, tokens = await chat_prompt(context, body)
     prompt = Prompt(body.kept_tokens(tokens, max_tokens, context.longest_of(body.service_class)))
     grammar = await context.grammar_of(body, may_follow(body.tools_offered))
     if context.formats.is_harmony or body.tools_offered:  # marks may be special tokens
@@ -46,14 +45,14 @@ async def start_chat(context: ServingContext, body: ChatRequest, id_prefix: str 
     return Generation(context, id_prefix, body, [prompt], max_tokens, grammar, reader)
 
 
-async def chat_tokens(context: ServingContext, body: ChatRequest) -> list[int]:
-    """The tokens of a conversation.
+async def chat_prompt(context: ServingContext, body: ChatRequest) -> tuple[str, list[int]]:
+    """The text of a conversation, and its tokens.
 
     Raises:
         ApiError: it cannot be rendered, or is too long.
     """
     text = await context.render_chat(body.messages, body)
-    return await context.encode_prompt(text, body, "messages", add_special_tokens=False)
+    return text, await context.encode_prompt(text, body, "messages", add_special_tokens=False)
 
 
 class ChatAnswer(Answer):

@@ -22,6 +22,7 @@ from swiftllm.server.service.client import EngineClient
 from swiftllm.server.settings import ServerSettings
 
 LONG_TEXT_CHARS = 2000  # takes about 1 ms to tokenize; longer texts would delay the event loop too much
+LONGEST_TEXT = 4  # longest requests in a text to tokenize that need not fit into one
 MAX_NAME_CHARS = 100  # of a client's text, in an error message
 KNOWN = f"one of {', '.join(FORMATS)}"
 
@@ -109,13 +110,20 @@ class ServingContext:
         """Result of a function that would delay the event loop, called in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Tokens of a text; a long one is tokenized in a thread.
+    async def encode(self, text: str, param: str, add_special_tokens: bool, longest: int | None = None) -> list[int]:
+        """Tokens of a text, which the field ``param`` has brought; a long one is tokenized in a thread.
 
         Raises:
-            ApiError: there is no tokenizer.
+            ApiError: there is no tokenizer, or so many characters are at least ``longest`` tokens, by default
+                ``LONGEST_TEXT`` times those of the longest request: megabytes take seconds.
         """
-        return await self._run_by_size(len(text), self.require_tokenizer().encode, text, add_special_tokens)
+        tokenizer = self.require_tokenizer()
+        fewest = tokenizer.fewest_tokens(len(text))
+        if fewest >= (longest or LONGEST_TEXT * self.longest_request):
+            limit = context_limit(longest or self.longest_request, is_prompt_too_long=True)
+            message = f"{limit}; {len(text)} characters are at least {fewest} tokens"
+            raise ApiError(400, message, param, "context_length_exceeded")
+        return await self._run_by_size(len(text), tokenizer.encode, text, add_special_tokens)
 
     async def _run_by_size(self, num_chars: int, function: Callable[..., Result], *arguments: Any) -> Result:
         if num_chars <= LONG_TEXT_CHARS:
@@ -143,12 +151,8 @@ class ServingContext:
         Raises:
             ApiError: there is no tokenizer, or so many characters cannot fit into the longest request.
         """
-        fewest, longest = self.require_tokenizer().fewest_tokens(len(text)), self.longest_of(body.service_class)
-        if fewest >= longest and body.truncate_prompt_tokens is None:  # tokenizing megabytes takes seconds
-            limit = context_limit(longest, is_prompt_too_long=True)
-            message = f"{limit}; {len(text)} characters are at least {fewest} tokens"
-            raise ApiError(400, message, param, "context_length_exceeded")
-        return await self.encode(text, add_special_tokens)
+        longest = self.longest_of(body.service_class) if body.truncate_prompt_tokens is None else None
+        return await self.encode(text, param, add_special_tokens, longest)
 
     async def render_chat(self, conversation: Sequence[ChatMessage], how: TemplateOptions) -> str:
         """The text of a conversation by the model's chat template, with its special tokens.

@@ -8,7 +8,7 @@ from typing import Protocol
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from swiftllm.server.api.chat import chat_tokens, start_chat
+from swiftllm.server.api.chat import chat_prompt, start_chat
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.parsing import Body
 from swiftllm.server.api.schema import json_body
@@ -52,7 +52,7 @@ def translated_routes(context: ServingContext, body_of: BodyReader, count_choice
     async def count_tokens(request: Request) -> Response:
         body = await body_of(request, MessagesRequest)
         with body.own_names():
-            tokens = await chat_tokens(context, body.as_chat())
+            _, tokens = await chat_prompt(context, body.as_chat())
         return JSONResponse({"input_tokens": len(tokens)})
 
     return router
