@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -16,12 +16,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftllm import __version__
-from swiftllm.server.api.chat import answer_chat
+from swiftllm.server.api.chat import answer_chat, chat_prompt
 from swiftllm.server.api.completions import answer_completion
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.errors import ApiError, handle_errors
 from swiftllm.server.api.event_writer import SERVER_SEND
-from swiftllm.server.api.parsing import Body, parse_body
+from swiftllm.server.api.parsing import Body, json_body, parse_body, schemas_of
 from swiftllm.server.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -29,8 +29,10 @@ from swiftllm.server.api.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )
-from swiftllm.server.api.schema import json_body, schemas_of
-from swiftllm.server.api.translations import routes as translations
+from swiftllm.server.api.translations.messages_answer import answer_message
+from swiftllm.server.api.translations.messages_body import MessagesRequest
+from swiftllm.server.api.translations.responses_answer import answer_response
+from swiftllm.server.api.translations.responses_body import ResponsesRequest
 from swiftllm.server.observe.activity import log_activity
 from swiftllm.server.observe.metrics import Metrics
 from swiftllm.server.observe.status import StatusPage
@@ -39,9 +41,16 @@ from swiftllm.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-BODIES = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, *translations.BODIES)
-
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+Answerer = Callable[[ServingContext, Any, Request], Awaitable[Response]]
+
+GENERATING: dict[str, tuple[type[GenerationRequest], Answerer]] = {
+    "/v1/completions": (CompletionRequest, answer_completion),
+    "/v1/chat/completions": (ChatRequest, answer_chat),
+    "/v1/responses": (ResponsesRequest, answer_response),
+    "/v1/messages": (MessagesRequest, answer_message),
+}
+BODIES = (TokenizeRequest, DetokenizeRequest, *(kind for kind, _ in GENERATING.values()))
 
 
 class Application(FastAPI):
@@ -132,21 +141,23 @@ def api_routes(context: ServingContext, metrics: Metrics) -> APIRouter:
             body.check_fields()
         return body
 
-    @router.post("/v1/completions", openapi_extra=json_body(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        body = await body_of(request, CompletionRequest)
-        answer = await answer_completion(context, body, request)
-        metrics.count_choices(body.n)
-        return answer
+    def add_generation(path: str, kind: type[Body], answer: Answerer) -> None:
+        @router.post(path, openapi_extra=json_body(kind))
+        async def generate(request: Request) -> Response:
+            body = await body_of(request, kind)
+            response = await answer(context, body, request)
+            metrics.count_choices(body.n)
+            return response
 
-    @router.post("/v1/chat/completions", openapi_extra=json_body(ChatRequest))
-    async def chat_completions(request: Request) -> Response:
-        body = await body_of(request, ChatRequest)
-        answer = await answer_chat(context, body, request)
-        metrics.count_choices(body.n)
-        return answer
+    for path, (kind, answer) in GENERATING.items():
+        add_generation(path, kind, answer)
 
-    router.include_router(translations.translated_routes(context, body_of, metrics.count_choices))
+    @router.post("/v1/messages/count_tokens", openapi_extra=json_body(MessagesRequest))
+    async def count_tokens(request: Request) -> Response:
+        body = await body_of(request, MessagesRequest)
+        with body.own_names():
+            _, tokens = await chat_prompt(context, body.as_chat())
+        return JSONResponse({"input_tokens": len(tokens)})
 
     @read(router, "/v1/models")
     async def models() -> Response:

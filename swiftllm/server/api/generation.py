@@ -44,7 +44,7 @@ class Choice:
     text: OutputText | ReadText
 
 
-PieceListener = Callable[[Choice, Piece], None]
+PieceListener = Callable[[Choice, Piece], object]
 
 
 class Generation:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from swiftllm.server.formats.parts import Part, Reader
-from swiftllm.server.formats.text import begun
+from swiftllm.server.formats.parts import Part, Reader, begun
 
 # Of ids of calls. A generator of its own, which no library seeds.
 ID_BITS = random.Random()

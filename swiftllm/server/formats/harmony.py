@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 
 from swiftllm.server.formats.calls import new_call, object_of
-from swiftllm.server.formats.parts import Kind, Part
-from swiftllm.server.formats.text import begun
+from swiftllm.server.formats.parts import Kind, Part, begun
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", START, CHANNEL)

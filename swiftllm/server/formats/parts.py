@@ -32,6 +32,12 @@ class Reader(Protocol):
         """The rest."""
 
 
+def begun(mark: str, text: str) -> int:
+    """Number of characters at the end of ``text`` that are a beginning of ``mark``."""
+    most = min(len(mark) - 1, len(text))
+    return next((length for length in range(most, 0, -1) if text.endswith(mark[:length])), 0)
+
+
 def joined(parts: Iterable[Part]) -> list[Part]:
     """Neighbours of one kind made one; a part with a call's id begins another."""
     found: list[Part] = []

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.api.parsing import validated
+from swiftllm.server.api.parsing import parse_body
 from swiftllm.server.api.protocol import ChatRequest, GenerationRequest, TextPart
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {"n": (1,), "prompt_logprobs": (), "return_token_ids": (False,)}
@@ -44,7 +44,7 @@ class TranslatedRequest(GenerationRequest):
         """
         shared = self.model_fields_set & GenerationRequest.model_fields.keys() - REFUSED.keys() - {"stream_options"}
         own = {name: value for name, value in self.chat_fields().items() if value is not None}
-        chat = validated(ChatRequest, {name: getattr(self, name) for name in shared} | own)
+        chat = parse_body(ChatRequest, {name: getattr(self, name) for name in shared} | own)
         chat.check_fields()
         return chat
 
