@@ -187,7 +187,7 @@ def api_routes(context: ServingContext, metrics: Metrics) -> APIRouter:
         strings = None
         if body.return_token_strs:
             strings = await context.run_in_thread(context.require_tokenizer().token_strings, tokens)
-        count = {"count": len(tokens), "max_model_len": context.longest_request}
+        count = {"count": len(tokens), "max_model_len": context.admission.longest_request}
         return JSONResponse({**count, "tokens": tokens, "token_strs": strings})
 
     @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))
@@ -240,7 +240,7 @@ def model_card(context: ServingContext) -> dict[str, Any]:
         "owned_by": "swiftllm",
         "root": context.model_path,
         "parent": None,
-        "max_model_len": context.longest_request,
+        "max_model_len": context.admission.longest_request,
     }
 
 

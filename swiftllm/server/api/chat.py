@@ -36,7 +36,7 @@ async def start_chat(context: ServingContext, body: ChatRequest, id_prefix: str 
     """
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     text, tokens = await chat_prompt(context, body)
-    prompt = Prompt(body.kept_tokens(tokens, max_tokens, context.longest_of(body.service_class)))
+    prompt = Prompt(body.kept_tokens(tokens, max_tokens, context.admission.longest_of(body.service_class)))
     grammar = await context.grammar_of(body, may_follow(body.tools_offered))
     if context.formats.is_harmony or body.tools_offered:  # marks may be special tokens
         body = body.model_copy(update={"skip_special_tokens": False})

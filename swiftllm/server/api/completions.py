@@ -27,7 +27,7 @@ async def answer_completion(context: ServingContext, body: CompletionRequest, re
     for given in body.prompts:
         is_text = isinstance(given, str)
         tokens = await context.encode_prompt(given, body, "prompt", body.add_special_tokens) if is_text else given
-        kept = body.kept_tokens(tokens, body.tokens_to_make, context.longest_of(body.service_class))
+        kept = body.kept_tokens(tokens, body.tokens_to_make, context.admission.longest_of(body.service_class))
         prompts.append(Prompt(kept, given if is_text and len(kept) == len(tokens) else None))
     grammar = await context.grammar_of(body)
     generation = Generation(context, "cmpl", body, prompts, body.tokens_to_make, grammar)

@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
 
-from swiftllm.core.request import ServiceClass
 from swiftllm.model.hub import model_name
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.sampling.trial import GrammarTrials, TriedGrammar
-from swiftllm.scheduling.admission import context_limit
+from swiftllm.scheduling.admission import Admission, context_limit
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.protocol import ChatMessage, GenerationRequest, TemplateOptions
 from swiftllm.server.formats.call_grammars import AnswerGrammar, Tools
@@ -52,14 +51,10 @@ class ServingContext:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self._trying = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
-    def longest_of(self, service_class: ServiceClass) -> int:
-        """Prompt and output tokens of the longest request of a class."""
-        return self.service.ready.admission.longest_of(service_class)
-
     @property
-    def longest_request(self) -> int:
-        """The same of any class."""
-        return self.service.ready.admission.longest_request
+    def admission(self) -> Admission:
+        """The engine's limits for requests."""
+        return self.service.ready.admission
 
     def check_model(self, name: str | None) -> None:
         """Check the model that a client names; None and "" are the served model, as in vLLM.
@@ -119,8 +114,8 @@ class ServingContext:
         """
         tokenizer = self.require_tokenizer()
         fewest = tokenizer.fewest_tokens(len(text))
-        if fewest >= (longest or LONGEST_TEXT * self.longest_request):
-            limit = context_limit(longest or self.longest_request, is_prompt_too_long=True)
+        if fewest >= (longest or LONGEST_TEXT * self.admission.longest_request):
+            limit = context_limit(longest or self.admission.longest_request, is_prompt_too_long=True)
             message = f"{limit}; {len(text)} characters are at least {fewest} tokens"
             raise ApiError(400, message, param, "context_length_exceeded")
         return await self._run_by_size(len(text), tokenizer.encode, text, add_special_tokens)
@@ -151,7 +146,7 @@ class ServingContext:
         Raises:
             ApiError: there is no tokenizer, or so many characters cannot fit into the longest request.
         """
-        longest = self.longest_of(body.service_class) if body.truncate_prompt_tokens is None else None
+        longest = self.admission.longest_of(body.service_class) if body.truncate_prompt_tokens is None else None
         return await self.encode(text, param, add_special_tokens, longest)
 
     async def render_chat(self, conversation: Sequence[ChatMessage], how: TemplateOptions) -> str:

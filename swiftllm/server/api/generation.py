@@ -71,7 +71,7 @@ class Generation:
         self.context = context
         self.body = body
         self.prompts = prompts
-        longest = context.longest_of(body.service_class)
+        longest = context.admission.longest_of(body.service_class)
         others: dict[str, Any] = {**context.sampling_defaults, "grammar": grammar}
         if body.bad_words:
             others["bad_words"] = tuple(body.bad_token_ids(context.require_tokenizer()))

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.api.parsing import parse_body
 from swiftllm.server.api.protocol import ChatRequest, GenerationRequest, TextPart
+from swiftllm.server.api.unsupported import refuse
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {"n": (1,), "prompt_logprobs": (), "return_token_ids": (False,)}
 
@@ -23,9 +24,7 @@ class TranslatedRequest(GenerationRequest):
 
     def check_fields(self) -> None:
         for name, harmless in {**REFUSED, **self.refused}.items():
-            value = getattr(self, name, None)
-            if value is not None and value not in harmless:
-                raise ApiError(400, f"{name} is not implemented: leave it out", name, "unsupported_parameter")
+            refuse(name, getattr(self, name, None), harmless)
         super().check_fields()
 
     def chat_fields(self) -> dict[str, Any]:
