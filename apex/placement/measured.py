@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from apex.perf.progress import progress_bar
-from apex.placement.budget import Workload, best_budget, estimate_budget
+from apex.placement.budget import UniformLoad, best_budget, estimate_budget
 from apex.placement.costs import BoundaryCost
 from apex.placement.memory import EngineMemory
 from apex.placement.search import PlacementProblem, TimedPlacement, refined_placement
@@ -15,7 +15,7 @@ from swiftllm.device import open_device
 from swiftllm.kv.format import cpu_format
 from swiftllm.machine import GIB, usable_cores
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.placement import Placement
+from swiftllm.model.placement import Placement, all_resident
 from swiftllm.ops.select import select_ops
 from swiftllm.runtime.processors import resolve_dtype, resolve_kernel
 
@@ -44,7 +44,7 @@ class WeightsPlan:
         return "; ".join(part for part in parts if part)
 
 
-def place_weights(config: EngineConfig, workload: Workload | None = None, *, offloads: bool = True) -> WeightsPlan:
+def place_weights(config: EngineConfig, workload: UniformLoad | None = None, *, offloads: bool = True) -> WeightsPlan:
     """Where the weights of an engine should be.
 
     Given memory is filled for iterations of ``max_num_seqs`` rows. ``auto`` takes the memory with the highest predicted
@@ -66,13 +66,14 @@ def place_weights(config: EngineConfig, workload: Workload | None = None, *, off
     ops = select_ops(device.torch_device, dtype, kernel)
     if config.weights_gpu_memory != "auto":
         gpu_bytes = memory.given_bytes(config.weights_gpu_memory)
-        if gpu_bytes >= sum(memory.boundary_bytes):
+        if gpu_bytes >= sum(memory.boundary_bytes) + memory.embedding_bytes:
             return WeightsPlan()
         rows = sorted({1, max(2, config.max_num_seqs)})
         with progress_bar("measuring where weights belong") as progress:
             times = time_boundary(model, dtype, device, ops, rows, progress)
         costs = times.costs(memory.boundary_bytes, config.max_num_seqs)
-        return WeightsPlan(refined_placement(PlacementProblem(costs, gpu_bytes, effect=times.rates().copy_effect)))
+        timed = refined_placement(PlacementProblem(costs, gpu_bytes, effect=times.rates().copy_effect))
+        return WeightsPlan(timed.with_embedding(memory.embedding_bytes))
     workload = workload or assumed_workload(config, model)
     at_once = replace(workload, num_requests=min(config.max_num_seqs, workload.num_requests))
     if memory.holds_all(at_once):
@@ -88,12 +89,12 @@ def place_weights(config: EngineConfig, workload: Workload | None = None, *, off
         )
     costs = MeasuredCosts(memory, times, *rates)
     best = best_budget(costs, at_once, offloads=offloads)
-    timed = refined_placement(best.problem)
+    timed = refined_placement(best.problem).with_embedding(memory.embedding_bytes)
     reason = (
         f"auto: {best.weight_bytes / GIB:.2f} GiB of GPU memory for weights, {best.tokens_per_s:,.1f} tokens/s "
         f"predicted with {best.requests:,.0f} at once of {workload.describe()}"
     )
-    if timed.placement.is_all_resident:
+    if timed.placement == all_resident(model.num_layers):
         return WeightsPlan(reason=f"{reason}; all on the GPU")
     try:
         resident = estimate_budget(costs, memory.weight_bytes, at_once, offloads)
@@ -102,11 +103,11 @@ def place_weights(config: EngineConfig, workload: Workload | None = None, *, off
     return WeightsPlan(timed, f"{reason}; {resident.tokens_per_s:,.1f} with all on the GPU")
 
 
-def assumed_workload(config: EngineConfig, model: ModelConfig) -> Workload:
+def assumed_workload(config: EngineConfig, model: ModelConfig) -> UniformLoad:
     """``max_num_seqs`` requests of 1,000 in and 200 out; both are less in proportion where ``max_model_len`` is."""
     longest = config.max_model_len or model.max_position_embeddings
     share = min(1.0, longest / (ASSUMED_INPUT_LEN + ASSUMED_OUTPUT_LEN))
-    return Workload(config.max_num_seqs, share * ASSUMED_INPUT_LEN, share * ASSUMED_OUTPUT_LEN, assumed=True)
+    return UniformLoad(config.max_num_seqs, share * ASSUMED_INPUT_LEN, share * ASSUMED_OUTPUT_LEN, assumed=True)
 
 
 class MeasuredCosts:

@@ -29,7 +29,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from tests.reference.fake_cards import CARDS, FakeCards, FakeNccl, properties
+from tests.reference.fake_cards import CARDS, FakeCards, FakeNccl, FakeRuntime, properties
 from tests.reference.fake_kernels import Kernels
 from tests.reference.fake_memory import DeviceTensor, Memory, poison
 from tests.reference.fake_streams import DEVICE, FakeEvent, FakeGraph, FakeStream, FakeWorker, Hazard
@@ -69,7 +69,7 @@ class FakeCuda(TorchDispatchMode):
         self.kernels = Kernels(self)
         self.capturing = False
         self.random_state: torch.Tensor | None = None
-        self.cards = FakeCards()
+        self.cards, self.runtime = FakeCards(), FakeRuntime()
         self.graphs: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
         self.captured_in: set[FakeNccl] = set()  # communicators of the capture under way
         self.is_hung = False
@@ -86,6 +86,8 @@ class FakeCuda(TorchDispatchMode):
         for name in ("Stream", "default_stream", "stream", "Event", "CUDAGraph", "synchronize", "mem_get_info"):
             self._patches.setattr(torch.cuda, name, getattr(self, f"_{name}"))
         simple = {
+            "cudart": lambda: self.runtime,
+            "check_error": lambda error: None,
             "current_device": self.cards.current,
             "set_device": self.cards.choose,
             "device_count": lambda: CARDS,

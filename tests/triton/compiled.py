@@ -109,6 +109,7 @@ def decode(
 def everything(ops: TritonOps, shape: Shape, dtype: torch.dtype, rows: int = 3) -> None:
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     hidden, weight = torch.empty(rows, shape.hidden_size, dtype=dtype), torch.empty(shape.hidden_size, dtype=dtype)
+    ops.embed(torch.arange(rows), hidden)
     ops.rms_norm(hidden, weight, 1e-5)
     ops.add_rms_norm_(hidden, hidden, weight, 1e-5)
     ops.silu_and_mul(torch.empty(rows, 2 * shape.intermediate_size, dtype=dtype))

@@ -12,7 +12,8 @@ import swiftllm.ops.triton.ops as triton_ops
 from pacpu import int8, rows
 from swiftllm.ops.int8_blocks import unpack
 from swiftllm.ops.interface import Ops
-from swiftllm.ops.triton.ops import MAX_SPLIT_TOKENS, MIN_SPLIT_TOKENS, TritonOps, tokens_per_split
+from swiftllm.ops.triton.ops import TritonOps
+from swiftllm.ops.triton.tiles import MAX_SPLIT_TOKENS, MIN_SPLIT_TOKENS, tokens_per_split
 from tests.reference.paged_attention import attend_chunk, chunk_attention, paged_attention, store_new_tokens
 from tests.reference.tolerances import assert_close
 from tests.triton.interpreter import repair_bfloat16
@@ -52,6 +53,12 @@ def strided_rows(rows: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
     wide = torch.full((rows, size + 24), torch.nan, dtype=dtype)
     wide[:, 8 : 8 + size] = torch.randn(rows, size)
     return wide[:, 8 : 8 + size].unflatten(1, shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tokens_are_embedded_by_their_ids(dtype):
+    embedding, token_ids = torch.randn(7, 1100).to(dtype), torch.tensor([6, 0, 3, 3])
+    torch.testing.assert_close(make_ops().embed(token_ids, embedding), embedding[token_ids], **EXACTLY)
 
 
 @pytest.mark.parametrize("size", [64, 576])

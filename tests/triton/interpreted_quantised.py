@@ -8,7 +8,8 @@ import torch
 from swiftllm.model.quantised.readers import sort_into_runs
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
-from swiftllm.ops.triton.ops import MIN_SPLIT_BLOCKS, MOST_QUANTISED_ROWS, TritonOps, blocks_per_split
+from swiftllm.ops.triton.ops import MOST_QUANTISED_ROWS, TritonOps
+from swiftllm.ops.triton.tiles import MIN_SPLIT_BLOCKS, blocks_per_split
 from tests.reference.tolerances import assert_close
 from tests.triton.interpreter import repair_bfloat16
 from tests.triton.memory_check import watch_memory

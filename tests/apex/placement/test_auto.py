@@ -14,7 +14,7 @@ from apex.cli.bench import Bench
 from apex.cli.flags import BestEffortFlags
 from apex.cli.simulate import Simulate
 from apex.placement import measured
-from apex.placement.budget import Workload, estimate_budget
+from apex.placement.budget import UniformLoad, estimate_budget
 from apex.placement.measured import ASSUMED_INPUT_LEN, ASSUMED_OUTPUT_LEN, assumed_workload, place_weights
 from apex.placement.memory import EngineMemory
 from apex.systems import build_system
@@ -23,7 +23,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.machine import GIB
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.placement import Place
+from swiftllm.model.placement import Place, all_resident
 from tests.apex.placement.placements import give_times
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu
@@ -34,7 +34,7 @@ LAYERS = 5
 LIMITS = {"block_size": 4, "max_num_batched_tokens": 24, "max_num_seqs": 8, "max_model_len": 64}
 FAST_LINK = {"gpu": 1e-3, "cpu": 100.0, "stream": 0.1e-3}
 SLOW_LINK = {"gpu": 1e-3, "cpu": 100.0, "stream": 100.0}
-LONG = Workload(8, 40, 16)
+LONG = UniformLoad(8, 40, 16)
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +56,11 @@ def memory_of(config: EngineConfig, free_bytes: float = 0) -> EngineMemory:
     return EngineMemory(config, ModelConfig.from_folder(config.model), torch.float32, int(free_bytes))
 
 
-def card_bytes(config: EngineConfig, boundaries: float, tokens: float = 0.0) -> int:
-    """Of a card with room for so many boundaries beside what stays there, and the KV cache of so many tokens."""
+def card_bytes(config: EngineConfig, boundaries: float, tokens: float = 0.0, *, embeds: bool = False) -> int:
+    """Of a card with room for so many boundaries beside what stays there, and the KV cache of so many tokens; for the
+    embedding too if it ``embeds``."""
     empty = memory_of(config)
-    weights = empty.other_bytes + boundaries * max(empty.boundary_bytes)
+    weights = empty.other_bytes + boundaries * max(empty.boundary_bytes) + embeds * empty.embedding_bytes
     free = (weights + tokens * empty.kv_bytes_per_token - empty.usable_bytes) / 0.95 + 2  # the headroom is 5%
     assert memory_of(config, free).usable_bytes == pytest.approx(weights + tokens * empty.kv_bytes_per_token, abs=4)
     return int(free)
@@ -99,22 +100,24 @@ def test_blocks_fill_what_the_weights_leave(model_dir, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"num_gpu_blocks": 20}])
 def test_all_stay_on_a_card_with_room_for_all_requests_and_nothing_is_measured(model_dir, monkeypatch, options):
     monkeypatch.setattr(measured, "time_boundary", None)
-    config, load = config_for(model_dir, **options), Workload(8, 39, 15)
+    config, load = config_for(model_dir, **options), UniformLoad(8, 39, 15)
     tokens = 80 if options else 8 * 56  # of whole blocks
     with fake_gpu(0) as cuda:
-        cuda.total_bytes = card_bytes(config, LAYERS, tokens)
+        cuda.total_bytes = card_bytes(config, LAYERS, tokens, embeds=True)
         plan = place_weights(config, load)
         assert plan.placement is None and "has room for 8 requests of 39 in / 15 out beside them" in plan.describe()
         monkeypatch.undo()
         give_times(monkeypatch, **FAST_LINK)
-        cuda.total_bytes = card_bytes(config, LAYERS, tokens - 9)
+        cuda.total_bytes = card_bytes(config, LAYERS, tokens - 9, embeds=True)
         assert place_weights(config, load).describe() != plan.describe()
 
 
 def test_the_cpu_tier_takes_half_of_what_weights_leave_of_the_host(model_dir, monkeypatch):
     """As many bytes are left to the host beside that as an engine leaves at its start."""
-    monkeypatch.setattr("apex.placement.memory.available_host_bytes", lambda: GIB // 2 + 1000)
-    assert memory_of(config_for(model_dir)).cpu_kv_bytes(200) == 400
+    config = config_for(model_dir)
+    beside = GIB // 2 + memory_of(config).embedding_bytes
+    monkeypatch.setattr("apex.placement.memory.available_host_bytes", lambda: beside + 1000)
+    assert memory_of(config).cpu_kv_bytes(200) == 400
 
 
 def test_weights_make_room_only_where_that_is_faster(model_dir, monkeypatch):
@@ -126,7 +129,7 @@ def test_weights_make_room_only_where_that_is_faster(model_dir, monkeypatch):
         for name, times in (("fast", FAST_LINK), ("slow", SLOW_LINK)):
             give_times(monkeypatch, **times)
             found[name] = place_weights(config, LONG, offloads=False)
-    assert found["slow"].placement is None and "; all on the GPU" in found["slow"].describe()
+    assert found["slow"].placement == replace(all_resident(LAYERS), embedding_on_host=True)
     assert found["fast"].placement.count(Place.STREAMED) and "with all on the GPU" in found["fast"].describe()
 
 
@@ -164,7 +167,7 @@ def test_the_cpu_tier_counts_for_systems_that_use_it(model_dir, monkeypatch):
     with fake_gpu(0) as cuda:
         cuda.total_bytes = card_bytes(config, LAYERS, tokens=50)
         with_tier, without = (place_weights(config, LONG, offloads=offloads) for offloads in (True, False))
-    assert with_tier.placement is None  # the CPU tier holds the requests; weights need not make room
+    assert with_tier.placement.is_all_resident  # the CPU tier holds the requests; weights need not make room
     assert without.placement.count(Place.STREAMED) > 0
 
 
@@ -186,11 +189,11 @@ def test_the_offline_api_places_weights_of_every_system(model_dir):
 
 def test_lengths_are_those_of_a_benchmark_or_assumed(model_dir):
     rest = BestEffortFlags(best_effort_requests=3, best_effort_input_len=100)
-    assert Bench("m", num_requests=1, input_len=20, output_len=8, best_effort=rest).workload() == Workload(4, 80, 8)
+    assert Bench("m", num_requests=1, input_len=20, output_len=8, best_effort=rest).workload() == UniformLoad(4, 80, 8)
     model = replace(ModelConfig.from_folder(model_dir), max_position_embeddings=4096)
     config = config_for(model_dir)
-    assert assumed_workload(replace(config, max_model_len=None), model) == Workload(8, 1000, 200, assumed=True)
-    assert assumed_workload(replace(config, max_model_len=600), model) == Workload(8, 500, 100, assumed=True)
+    assert assumed_workload(replace(config, max_model_len=None), model) == UniformLoad(8, 1000, 200, assumed=True)
+    assert assumed_workload(replace(config, max_model_len=600), model) == UniformLoad(8, 500, 100, assumed=True)
     assert (Simulate().input_len, Simulate().output_len) == (ASSUMED_INPUT_LEN, ASSUMED_OUTPUT_LEN)
 
 
@@ -204,10 +207,10 @@ def test_a_model_that_fits_neither_tier_is_refused(model_dir, monkeypatch):
         for host_bytes, allowed in ((whole, True), (whole / 3, False)):
             monkeypatch.setattr("apex.placement.memory.available_host_bytes", lambda n=host_bytes: GIB // 2 + int(n))
             if allowed:
-                assert place_weights(config, Workload(1, 4, 4)).placement is not None
+                assert place_weights(config, UniformLoad(1, 4, 4)).placement is not None
                 continue
             with pytest.raises(ValueError, match=r"of which .* stay on the GPU: it has .* take 4-bit weights, a host"):
-                place_weights(config, Workload(1, 4, 4))
+                place_weights(config, UniformLoad(1, 4, 4))
     with pytest.raises(ValueError, match="without a GPU"):
         place_weights(replace(config, device="cpu"))
     with pytest.raises(ValueError, match="a number of GiB from 0 on, or auto"):
