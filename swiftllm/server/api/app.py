@@ -16,19 +16,19 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftllm import __version__
-from swiftllm.server.api.chat import answer_chat, chat_prompt
-from swiftllm.server.api.completions import answer_completion
+from swiftllm.server.api.answers.chat import answer_chat, chat_prompt
+from swiftllm.server.api.answers.completions import answer_completion
+from swiftllm.server.api.answers.event_writer import SERVER_SEND
 from swiftllm.server.api.context import ServingContext
-from swiftllm.server.api.errors import ApiError, handle_errors
-from swiftllm.server.api.event_writer import SERVER_SEND
-from swiftllm.server.api.parsing import Body, json_body, parse_body, schemas_of
-from swiftllm.server.api.protocol import (
+from swiftllm.server.api.contract.parsing import Body, json_body, parse_body, schemas_of
+from swiftllm.server.api.contract.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
 )
+from swiftllm.server.api.errors import ApiError, handle_errors
 from swiftllm.server.api.translations.messages_answer import answer_message
 from swiftllm.server.api.translations.messages_body import MessagesRequest
 from swiftllm.server.api.translations.responses_answer import answer_response

@@ -13,8 +13,8 @@ from swiftllm.model.hub import model_name
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.sampling.trial import GrammarTrials, TriedGrammar
 from swiftllm.scheduling.admission import Admission, context_limit
+from swiftllm.server.api.contract.protocol import ChatMessage, GenerationRequest, TemplateOptions
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.api.protocol import ChatMessage, GenerationRequest, TemplateOptions
 from swiftllm.server.formats.call_grammars import AnswerGrammar, Tools
 from swiftllm.server.formats.calls import FORMATS
 from swiftllm.server.service.client import EngineClient

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from swiftllm.server.api.chat import start_chat
+from swiftllm.server.api.answers.chat import start_chat
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.translations.messages_body import MessagesRequest
 from swiftllm.server.api.translations.typed_answer import Event, Item, TypedAnswer

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+from swiftllm.server.api.contract.parsing import parse_body
+from swiftllm.server.api.contract.protocol import ChatRequest, GenerationRequest, TextPart
+from swiftllm.server.api.contract.unsupported import refuse
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.api.parsing import parse_body
-from swiftllm.server.api.protocol import ChatRequest, GenerationRequest, TextPart
-from swiftllm.server.api.unsupported import refuse
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {"n": (1,), "prompt_logprobs": (), "return_token_ids": (False,)}
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from swiftllm.server.api.chat import start_chat
+from swiftllm.server.api.answers.chat import start_chat
+from swiftllm.server.api.answers.generation import Generation
 from swiftllm.server.api.context import ServingContext
-from swiftllm.server.api.generation import Generation
 from swiftllm.server.api.translations.responses_body import ResponsesRequest
 from swiftllm.server.api.translations.typed_answer import Event, Item, TypedAnswer
 

@@ -10,10 +10,10 @@ from typing import Any, Literal
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from swiftllm.server.api.answers.answer import AnyAnswer, as_json
+from swiftllm.server.api.answers.generation import Choice, Generation
 from swiftllm.server.api.errors import as_api_error
-from swiftllm.server.api.generation import Choice, Generation
-from swiftllm.server.api.output_text import Piece, parts_of
-from swiftllm.server.api.responses import AnyAnswer, as_json
+from swiftllm.server.formats.output_text import Piece, parts_of
 from swiftllm.server.formats.parts import Part
 
 Event = dict[str, Any]

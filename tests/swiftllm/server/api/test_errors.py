@@ -8,11 +8,11 @@ import openai
 import pytest
 
 from swiftllm import LLM, RequestRefused, SamplingParams
-from swiftllm.server.api import protocol, unsupported
 from swiftllm.server.api.app import model_card
 from swiftllm.server.api.context import ServingContext
+from swiftllm.server.api.contract import protocol, unsupported
+from swiftllm.server.api.contract.parsing import parse_body
 from swiftllm.server.api.errors import ApiError, as_api_error
-from swiftllm.server.api.parsing import parse_body
 from swiftllm.server.service.limits import ServiceLimits
 from swiftllm.server.service.places import QueueFull, ServiceStopping
 from swiftllm.server.service.service import EngineService

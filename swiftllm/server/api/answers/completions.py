@@ -10,11 +10,11 @@ from typing import Any
 from fastapi import Request, Response
 
 from swiftllm.core.request import TokenLogprob
+from swiftllm.server.api.answers.answer import Answer, as_json, finite, text_as_json, token_text
+from swiftllm.server.api.answers.generation import Choice, Generation, Prompt
 from swiftllm.server.api.context import ServingContext
-from swiftllm.server.api.generation import Choice, Generation, Prompt
-from swiftllm.server.api.output_text import Piece, TokenTexts
-from swiftllm.server.api.protocol import CompletionRequest
-from swiftllm.server.api.responses import Answer, as_json, finite, text_as_json, token_text
+from swiftllm.server.api.contract.protocol import CompletionRequest
+from swiftllm.server.formats.output_text import Piece, TokenTexts
 
 
 async def answer_completion(context: ServingContext, body: CompletionRequest, request: Request) -> Response:

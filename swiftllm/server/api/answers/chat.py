@@ -8,12 +8,12 @@ from typing import Any
 
 from fastapi import Request, Response
 
+from swiftllm.server.api.answers.answer import Answer, as_json, finite, text_as_json, token_text
+from swiftllm.server.api.answers.generation import Choice, Generation, Prompt
 from swiftllm.server.api.context import ServingContext
-from swiftllm.server.api.generation import Choice, Generation, Prompt
-from swiftllm.server.api.output_text import Piece, parts_of
-from swiftllm.server.api.protocol import ChatRequest
-from swiftllm.server.api.responses import Answer, as_json, finite, text_as_json, token_text
-from swiftllm.server.api.tools import may_follow
+from swiftllm.server.api.contract.protocol import ChatRequest
+from swiftllm.server.api.contract.tools import may_follow
+from swiftllm.server.formats.output_text import Piece, parts_of
 from swiftllm.server.formats.parts import Part, joined
 
 TEXT_FIELDS = {"content": ("content",), "reasoning": ("reasoning_content", "reasoning")}

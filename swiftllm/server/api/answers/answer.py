@@ -19,10 +19,10 @@ from starlette.types import Receive, Scope, Send
 
 from swiftllm.core.request import TokenLogprob
 from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.server.api.answers.event_writer import SERVER_SEND, EventWriter
+from swiftllm.server.api.answers.generation import Choice, Generation
 from swiftllm.server.api.errors import as_api_error
-from swiftllm.server.api.event_writer import SERVER_SEND, EventWriter
-from swiftllm.server.api.generation import Choice, Generation
-from swiftllm.server.api.output_text import Piece
+from swiftllm.server.formats.output_text import Piece
 from swiftllm.server.service.token_streams import RequestFailed
 
 logger = logging.getLogger(__name__)

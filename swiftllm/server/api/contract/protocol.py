@@ -13,14 +13,14 @@ from swiftllm.core.request import SamplingParams, ServiceClass
 from swiftllm.core.sampling_params import MAX_LOGPROBS
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import Kind
+from swiftllm.server.api.contract.parsing import Flag, Lenient, null_is_left_out, with_token_ids
+from swiftllm.server.api.contract.structured import ResponseFormat, StructuredOutputs
+from swiftllm.server.api.contract.tools import NamedTool, Tool, ToolChoice, check_tools, schemas_of
+from swiftllm.server.api.contract.unsupported import check_unsupported_fields
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.api.output_text import NoOutput, OutputText
-from swiftllm.server.api.parsing import Flag, Lenient, null_is_left_out, with_token_ids
-from swiftllm.server.api.structured import ResponseFormat, StructuredOutputs
-from swiftllm.server.api.tools import NamedTool, Tool, ToolChoice, check_tools, schemas_of
-from swiftllm.server.api.unsupported import check_unsupported_fields
 from swiftllm.server.formats.call_grammars import compact, forced_schema
 from swiftllm.server.formats.calls import object_of
+from swiftllm.server.formats.output_text import NoOutput, OutputText
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16  # OpenAI allows four, vLLM any number; evaluation harnesses send six

@@ -15,9 +15,9 @@ from starlette.types import Receive
 from swiftllm.core.request import RequestRefused, SamplingParams
 from swiftllm.sampling.trial import TriedGrammar
 from swiftllm.server.api.context import ServingContext
+from swiftllm.server.api.contract.protocol import GenerationRequest
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.api.output_text import OutputText, Piece, ReadText
-from swiftllm.server.api.protocol import GenerationRequest
+from swiftllm.server.formats.output_text import OutputText, Piece, ReadText
 from swiftllm.server.formats.parts import Reader
 from swiftllm.server.service.limits import NewRequest
 from swiftllm.server.service.token_streams import Delta, RequestFailed, TokenStream

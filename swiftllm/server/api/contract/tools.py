@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from swiftllm.server.api.contract.parsing import Lenient
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.api.parsing import Lenient
 from swiftllm.server.formats.call_grammars import MAX_TOOLS, Tools
 
 NAME = "^[a-zA-Z0-9_.:-]{1,128}$"
