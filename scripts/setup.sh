@@ -2,7 +2,8 @@
 # Everything a newcomer needs, in stages that do nothing when they are up to date:
 #
 #   venv           a virtual environment, from Python 3.11 or 3.12 on PATH or from PYTHON=...
-#   requirements   torch first and alone, then the rest of requirements.txt
+#   tools          what the native build needs of requirements.txt
+#   requirements   torch first and alone, then the rest of requirements.txt; beside it, what is not Python:
 #   ispc           the ISPC compiler, optional (scripts/install_ispc.sh)
 #   llamafile      the source of Mozilla's sgemm, optional (scripts/fetch_llamafile.py)
 #   native         the CPU attention kernels: python setup.py build_ext --inplace
@@ -66,8 +67,16 @@ make_venv() {
         "install python3.12 and python3.12-venv, or name one with PYTHON=/path/to/python"
 }
 
+advice="check the network and pip's settings (PIP_INDEX_URL, proxies), then try again"
 pip_install() {
     "$python" -m pip install --progress-bar off "$@" | sed -u '/^Requirement already satisfied/d; /^Looking in/d'
+}
+native_tools() { sed -n '/^# native build/,/^$/s/^[a-z].*/&/p' requirements.txt; }
+tools_key() { native_tools | digest; }
+install_tools() {
+    local tools
+    mapfile -t tools < <(native_tools)
+    pip_install "${tools[@]}" || fail "pip could not install ${tools[*]}" "$advice"
 }
 requirements_key() { { cat requirements.txt && echo "$torch_build"; } | digest; }
 pulls_cuda() {
@@ -86,7 +95,7 @@ install_torch() {
     pip_install "$1"
 }
 install_requirements() {
-    local torch advice="check the network and pip's settings (PIP_INDEX_URL, proxies), then try again"
+    local torch
     torch="$(grep '^torch==' requirements.txt)"
     install_torch "$torch" || fail "pip could not install $torch" "$advice"
     pip_install -r requirements.txt || fail "pip could not install requirements.txt" "$advice"
@@ -154,6 +163,25 @@ prepare_model() {
     say "going on without the default model: tests that need it are skipped, commands need --model FOLDER"
 }
 
+prepare_native() {
+    stage ispc ispc_key install_ispc
+    stage llamafile llamafile_key fetch_llamafile
+    build_native
+}
+# It prints at its end, since another stage prints meanwhile.
+begin_native() {
+    native_log="$(mktemp)"
+    prepare_native >"$native_log" 2>&1 &
+    native=$!
+    trap 'kill "$native" 2>/dev/null || true; rm -f "$native_log"' EXIT
+}
+end_native() {
+    local status=0
+    wait "$native" || status=$?
+    cat "$native_log"
+    [ "$status" -eq 0 ] || exit "$status"
+}
+
 start=$SECONDS
 torch_build="${TORCH_BUILD:-$([ -e /dev/nvidiactl ] && echo cuda || echo cpu)}"
 case "$torch_build" in cuda | cpu) ;; *) fail "TORCH_BUILD=$torch_build is unknown" "set it to cuda or cpu" ;; esac
@@ -161,16 +189,17 @@ if [ -n "$venv" ]; then
     python="$venv/bin/python"
     say_torch_build
     stage venv python_key make_venv
+    stage tools tools_key install_tools
+    begin_native
     stage requirements requirements_key install_requirements
+    end_native
 else
     python="${PYTHON:-python3}"
     python_works "$python" || fail "$python is not a working Python 3.11 or 3.12" "name one with PYTHON=/path/to/python"
     say "torch: the one that $python has, since VENV= is empty (another: install it there, or run without VENV=)"
     stage packages python_key check_own_packages
+    prepare_native
 fi
-stage ispc ispc_key install_ispc
-stage llamafile llamafile_key fetch_llamafile
-build_native
 [ -z "$venv" ] || stage command command_key install_command
 prepare_model
 say "ready after $((SECONDS - start)) s"
