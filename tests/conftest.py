@@ -27,6 +27,25 @@ def one_core() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def short_first_start() -> Iterator[None]:
+    """What an engine measures at its first start takes seconds, and many tests have a cache directory of their own.
+
+    CPU attention stays as it is, of which nothing is kept, and operations are timed in fewer rounds."""
+    from swiftllm.runtime import attention_choices as choices
+
+    kinds = [f"{dtype} {heads}" for dtype in choices.DTYPES for heads in choices.KV_HEADS]
+    rates = {kind: dict.fromkeys(choices.pacpu.PREFETCHES, 1.0) for kind in kinds}
+    costs = {kind: choices.pacpu.shared_row_cost(*kind.split()) for kind in kinds}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choices, "MIN_BYTES", 1)
+        patch.setattr(choices, "last_level_cache_bytes", lambda: 0)
+        patch.setattr(choices, "measure", lambda *_: choices.Measured(rates, costs))
+        patch.setattr(choices, "write_atomically", lambda *_: None)
+        patch.setattr("apex.perf.profiler.ROUNDS", 3)
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     sampled_cases.add_option(parser)
 
