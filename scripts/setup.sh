@@ -20,6 +20,7 @@ venv="${VENV-.venv}"
 state="${venv:-build}/.setup" # one stamp per stage, holding the hash of what the stage was made from
 cache="${APEX_CACHE_DIR:-$HOME/.cache/apex}"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+export PYTHONDONTWRITEBYTECODE= # empty: Python keeps what it compiles
 
 say() { echo "setup: $*"; }
 fail() {
@@ -68,8 +69,10 @@ make_venv() {
 }
 
 advice="check the network and pip's settings (PIP_INDEX_URL, proxies), then try again"
+# Most modules are never imported: Python compiles those that are.
 pip_install() {
-    "$python" -m pip install --progress-bar off "$@" | sed -u '/^Requirement already satisfied/d; /^Looking in/d'
+    "$python" -m pip install --no-compile --progress-bar off "$@" \
+        | sed -u '/^Requirement already satisfied/d; /^Looking in/d'
 }
 native_tools() { sed -n '/^# native build/,/^$/s/^[a-z].*/&/p' requirements.txt; }
 tools_key() { native_tools | digest; }
@@ -101,6 +104,8 @@ install_requirements() {
     pip_install -r requirements.txt || fail "pip could not install requirements.txt" "$advice"
     "$python" -m pip check || fail "the installed packages contradict each other" "rm -rf $venv, then try again"
     check_imports "rm -rf $venv, then try again"
+    "$python" -c 'import fastapi, hypothesis, matplotlib.pyplot, openai, pandas, pytest, uvicorn' \
+        || fail "$python cannot import what is needed" "rm -rf $venv, then try again"
     if [ "$torch_build" = cuda ] && [ "$("$python" -c 'import torch; print(torch.version.cuda)')" = None ]; then
         fail "pip's settings gave torch's CPU build" \
             "rm -rf $venv, then try again with PIP_CONFIG_FILE=/dev/null, or with TORCH_BUILD=cpu to stay without a GPU"

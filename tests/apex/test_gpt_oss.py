@@ -23,8 +23,8 @@ from tests.reference.tiny_gpt_oss import make_folders
 from tests.swiftllm.remote.test_tokens import MAX_TOKENS, tokens_beside_a_host
 
 POOLS = {"block_size": 4, "num_gpu_blocks": 40, "num_cpu_blocks": 400}
-TOKENS = 10
-PROMPTS = some_prompts(8)
+TOKENS = 7
+PROMPTS = some_prompts(6)
 
 
 @pytest.fixture(scope="module")

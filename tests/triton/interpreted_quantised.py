@@ -17,7 +17,7 @@ repair_bfloat16()
 watch_memory()
 
 HOST = torch.device("cpu")
-ROWS = (1, 2, 7, 16, 33, 128, 200)
+ROWS = (1, 2, 7, 17, 33, 70)
 
 
 @pytest.fixture(autouse=True)
