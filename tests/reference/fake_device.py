@@ -255,9 +255,11 @@ class FakeCuda(TorchDispatchMode):
     def _enqueue(self, work: Callable[[], object]) -> None:
         inference = torch.is_inference_mode_enabled()
 
-        def later() -> None:
+        def later() -> object:
+            if torch.is_inference_mode_enabled() is inference:
+                return work()
             with torch.inference_mode(inference):
-                work()
+                return work()
 
         self.current.put(later)
         self.advance()

@@ -30,7 +30,8 @@ def replaced(kind: type, replace: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, kind):
         return replace(tree)
     if isinstance(tree, SEQUENCES):
-        return type(tree)([replaced(kind, replace, branch) for branch in tree])
+        branches = [replaced(kind, replace, b) if isinstance(b, (kind, *NESTED)) else b for b in tree]
+        return type(tree)(branches)
     if isinstance(tree, dict):
         return {name: replaced(kind, replace, branch) for name, branch in tree.items()}
     return tree
