@@ -1,6 +1,7 @@
 """For all tests: one torch thread, one core, and a last line that names what was skipped for want of a browser.
 
-One thread for the lane and torch, since two are many times slower than one on a busy small machine.
+One thread for the lane and torch, since two are many times slower than one on a busy small machine. The process that
+hands out the tests imports no torch.
 """
 
 import gc
@@ -9,12 +10,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests import sampled_cases
 from tests.evaluation.headless_browser import NOT_FOUND
 
-torch.set_num_threads(1)
 # A shell ignores interrupts in what it starts in the background, and so would the processes that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -22,6 +21,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(scope="session", autouse=True)
 def one_core() -> Iterator[None]:
     """Engines that are told nothing about threads take this for a machine of one core."""
+    import torch
+
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("swiftllm.runtime.cores.usable_cores", lambda: 1)
         yield
