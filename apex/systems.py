@@ -8,7 +8,7 @@ from pathlib import Path
 from apex.perf.core_division import division_rates, fastest
 from apex.perf.model import PerfModel, ProfileTable
 from apex.perf.profile_cache import cpu_attention_gbps, load_or_measure, with_copies
-from apex.placement.budget import Workload
+from apex.placement.budget import UniformLoad
 from apex.placement.measured import place_weights
 from apex.strategy import StrategyConfig
 from swiftllm.config import EngineConfig
@@ -29,7 +29,7 @@ def build_system(
     strategy: StrategyConfig | None = None,
     *,
     profile: Path | ProfileTable | None = None,
-    workload: Workload | None = None,
+    workload: UniformLoad | None = None,
 ) -> Engine:
     """Build an engine of a named system.
 

@@ -37,7 +37,7 @@ BLOCK_SIZE = 16
 
 
 @dataclass
-class Part:
+class StepPart:
     """A part of the step. ``run`` runs it for all layers; ``flops`` and ``weight_bytes`` are totals of that."""
 
     run: Callable[[], object]
@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Lane:
+class DecodeLane:
     """``num_rows`` decodes with ``context_len`` tokens each, through a model with dummy weights."""
 
     config: ModelConfig
@@ -55,7 +55,7 @@ class Lane:
     num_rows: int
     context_len: int
 
-    def parts(self, ops: Ops) -> dict[str, Part]:
+    def parts(self, ops: Ops) -> dict[str, StepPart]:
         matrices = {name: self._linear(ops, name) for name in ("qkv", "o", "gate_up", "down")}
         return {
             **matrices,
@@ -69,10 +69,10 @@ class Lane:
     def _rows(self, *shape: int) -> torch.Tensor:
         return torch.randn(self.num_rows, *shape).to(self.dtype)
 
-    def _linear(self, ops: Ops, name: str) -> Part:
+    def _linear(self, ops: Ops, name: str) -> StepPart:
         return self._product(ops, [getattr(layer, name) for layer in self.weights.layers])
 
-    def _product(self, ops: Ops, matrices: list[torch.Tensor]) -> Part:
+    def _product(self, ops: Ops, matrices: list[torch.Tensor]) -> StepPart:
         linears: list[Linear] = [ops.make_linear(matrix, None) for matrix in matrices]
         x, size = self._rows(matrices[0].shape[1]), sum(matrix.numel() for matrix in matrices)
 
@@ -80,9 +80,9 @@ class Lane:
             for linear in linears:
                 linear(x)
 
-        return Part(run, 2 * self.num_rows * size, size * self.dtype.itemsize)
+        return StepPart(run, 2 * self.num_rows * size, size * self.dtype.itemsize)
 
-    def _norms(self, ops: Ops) -> Part:
+    def _norms(self, ops: Ops) -> StepPart:
         addend, residual, eps = self._rows(self.config.hidden_size), self._rows(self.config.hidden_size), 1e-5
         return self._each_layer(
             lambda layer: (
@@ -91,18 +91,18 @@ class Lane:
             )
         )
 
-    def _rotary(self, ops: Ops) -> Part:
+    def _rotary(self, ops: Ops) -> StepPart:
         config = self.config
         x = self._rows(config.num_heads + config.num_kv_heads, config.head_dim)
         angles = rotary_table(self.context_len, config.head_dim, config.rope_theta, config.rope_scaling)
         angles = angles[-1:].expand(self.num_rows, -1, -1).contiguous()
         return self._each_layer(lambda layer: ops.rotary_(x, angles))
 
-    def _silu(self, ops: Ops) -> Part:
+    def _silu(self, ops: Ops) -> StepPart:
         x = self._rows(2 * self.config.intermediate_size)
         return self._each_layer(lambda layer: ops.silu_and_mul(x))
 
-    def _attention(self, ops: Ops) -> Part:
+    def _attention(self, ops: Ops) -> StepPart:
         config, blocks = self.config, -(-self.context_len // BLOCK_SIZE)
         shape = (self.num_rows * blocks, config.num_kv_heads, 2, BLOCK_SIZE, config.head_dim)
         caches = [torch.randn(shape).to(self.dtype) for _ in self.weights.layers]
@@ -115,14 +115,14 @@ class Lane:
             for cache in caches:
                 ops.decode_attention(q, k, v, cache, tables, lens, out, config.head_dim**-0.5)
 
-        return Part(run, weight_bytes=len(caches) * caches[0].numel() * self.dtype.itemsize)
+        return StepPart(run, weight_bytes=len(caches) * caches[0].numel() * self.dtype.itemsize)
 
-    def _each_layer(self, do: Callable[[LayerWeights], object]) -> Part:
+    def _each_layer(self, do: Callable[[LayerWeights], object]) -> StepPart:
         def run() -> None:
             for layer in self.weights.layers:
                 do(layer)
 
-        return Part(run)
+        return StepPart(run)
 
 
 def multiply_add_rate() -> float:
@@ -160,7 +160,7 @@ def main(options: Options) -> None:
     element = getattr(torch, options.dtype)
     config = ModelConfig.from_folder(options.model or default_model())
     weights = dummy_weights(config, "cpu", element)
-    lane = Lane(config, weights, element, options.num_rows, options.context_len)
+    lane = DecodeLane(config, weights, element, options.num_rows, options.context_len)
     ours, torchs = (lane.parts(ops) for ops in (CpuOps(), Ops()))
     seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ours}
     compute_rates = []

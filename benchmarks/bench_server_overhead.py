@@ -44,7 +44,7 @@ from apex.perf.model import FREE, ProfileTable, Surface
 from apex.replay.metrics import distribution_metrics, output_tokens_per_s, per_token_latency_s
 from apex.replay.records import RequestRecord
 from apex.simulator.build import build_simulated
-from benchmarks.overhead_clients import PROMPT_LEN, Stream, stream_all
+from benchmarks.overhead_clients import PROMPT_LEN, ClientStream, stream_all
 from evaluation.measure.server import connect_server, free_port
 from evaluation.results.folder import FlatRecord, ResultFolder, flat_record, markdown_table
 from evaluation.results.paths import RESULTS_DIR, default_model
@@ -214,7 +214,7 @@ def measure(options: Options, pace_ms: float) -> dict[str, Any]:
 
 
 def summarise(
-    options: Options, pace_ms: float, streams: Sequence[Stream], ready: Mapping[str, Sequence[float]]
+    options: Options, pace_ms: float, streams: Sequence[ClientStream], ready: Mapping[str, Sequence[float]]
 ) -> FlatRecord:
     """The figures of a run. ``ready`` has the times at which tokens were ready, by the engine's id of the request.
 

@@ -22,7 +22,7 @@ LAST_EVENT = b"data: [DONE]"
 
 
 @dataclass
-class Stream:
+class ClientStream:
     """A connection and the parts read from it, each with the arrival time of its last byte."""
 
     connection: socket.socket
@@ -67,7 +67,7 @@ def completion_request(prompt: list[int], output_len: int, **fields: object) -> 
     return head.encode() + data
 
 
-def stream_all(port: int, num_streams: int, output_len: int) -> list[Stream]:
+def stream_all(port: int, num_streams: int, output_len: int) -> list[ClientStream]:
     """Send all requests and read until all streams end. Nothing else runs meanwhile.
 
     Raises:
@@ -79,7 +79,7 @@ def stream_all(port: int, num_streams: int, output_len: int) -> list[Stream]:
         for _ in range(num_streams):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             connection.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
-            streams.append(Stream(connection))
+            streams.append(ClientStream(connection))
             selector.register(connection, selectors.EVENT_READ, streams[-1])
         for stream in streams:
             stream.sent_s = time.time()

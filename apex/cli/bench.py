@@ -27,7 +27,7 @@ from apex.cli.flags import (
 from apex.cli.systems_command import SystemsCommand
 from apex.cli.validate import optional_module
 from apex.perf.online import OPERATIONS
-from apex.placement.budget import Workload
+from apex.placement.budget import UniformLoad
 from apex.replay.loop import check_requests, replay_requests
 from apex.replay.records import ReplayRequest, RequestRecord
 from apex.strategy import StrategyConfig
@@ -116,9 +116,9 @@ class Bench(SystemsCommand):
             print(f"summary, raw records and provenance: {folder}")
         return 0
 
-    def workload(self) -> Workload:
+    def workload(self) -> UniformLoad:
         """The requests, with mean lengths where there are two classes."""
-        return Workload(len(self.sizes), *map(fmean, zip(*self.sizes, strict=True)))
+        return UniformLoad(len(self.sizes), *map(fmean, zip(*self.sizes, strict=True)))
 
     def _measure(self, engine: Engine, strategy: StrategyConfig) -> BenchRun:
         with input_errors():

@@ -22,7 +22,7 @@ from swiftllm.model.hub import model_folder
 from swiftllm.systems import find_system, systems
 
 if TYPE_CHECKING:
-    from apex.placement.budget import Workload
+    from apex.placement.budget import UniformLoad
     from swiftllm.engine.engine import Engine
 
 SystemName = Literal[tuple(systems())]
@@ -213,7 +213,7 @@ def start_engine(
     config: EngineConfig,
     strategy: StrategyConfig,
     profile: Path | None,
-    workload: Workload | None = None,
+    workload: UniformLoad | None = None,
 ) -> Engine:
     """The engine that a command's flags ask for; prints its pools and threads.
 

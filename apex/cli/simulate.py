@@ -15,9 +15,9 @@ from apex.cli.output import stdout_console
 from apex.cli.systems_command import SystemsCommand
 from apex.replay.loop import check_requests
 from apex.replay.records import REFUSED, Replay, ReplayRequest
-from apex.simulator.bound import decode_bound
 from apex.simulator.build import build_simulated
-from apex.simulator.runtime import VLLM, VLLM_DEFAULTS, vllm_runtime
+from apex.simulator.prediction.bound import decode_bound
+from apex.simulator.virtual.runtime import VLLM, VLLM_DEFAULTS, vllm_runtime
 from apex.strategy import StrategyConfig
 from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.core.request import Tier
@@ -25,8 +25,8 @@ from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.systems import find_system
 
 if TYPE_CHECKING:
-    from apex.simulator.placed_machine import PlacedMachine
-    from apex.simulator.predicted_machine import PredictedMachine
+    from apex.simulator.prediction.placed_machine import PlacedMachine
+    from apex.simulator.prediction.predicted_machine import PredictedMachine
     from swiftllm.engine.engine import Engine
 
 VOCABULARY = 1 << 20
@@ -110,7 +110,7 @@ class Simulate(SystemsCommand):
     def run(self) -> int:
         self.check_flags()
         with input_errors(of_engine=False):
-            from apex.simulator.predicted_machine import predict_machine
+            from apex.simulator.prediction.predicted_machine import predict_machine
 
             machine = predict_machine(
                 self.gpu,
@@ -196,10 +196,10 @@ class Simulate(SystemsCommand):
         """The machine with a placement of its weights for a system; None where all are on the GPU."""
         if self.weights_gpu_memory is None:
             return None
-        from apex.placement.budget import Workload
-        from apex.simulator.placed_machine import WeightPlacer
+        from apex.placement.budget import UniformLoad
+        from apex.simulator.prediction.placed_machine import WeightPlacer
 
-        at_once = Workload(self.max_num_seqs, self.input_len, self.output_len)
+        at_once = UniformLoad(self.max_num_seqs, self.input_len, self.output_len)
         placer, offloads = WeightPlacer(machine, self.block_size), find_system(system).needs_predictions
         return placer.place(self.weights_gpu_memory, at_once, offloads=offloads)
 

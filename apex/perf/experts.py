@@ -36,7 +36,7 @@ class ExpertTimes:
     def seconds(self, touched: float, expert_bytes: float, pairs: float, expert_elements: float) -> float:
         """Of ``touched`` experts of ``expert_bytes`` and ``expert_elements`` each, and so many pairs of a row and an
         expert. Reading and multiplying are combined as for other matrices
-        (:func:`apex.simulator.calibrated_profile.gemm_s`)."""
+        (:func:`apex.simulator.prediction.calibrated_profile.gemm_s`)."""
         read_s = touched * expert_bytes / self.read_bytes_per_s
         multiply_s = 2 * pairs * expert_elements / self.flops_per_s
         return self.fixed_s + hypot(read_s, multiply_s)

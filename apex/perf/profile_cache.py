@@ -12,7 +12,7 @@ from pathlib import Path
 import pacpu
 from apex.perf.experts import flat_from_tokens
 from apex.perf.model import TABLE_VERSION, ProfileTable, attention_rate
-from apex.perf.profiler import Grid, measure_seconds, table_from_seconds
+from apex.perf.profiler import SizeGrid, measure_seconds, table_from_seconds
 from apex.perf.progress import progress_bar
 from apex.perf.workbench import MOST_BLOCKS, Workbench
 from swiftllm.config import EngineConfig
@@ -52,7 +52,7 @@ def measure_profile(config: EngineConfig, backend: TorchBackend) -> ProfileTable
     """Profile the backend now, with a progress bar."""
     with progress_bar("profiling this machine") as progress:
         bench, most = make_workbench(config, backend), config.max_num_batched_tokens
-        (seconds,) = measure_seconds(bench, most, Grid(), progress=progress)
+        (seconds,) = measure_seconds(bench, most, SizeGrid(), progress=progress)
         table = table_from_seconds(seconds, profile_identity(config, backend))
         heads = backend.model_config.num_heads, backend.model_config.num_kv_heads
         experts = backend.model_config.experts

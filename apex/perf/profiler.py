@@ -23,7 +23,7 @@ Seconds = dict[str, dict[Size, float]]
 
 
 @dataclass(frozen=True)
-class Grid:
+class SizeGrid:
     """The sizes to measure, as far as limits and pools allow."""
 
     linear_tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
@@ -43,7 +43,7 @@ class Grid:
 def measure_seconds(
     bench: Workbench,
     max_tokens: int,
-    *grids: Grid,
+    *grids: SizeGrid,
     progress: Callable[[float, str], None] = lambda done, what: None,
 ) -> list[Seconds]:
     """Mean seconds of each operation at each size, one mapping per grid, all measured in the same rounds.
@@ -71,14 +71,14 @@ def measure_seconds(
     return result
 
 
-def _operations(bench: Workbench, max_tokens: int, grid: Grid) -> Operations:
+def _operations(bench: Workbench, max_tokens: int, grid: SizeGrid) -> Operations:
     rows = sizes_up_to(grid.sampled_rows, max_tokens)
     pool = min(bench.num_blocks.values())
     gpu, cpu = (_decode_sizes(bench, tier, grid) for tier in (Tier.GPU, Tier.CPU))
     shortest = {requests: min(c for r, c in cpu if r == requests) for requests, _ in cpu}
     prefills = _prefill_sizes(bench, max_tokens, grid)
     # Lanes of several chunks have in total as many tokens as the longest that the table has.
-    longest = max(tokens for tokens, _ in _prefill_sizes(bench, max_tokens, Grid()))
+    longest = max(tokens for tokens, _ in _prefill_sizes(bench, max_tokens, SizeGrid()))
     lanes = [(n, longest // n) for n in grid.prefill_lanes if n <= longest]
     return {
         "linear": {n: bench.linear(n) for n in sizes_up_to(grid.linear_tokens, max_tokens)},
@@ -94,14 +94,14 @@ def _operations(bench: Workbench, max_tokens: int, grid: Grid) -> Operations:
     }
 
 
-def _prefill_sizes(bench: Workbench, max_tokens: int, grid: Grid) -> list[tuple[int, int]]:
+def _prefill_sizes(bench: Workbench, max_tokens: int, grid: SizeGrid) -> list[tuple[int, int]]:
     room = bench.layer_groups.tokens_in(bench.num_blocks[bench.larger_tier])
     tokens = sizes_up_to(grid.prefill_tokens, min(max_tokens, bench.max_model_len // 2, room // 2))
     cached = sizes_up_to(grid.prefill_cached, min(bench.max_model_len, room) - tokens[-1])
     return [(n, c) for n in tokens for c in cached]
 
 
-def _decode_sizes(bench: Workbench, tier: Tier, grid: Grid) -> list[tuple[int, int]]:
+def _decode_sizes(bench: Workbench, tier: Tier, grid: SizeGrid) -> list[tuple[int, int]]:
     """(requests, context tokens of each) that fit the tier together; none if the tier is too small."""
     blocks = bench.num_blocks[tier]
     requests = [n for n in grid.decode_requests if 2 * n <= blocks]

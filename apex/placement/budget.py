@@ -19,7 +19,7 @@ CPU_SHARES = tuple(i / 4 for i in range(5))  # of the CPU tier, of which the bes
 
 
 @dataclass(frozen=True)
-class Workload:
+class UniformLoad:
     """Requests of one size: how many may hold KV cache at once at most, and the mean tokens of prompt and output."""
 
     num_requests: int
@@ -86,7 +86,7 @@ class Estimate:
     problem: PlacementProblem
 
 
-def best_budget(model: CostModel, workload: Workload, *, offloads: bool, cpu_computes: bool = True) -> Estimate:
+def best_budget(model: CostModel, workload: UniformLoad, *, offloads: bool, cpu_computes: bool = True) -> Estimate:
     """The budget with the highest predicted rate, of all numbers of boundaries' worth of memory from none on.
 
     Arguments are those of :func:`estimate_budget`.
@@ -107,7 +107,7 @@ def best_budget(model: CostModel, workload: Workload, *, offloads: bool, cpu_com
 
 
 def estimate_budget(
-    model: CostModel, weight_bytes: float, workload: Workload, offloads: bool, cpu_computes: bool = True
+    model: CostModel, weight_bytes: float, workload: UniformLoad, offloads: bool, cpu_computes: bool = True
 ) -> Estimate:
     """The highest rate with so many bytes of weights on the GPU, over parts of the CPU tier that are in use.
 
@@ -152,7 +152,7 @@ def estimate_budget(
 
 
 def _estimate(
-    model: CostModel, weight_bytes: float, workload: Workload, on_gpu: float, on_cpu: float, cpu_computes: bool
+    model: CostModel, weight_bytes: float, workload: UniformLoad, on_gpu: float, on_cpu: float, cpu_computes: bool
 ) -> Estimate:
     """The rate with so many requests in each tier, and the placement for them."""
     requests = on_gpu + on_cpu

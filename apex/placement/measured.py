@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from apex.perf.progress import progress_bar
-from apex.placement.budget import Workload, best_budget, estimate_budget
+from apex.placement.budget import UniformLoad, best_budget, estimate_budget
 from apex.placement.costs import BoundaryCost
 from apex.placement.memory import EngineMemory
 from apex.placement.search import PlacementProblem, TimedPlacement, refined_placement
@@ -44,7 +44,7 @@ class WeightsPlan:
         return "; ".join(part for part in parts if part)
 
 
-def place_weights(config: EngineConfig, workload: Workload | None = None, *, offloads: bool = True) -> WeightsPlan:
+def place_weights(config: EngineConfig, workload: UniformLoad | None = None, *, offloads: bool = True) -> WeightsPlan:
     """Where the weights of an engine should be.
 
     Given memory is filled for iterations of ``max_num_seqs`` rows. ``auto`` takes the memory with the highest predicted
@@ -102,11 +102,11 @@ def place_weights(config: EngineConfig, workload: Workload | None = None, *, off
     return WeightsPlan(timed, f"{reason}; {resident.tokens_per_s:,.1f} with all on the GPU")
 
 
-def assumed_workload(config: EngineConfig, model: ModelConfig) -> Workload:
+def assumed_workload(config: EngineConfig, model: ModelConfig) -> UniformLoad:
     """``max_num_seqs`` requests of 1,000 in and 200 out; both are less in proportion where ``max_model_len`` is."""
     longest = config.max_model_len or model.max_position_embeddings
     share = min(1.0, longest / (ASSUMED_INPUT_LEN + ASSUMED_OUTPUT_LEN))
-    return Workload(config.max_num_seqs, share * ASSUMED_INPUT_LEN, share * ASSUMED_OUTPUT_LEN, assumed=True)
+    return UniformLoad(config.max_num_seqs, share * ASSUMED_INPUT_LEN, share * ASSUMED_OUTPUT_LEN, assumed=True)
 
 
 class MeasuredCosts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from apex.placement.budget import Workload
+from apex.placement.budget import UniformLoad
 from swiftllm.config import EngineConfig
 from swiftllm.device.cuda import CONTEXT_BYTES
 from swiftllm.kv.budget import CPU_TIER_SHARE, HOST_HEADROOM_BYTES
@@ -68,7 +68,7 @@ class EngineMemory:
                 f"{self._remedy}"
             )
 
-    def holds_all(self, workload: Workload) -> bool:
+    def holds_all(self, workload: UniformLoad) -> bool:
         """Whether the GPU has room for all weights and the KV cache of a workload: the blocks asked for, else all
         requests at once at their full lengths."""
         blocks = self.config.num_gpu_blocks

@@ -8,11 +8,11 @@ from functools import partial
 
 from apex.perf.model import PerfModel, ProfileTable
 from apex.perf.operator_tables import model_of
-from apex.simulator.backend import SimulatedBackend
-from apex.simulator.cpu_hosts import RemoteHosts, SeveralHostsModel
-from apex.simulator.cpu_path import Interconnect
-from apex.simulator.runtime import OWN_ENGINE, Runtime
-from apex.simulator.weight_path import SimulatedWeights
+from apex.simulator.virtual.backend import SimulatedBackend
+from apex.simulator.virtual.cpu_hosts import RemoteHosts, SeveralHostsModel
+from apex.simulator.virtual.cpu_path import Interconnect
+from apex.simulator.virtual.runtime import OWN_ENGINE, Runtime
+from apex.simulator.virtual.weight_path import SimulatedWeights
 from apex.strategy import StrategyConfig
 from swiftllm.core.request import Tier
 from swiftllm.engine.engine import Engine
@@ -47,16 +47,16 @@ def build_simulated(
 ) -> Engine:
     """An engine of a named system whose time is predicted from ``table``.
 
-    Its backend is a :class:`~apex.simulator.backend.SimulatedBackend`: a virtual clock from 0, placeholder tokens,
-    requests that end by ``max_tokens``. Scheduler and backend predict from the same table,
-    unless ``scheduler_table`` is given.
+    Its backend is a :class:`~apex.simulator.virtual.backend.SimulatedBackend`: a virtual clock from 0, placeholder
+    tokens, requests that end by ``max_tokens``. Scheduler and backend predict from the same table, unless
+    ``scheduler_table`` is given.
 
     Args:
         system: one of :func:`swiftllm.systems.systems`.
         num_gpu_blocks, num_cpu_blocks: KV blocks of ``block_size`` tokens in each tier, on all GPUs and all hosts.
         max_num_batched_tokens, max_num_seqs, max_model_len: as in :class:`swiftllm.config.EngineConfig`.
-        launch_s, interconnect: costs that the table leaves out, see :mod:`apex.simulator.backend`.
-        remote_hosts: CPU hosts beside the GPUs' own, see :mod:`apex.simulator.cpu_hosts`.
+        launch_s, interconnect: costs that the table leaves out, see :mod:`apex.simulator.virtual.backend`.
+        remote_hosts: CPU hosts beside the GPUs' own, see :mod:`apex.simulator.virtual.cpu_hosts`.
         weights: where the weights are, if not all on the GPU; needs ``interconnect``.
         cached_tiers: where prefixes are cached; by default nowhere, since simulated prompts are placeholders.
         windows: see :attr:`swiftllm.model.config.ModelConfig.windows`. With any, no prefix is cached.

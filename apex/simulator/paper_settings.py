@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 import yaml
 
-from apex.simulator.calibrated_profile import ITEMSIZES, remote_hosts
-from apex.simulator.cpu_hosts import RemoteHosts
-from apex.simulator.hardware import Figure, LayerShape, known_hardware, load_gpu, load_host, load_model_config
-from apex.simulator.host_times import cpu_attention_gb_s
+from apex.simulator.hardware.files import Figure, LayerShape, known_hardware, load_gpu, load_host, load_model_config
+from apex.simulator.prediction.calibrated_profile import ITEMSIZES, remote_hosts
+from apex.simulator.prediction.host_times import cpu_attention_gb_s
+from apex.simulator.virtual.cpu_hosts import RemoteHosts
 from apex.source_tree import CONFIGS
 from swiftllm.config import CpuKVDtype
 from swiftllm.kv.budget import blocks_in

@@ -1,7 +1,7 @@
 """How well the linear layers of a card that nobody measured are predicted: each measured card left out in turn.
 
-`python -m evaluation.calibration.cards` fits the formula of `apex.simulator.hardware.gemm_share` to all cards but one,
-predicts that one's GEMMs, and prints the errors card by card. It needs the files of `configs/hardware` alone.
+`python -m evaluation.calibration.cards` fits the formula of `hardware.files.gemm_share` to all cards but one, predicts
+that one's GEMMs, and prints the errors card by card. It needs the files of `configs/hardware` alone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import numpy as np
 
 from apex.cli.output import stdout_console, table
 from apex.perf.model import Curve
-from apex.simulator.calibrated_profile import gemm_s
-from apex.simulator.hardware import (
+from apex.simulator.hardware.files import (
     HARDWARE_DIR,
     POWER_FIGURES,
     Figure,
@@ -28,6 +27,7 @@ from apex.simulator.hardware import (
     load_gpu,
     read_measured_layer,
 )
+from apex.simulator.prediction.calibrated_profile import gemm_s
 
 ITEMSIZE = 2
 SIZES = (1, 2, 4, *range(8, 1025, 8), *range(1040, 2049, 16), *range(2080, 4097, 32))

@@ -22,27 +22,27 @@ MOST_FIXED_US = 100
 
 
 @dataclass(frozen=True)
-class Row:
+class ExpertsRow:
     tokens: int
     touched: int
     seconds: float
 
 
-def read_rows(path: Path, touched: Sequence[int]) -> list[Row]:
+def read_rows(path: Path, touched: Sequence[int]) -> list[ExpertsRow]:
     """The rows of a moe.csv with these numbers of experts."""
     with path.open(encoding="utf-8") as file:
         rows = [
-            Row(int(row["tokens"]), int(row["activated_experts"]), float(row["time_us"]) * 1e-6)
+            ExpertsRow(int(row["tokens"]), int(row["activated_experts"]), float(row["time_us"]) * 1e-6)
             for row in csv.DictReader(file)
         ]
     return [row for row in rows if row.touched in touched]
 
 
-def predicted_s(times: ExpertTimes, row: Row) -> float:
+def predicted_s(times: ExpertTimes, row: ExpertsRow) -> float:
     return times.seconds(row.touched, ELEMENTS * ITEMSIZE, row.tokens * PER_TOKEN, ELEMENTS)
 
 
-def fit(rows: Sequence[Row]) -> ExpertTimes:
+def fit(rows: Sequence[ExpertsRow]) -> ExpertTimes:
     """Least squares of relative errors. For each fixed time the squares are linear in the other two constants."""
     candidates = [_with_fixed(rows, microseconds * 1e-6) for microseconds in range(MOST_FIXED_US)]
     return min(
@@ -51,7 +51,7 @@ def fit(rows: Sequence[Row]) -> ExpertTimes:
     )
 
 
-def _with_fixed(rows: Sequence[Row], fixed_s: float) -> ExpertTimes | None:
+def _with_fixed(rows: Sequence[ExpertsRow], fixed_s: float) -> ExpertTimes | None:
     """From (t - fixed)^2 = (bytes / B)^2 + (operations / F)^2, each row over t^2."""
     a11 = a12 = a22 = b1 = b2 = 0.0
     for row in rows:
@@ -65,7 +65,7 @@ def _with_fixed(rows: Sequence[Row], fixed_s: float) -> ExpertTimes | None:
     return None if min(squares) <= 0 else ExpertTimes(fixed_s, squares[0] ** -0.5, squares[1] ** -0.5)
 
 
-def errors(times: ExpertTimes, rows: Sequence[Row]) -> list[float]:
+def errors(times: ExpertTimes, rows: Sequence[ExpertsRow]) -> list[float]:
     return [abs(predicted_s(times, row) / row.seconds - 1) for row in rows]
 
 

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 from apex.perf.model import Curve
 from apex.perf.online.correction import scaled_table
-from apex.simulator.hardware import LayerShape, load_host
-from apex.simulator.host_times import cpu_attention_gb_s
-from apex.simulator.host_times import host_read_gb_s as read_gb_s
+from apex.simulator.hardware.files import LayerShape, load_host
 from apex.simulator.paper_settings import PaperSetting
-from apex.simulator.runtime import VLLM
+from apex.simulator.prediction.host_times import cpu_attention_gb_s
+from apex.simulator.prediction.host_times import host_read_gb_s as read_gb_s
+from apex.simulator.virtual.runtime import VLLM
 from apex.strategy import StrategyConfig
 from evaluation.experiments.simulated_point import SimulatedTask
 from evaluation.traces.workloads import Lengths

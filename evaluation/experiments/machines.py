@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from apex.simulator.calibrated_profile import hardware_profile
-from apex.simulator.hardware import GpuLink, Host, load_gpu, load_host, load_link, load_model_config
-from apex.simulator.predicted_machine import PredictedMachine
+from apex.simulator.hardware.files import GpuLink, Host, load_gpu, load_host, load_link, load_model_config
+from apex.simulator.prediction.calibrated_profile import hardware_profile
+from apex.simulator.prediction.predicted_machine import PredictedMachine
 from evaluation.experiments.grid import Grid, Place
 from evaluation.experiments.places import lengths_of, possible_points
 from evaluation.experiments.runner import Point

@@ -111,9 +111,9 @@ def _mean(first: Curve | Surface | float, second: Curve | Surface | float) -> Cu
 def operation_errors(config: EngineConfig) -> list[OperationError]:
     """Profile the machine at the table's sizes and at held-out sizes in the same rounds; predict the held-out ones."""
     from apex.perf.profile_cache import make_workbench, profile_identity
-    from apex.perf.profiler import Grid, measure_seconds, table_from_seconds
+    from apex.perf.profiler import SizeGrid, measure_seconds, table_from_seconds
 
-    others = Grid(
+    others = SizeGrid(
         linear_tokens=(3, 6, 12, 20, 40, 80, 112, 160, 224, 384, 768),
         sampled_rows=(3, 6, 12, 24, 48, 96),
         swapped_blocks=(4, 16),
@@ -126,7 +126,7 @@ def operation_errors(config: EngineConfig) -> list[OperationError]:
     )
     with idle_backend(config) as backend:
         bench = make_workbench(config, backend)
-        known, held_out = measure_seconds(bench, config.max_num_batched_tokens, Grid(), others)
+        known, held_out = measure_seconds(bench, config.max_num_batched_tokens, SizeGrid(), others)
         model = PerfModel(table_from_seconds(known, profile_identity(config, backend)), backend.num_layers)
     errors = []
     for operation, predict in predictions(model).items():

@@ -14,10 +14,10 @@ from apex.replay.loop import STALL_TIMEOUT_S, replay_requests
 from apex.replay.metrics import Targets, compute_metrics
 from apex.replay.records import RequestRecord
 from apex.simulator.build import build_simulated
-from apex.simulator.cpu_hosts import RemoteHosts
-from apex.simulator.cpu_path import Interconnect
-from apex.simulator.runtime import OWN_ENGINE, VLLM, vllm_runtime
-from apex.simulator.weight_path import SimulatedWeights
+from apex.simulator.virtual.cpu_hosts import RemoteHosts
+from apex.simulator.virtual.cpu_path import Interconnect
+from apex.simulator.virtual.runtime import OWN_ENGINE, VLLM, vllm_runtime
+from apex.simulator.virtual.weight_path import SimulatedWeights
 from apex.strategy import StrategyConfig
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import open_loop_requests, workload_values

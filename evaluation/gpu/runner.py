@@ -27,7 +27,7 @@ OK = "ok"
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckProcess:
     """A process. In its command ``{limit_s}`` stands for the seconds it has."""
 
     name: str
@@ -40,7 +40,7 @@ class Stage:
 
     name: str
     limit_s: float
-    parts: tuple[Part, ...]
+    parts: tuple[CheckProcess, ...]
 
     def is_done(self, folder: Path) -> bool:
         """Whether all its parts went well in this folder, perhaps in an earlier call."""
@@ -74,7 +74,7 @@ def run_stage(stage: Stage, folder: Path) -> bool:
     names = ", ".join(part.name for part in stage.parts)
     print(f"== {stage.name}: {names} (at most {stage.limit_s:.0f} s)", flush=True)
     start_s, all_well = time.monotonic(), True
-    running: dict[Part, subprocess.Popen[bytes]] = {}
+    running: dict[CheckProcess, subprocess.Popen[bytes]] = {}
     try:
         for part in stage.parts:
             running[part] = start_part(part, folder, stage.limit_s)
@@ -98,7 +98,7 @@ def run_stage(stage: Stage, folder: Path) -> bool:
     return all_well
 
 
-def start_part(part: Part, folder: Path, limit_s: float) -> subprocess.Popen[bytes]:
+def start_part(part: CheckProcess, folder: Path, limit_s: float) -> subprocess.Popen[bytes]:
     command = [word.replace("{limit_s}", f"{limit_s:.0f}") for word in part.command]
     streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     with log_path(folder, part.name).open("wb") as log:

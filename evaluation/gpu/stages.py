@@ -25,7 +25,7 @@ if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
 from evaluation.gpu.report import missing_packages
-from evaluation.gpu.runner import Part, Stage, run_stage, run_stages
+from evaluation.gpu.runner import CheckProcess, Stage, run_stage, run_stages
 from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR
 
@@ -53,12 +53,12 @@ def all_stages(folder: Path, rehearse: bool) -> list[Stage]:
     # Of what takes long on a CPU, a rehearsal leaves out what has nothing of its own there.
     coded, more_tokens = ((), ()) if rehearse else (("quantised", "library"), ("tokens-float32", "tokens-streamed"))
     operations = (*KERNEL_CHECKS, "prefill-attention", "sampling", *coded)
-    tokens = Part("tokens", (*check, "graphs", "tokens-float16", "tokens-eager", *more_tokens))
-    random_load = Part("random-load", (*check, "--seconds", str(load_s), "random-load"))
+    tokens = CheckProcess("tokens", (*check, "graphs", "tokens-float16", "tokens-eager", *more_tokens))
+    random_load = CheckProcess("random-load", (*check, "--seconds", str(load_s), "random-load"))
     stages = [
         one("build", 150.0, sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"),
         one("machine", 60.0, *bench, "--parts", "versions", "memory", "gemm"),
-        Stage("kernels", 150.0, (Part("operations", (*check, *operations)),)),
+        Stage("kernels", 150.0, (CheckProcess("operations", (*check, *operations)),)),
         Stage("tokens", 180.0, (tokens, random_load)),
         one("speeds", 200.0, *bench),
     ]
@@ -73,14 +73,14 @@ def all_stages(folder: Path, rehearse: bool) -> list[Stage]:
         # accesses alone: that torch and CUDA ask each other for functions that are not there is no fault of ours.
         sanitizer = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", found, "--report-api-errors", "no")
         command = (*sanitizer, "--error-exitcode", "3", *check, *KERNEL_CHECKS)
-        stages.append(Stage("sanitizer", 300.0, (Part("compute-sanitizer", command),)))
+        stages.append(Stage("sanitizer", 300.0, (CheckProcess("compute-sanitizer", command),)))
     factor = REHEARSAL_FACTOR if rehearse else 1.0
     return [Stage(stage.name, factor * stage.limit_s, stage.parts) for stage in stages]
 
 
 def one(name: str, limit_s: float, *command: str) -> Stage:
     """A stage of one part, which has its name."""
-    return Stage(name, limit_s, (Part(name, command),))
+    return Stage(name, limit_s, (CheckProcess(name, command),))
 
 
 def find_sanitizer() -> str | None:

@@ -11,7 +11,7 @@ from apex.perf.model import ProfileTable
 from apex.replay.loop import replay_requests
 from apex.replay.records import ReplayRequest, RequestRecord
 from apex.simulator.build import build_simulated
-from apex.simulator.runtime import Runtime
+from apex.simulator.virtual.runtime import Runtime
 from evaluation.groundtruth.run_files import RealRun, RunRequest
 from swiftllm.core.request import Tier
 

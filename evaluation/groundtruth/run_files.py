@@ -3,7 +3,7 @@
 - ``requests.jsonl``: input_toks, output_toks, arrival_time, queued_ts, first_token_ts, last_token_ts, in seconds.
 - ``timeseries.csv``: t in seconds from the start, running and waiting requests.
 - ``meta.json``: model and engine_kwargs; kv_cache with num_gpu_blocks and block_size where the pool was recorded.
-- the files of :mod:`apex.simulator.operator_files`. Each file may be compressed, with ``.gz``.
+- the files of :mod:`apex.simulator.hardware.operator_files`. Each file may be compressed, with ``.gz``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from apex.simulator.operator_files import number, read_table, table_file
+from apex.simulator.hardware.operator_files import number, read_table, table_file
 from apex.source_tree import CONFIGS, configs_folder
 
 RUNS = CONFIGS / "groundtruth"

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from apex.perf.model import FREE, Curve, ProfileTable, Surface
 from apex.perf.operator_tables import OperatorTable, TimeGrid
-from apex.simulator.calibrated_profile import ITEMSIZES, all_reduce_s, hardware_profile
-from apex.simulator.hardware import (
+from apex.simulator.hardware.files import (
     ASSUMPTIONS_FILE,
     Gpu,
     known_hardware,
@@ -18,8 +17,9 @@ from apex.simulator.hardware import (
     load_model_config,
     read_figures,
 )
-from apex.simulator.operator_files import read_operators
-from apex.simulator.runtime import OWN_ENGINE, Runtime, vllm_runtime
+from apex.simulator.hardware.operator_files import read_operators
+from apex.simulator.prediction.calibrated_profile import ITEMSIZES, all_reduce_s, hardware_profile
+from apex.simulator.virtual.runtime import OWN_ENGINE, Runtime, vllm_runtime
 from evaluation.groundtruth.models import RunModel
 from evaluation.groundtruth.run_files import RealRun
 

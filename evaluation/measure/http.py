@@ -40,7 +40,7 @@ class BadAnswer(Exception):
 # -- one request ------------------------------------------------------------------------------------------------------
 
 
-class Stream:
+class SentRequest:
     """A request in flight and its answer so far. Times are seconds from the start of the replay.
 
     The server's running count gives the number of tokens in a chunk (``continuous_usage_stats`` of vLLM and SGLang);
@@ -181,7 +181,7 @@ class HttpReplay:
         self.server = server
         self.ended = ended
         self.request_timeout_s = request_timeout_s
-        self.streams = [Stream(request) for request in workload.requests]
+        self.streams = [SentRequest(request) for request in workload.requests]
         self.concurrency = workload.lengths.spec.concurrency
         self.free = asyncio.Semaphore(self.concurrency or len(self.streams))
         self.in_flight = 0
@@ -220,7 +220,7 @@ class HttpReplay:
             stats["max_best_effort_send_lag_s"] = self.max_send_lag_s(ServiceClass.BEST_EFFORT)
         return Replay(tuple(stream.record() for stream in self.streams), self.now(), stats)
 
-    def of_class(self, service_class: ServiceClass) -> list[Stream]:
+    def of_class(self, service_class: ServiceClass) -> list[SentRequest]:
         return [stream for stream in self.streams if stream.request.service_class is service_class]
 
     def max_send_lag_s(self, service_class: ServiceClass) -> float:
@@ -233,7 +233,7 @@ class HttpReplay:
             for service_class in ServiceClass:
                 group.create_task(self.send_in_order(self.of_class(service_class), group))
 
-    async def send_in_order(self, streams: list[Stream], group: asyncio.TaskGroup) -> None:
+    async def send_in_order(self, streams: list[SentRequest], group: asyncio.TaskGroup) -> None:
         """Begin at most one request in a pass of the event loop, which also serves the others in flight."""
         for stream in sorted(streams, key=lambda stream: stream.request.arrival_s):
             await asyncio.sleep(max(0.0, stream.request.arrival_s - self.now()))
@@ -241,7 +241,7 @@ class HttpReplay:
             task = group.create_task(self.complete(stream))
             task.add_done_callback(lambda _: self.free.release())
 
-    async def complete(self, stream: Stream) -> None:
+    async def complete(self, stream: SentRequest) -> None:
         """Send a request and read its answer; any error becomes the failure of its record."""
         stream.sent_s = self.now()
         if self.concurrency is not None:
@@ -263,7 +263,7 @@ class HttpReplay:
             self.in_flight -= 1
         stream.finish_s = self.last_progress_s = self.now()
 
-    async def exchange(self, stream: Stream) -> None:
+    async def exchange(self, stream: SentRequest) -> None:
         # One client, so one connection, per request. A shared pool takes time that grows with the square of its
         # connections, and the server may close a kept connection just when the next request goes out.
         url, context = self.server.url, self.ssl_context
@@ -276,7 +276,7 @@ class HttpReplay:
                 raise BadAnswer((REFUSED if is_refused else "") + refusal(source.response))
             await self.read_events(stream, source)
 
-    async def read_events(self, stream: Stream, source: EventSource) -> None:
+    async def read_events(self, stream: SentRequest, source: EventSource) -> None:
         async with contextlib.aclosing(source.aiter_sse()) as events:
             async for event in events:
                 now_s = self.now()

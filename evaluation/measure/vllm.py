@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from apex.simulator.calibrated_profile import ITEMSIZES
+from apex.simulator.prediction.calibrated_profile import ITEMSIZES
 from evaluation.measure.server import ServerCommand
 from swiftllm.files import cache_dir, write_atomically
 from swiftllm.model.config import ModelConfig

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from apex.simulator.hardware import MODELS_DIR
+from apex.simulator.hardware.files import MODELS_DIR
 from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting, gpu_kind
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.results.provenance import model_identity

@@ -9,7 +9,7 @@ Modelled of vLLM 0.19:
 - A step that preempts admits no request of the class that it preempts.
 
 The papers' baselines are older and reserve nothing. A simulation can also plan ahead, use graphs and hide the host's
-work, as vLLM does (``apex/simulator/runtime.py``). Its prefix cache is that of all
+work, as vLLM does (``apex/simulator/virtual/runtime.py``). Its prefix cache is that of all
 systems. Not modelled: speculative decoding, priorities. Service classes are
 this project's own and the same in every scheduler.
 """

@@ -10,7 +10,7 @@ import pytest
 
 import tests.apex.shortest_first
 from apex.simulator.build import build_simulated
-from apex.simulator.cpu_hosts import RemoteHosts
+from apex.simulator.virtual.cpu_hosts import RemoteHosts
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Request, SamplingParams, ServiceClass

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from apex.simulator.hardware import load_gpu
+from apex.simulator.hardware.files import load_gpu
 from apex.simulator.paper_settings import (
     BLOCK_SIZE,
     PaperSetting,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from apex.perf.model import PerfModel, ProfileTable
-from apex.perf.online.factor import RunningFactor, Span
+from apex.perf.online.factor import RunningFactor, SecondsRange
 from apex.perf.online.iteration_times import cpu_attention_span, crossings, lane_span
 from swiftllm.core.plan import IterationPlan, StepResult
 
@@ -40,10 +40,10 @@ class OnlineCorrection:
         was_settled, self._is_settled = self._is_settled, bool(result.tokens)
         if was_settled and self._is_settled:
             # A host that waits for a ticket is ahead of the device, so part of the wait may be work of the lane.
-            busy = Span(result.lane_busy_s, result.duration_s)
+            busy = SecondsRange(result.lane_busy_s, result.duration_s)
             self._lane.observe(busy, lane_span(profiled, plan, ways))
         if result.cpu_busy_s:
-            busy = Span(result.cpu_busy_s, result.cpu_busy_s)
+            busy = SecondsRange(result.cpu_busy_s, result.cpu_busy_s)
             # Where tickets are too small to tell, the balance of lane and CPU stays as it was profiled.
             self._cpu_attention.observe(busy, cpu_attention_span(profiled, ways), expected=self._lane.value)
         if self.factors == before:

@@ -20,14 +20,14 @@ LEAST_S = 1e-4
 """Predictions below this many seconds are not compared: the clock and the interpreter decide those times."""
 
 
-class Span(NamedTuple):
+class SecondsRange(NamedTuple):
     """Seconds known to lie between two bounds."""
 
     least: float
     most: float
 
 
-def nearest_ratio(measured: Span, predicted: Span, expected: float = 1.0) -> float:
+def nearest_ratio(measured: SecondsRange, predicted: SecondsRange, expected: float = 1.0) -> float:
     """Measured over predicted seconds: of the ratios that the bounds allow, the nearest to the one expected.
 
     ``predicted.most`` must be positive.
@@ -47,7 +47,7 @@ class RunningFactor:
         self.value = 1.0
         self._ratios: deque[float] = deque(maxlen=WINDOW)
 
-    def observe(self, measured: Span, predicted: Span, expected: float = 1.0) -> None:
+    def observe(self, measured: SecondsRange, predicted: SecondsRange, expected: float = 1.0) -> None:
         """Take in the seconds of one operation; predictions that are too short are ignored.
 
         ``expected`` is the ratio that is assumed as far as the bounds allow.

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from apex.perf.lane_load import LaneLoad, context_tokens
 from apex.perf.model import PerfModel, total_s
-from apex.perf.online.factor import Span
+from apex.perf.online.factor import SecondsRange
 from swiftllm.core.plan import CohortPlan, IterationPlan, StepResult
 from swiftllm.core.request import Tier
 
 
-class Crossing(NamedTuple):
+class CohortAdvance(NamedTuple):
     """A cohort, the boundary it was to cross next before the iteration, and the one after it."""
 
     cohort: CohortPlan
@@ -27,15 +27,15 @@ class Crossing(NamedTuple):
 
 def crossings(
     plan: IterationPlan, result: StepResult, boundaries: Mapping[int, int], num_layers: int
-) -> list[Crossing]:
+) -> list[CohortAdvance]:
     """The way of every cohort of a plan. ``boundaries`` are those of cohorts that were under way before, by id."""
     return [
-        Crossing(cohort, boundaries.get(cohort.cohort_id, -1), result.boundaries.get(cohort.cohort_id, num_layers))
+        CohortAdvance(cohort, boundaries.get(cohort.cohort_id, -1), result.boundaries.get(cohort.cohort_id, num_layers))
         for cohort in plan.cohorts
     ]
 
 
-def cpu_attention_span(model: PerfModel, ways: Sequence[Crossing]) -> Span:
+def cpu_attention_span(model: PerfModel, ways: Sequence[CohortAdvance]) -> SecondsRange:
     """Seconds that the worker should have computed for the tickets collected in an iteration.
 
     The table's times include the way to the worker and back, and a ticket's time need not. That way depends on the
@@ -51,10 +51,10 @@ def cpu_attention_span(model: PerfModel, ways: Sequence[Crossing]) -> Span:
             requests = cohort.requests
             seconds += collected * model.cpu_attention_s(len(requests), context_tokens(requests))
             way_s += collected * surface(len(requests), shortest)
-    return Span(max(0.0, seconds - way_s), seconds)
+    return SecondsRange(max(0.0, seconds - way_s), seconds)
 
 
-def lane_span(model: PerfModel, plan: IterationPlan, ways: Sequence[Crossing]) -> Span:
+def lane_span(model: PerfModel, plan: IterationPlan, ways: Sequence[CohortAdvance]) -> SecondsRange:
     """Seconds that the lane should have taken for an iteration, waits for tickets left out.
 
     The upper bound includes the host's work, part of which lies between iterations, and swaps, which need not delay the
@@ -88,7 +88,7 @@ def lane_span(model: PerfModel, plan: IterationPlan, ways: Sequence[Crossing]) -
     seconds += model.num_layers * load.gpu_attention_s(model)
     if load.tokens:  # which cross all boundaries
         seconds = max(seconds, model.num_layers * model.stream_s)
-    return Span(seconds, seconds + possible_s + _host_s(model, load, ways) + _swaps_s(model, plan))
+    return SecondsRange(seconds, seconds + possible_s + _host_s(model, load, ways) + _swaps_s(model, plan))
 
 
 def _crosses_alone(plan: IterationPlan, cohort: CohortPlan) -> bool:
@@ -110,7 +110,7 @@ def _boundaries_s(model: PerfModel, rows: int, sampled: int, start: int, end: in
     return seconds
 
 
-def _host_s(model: PerfModel, load: LaneLoad, ways: Sequence[Crossing]) -> float:
+def _host_s(model: PerfModel, load: LaneLoad, ways: Sequence[CohortAdvance]) -> float:
     each_s = model.host_work_s(0)
     opened = [load.requests, *(len(cohort.requests) for cohort, start, _ in ways if start < 0)]
     return each_s + total_s([model.host_work_s(requests) - each_s for requests in opened if requests])

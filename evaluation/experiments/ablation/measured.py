@@ -11,7 +11,7 @@ from rich.console import Console
 from apex.cli.profile import attention_rate
 from apex.schedulers.inequality import offload_bound_tokens_per_s
 from evaluation.experiments.ablation.options import Options
-from evaluation.experiments.ablation.rows import BASELINE, Row, chosen_rows, with_mix
+from evaluation.experiments.ablation.rows import BASELINE, AblationRow, chosen_rows, with_mix
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import TorchTask, run_torch_point
 from evaluation.results.folder import FlatRecord
@@ -28,7 +28,7 @@ NUM_REQUESTS, INPUT_LEN, OUTPUT_LEN = 64, 32, 48
 
 @dataclass(frozen=True)
 class RowTask:
-    row: Row
+    row: AblationRow
     task: TorchTask
 
 

@@ -15,7 +15,7 @@ BASELINE = "swiftllm"
 
 
 @dataclass(frozen=True)
-class Row:
+class AblationRow:
     """A row of the table: a system and its changed settings. A simulation has no ``synchronous`` CPU attention."""
 
     name: str
@@ -27,19 +27,19 @@ class Row:
 ROWS = {
     row.name: row
     for row in (
-        Row(BASELINE, "swiftllm"),
-        Row("neo", "neo"),
-        Row("fastdecode", "fastdecode"),
-        Row("apex", "apex"),
-        Row("force-pipelining", "apex", StrategyConfig(strategy="asymmetric-pipelining")),
-        Row("force-overlap", "apex", StrategyConfig(strategy="asynchronous-overlap")),
-        Row("no-pipelining", "apex", StrategyConfig(disable_asymmetric_pipelining=True)),
-        Row("no-overlap", "apex", StrategyConfig(disable_asynchronous_overlap=True)),
-        Row("no-threshold", "apex", StrategyConfig(min_cpu_request_ratio=0)),
-        Row("synchronous", "apex", synchronous=True),
-        Row("adaptive", "adaptive"),
-        Row("adaptive-synchronous", "adaptive", synchronous=True),
-        *(Row(f"adaptive-no-{idea}", "adaptive", strategy) for idea, strategy in IDEAS.items()),
+        AblationRow(BASELINE, "swiftllm"),
+        AblationRow("neo", "neo"),
+        AblationRow("fastdecode", "fastdecode"),
+        AblationRow("apex", "apex"),
+        AblationRow("force-pipelining", "apex", StrategyConfig(strategy="asymmetric-pipelining")),
+        AblationRow("force-overlap", "apex", StrategyConfig(strategy="asynchronous-overlap")),
+        AblationRow("no-pipelining", "apex", StrategyConfig(disable_asymmetric_pipelining=True)),
+        AblationRow("no-overlap", "apex", StrategyConfig(disable_asynchronous_overlap=True)),
+        AblationRow("no-threshold", "apex", StrategyConfig(min_cpu_request_ratio=0)),
+        AblationRow("synchronous", "apex", synchronous=True),
+        AblationRow("adaptive", "adaptive"),
+        AblationRow("adaptive-synchronous", "adaptive", synchronous=True),
+        *(AblationRow(f"adaptive-no-{idea}", "adaptive", strategy) for idea, strategy in IDEAS.items()),
     )
 }
 MEANINGS = (
@@ -50,7 +50,7 @@ MEANINGS = (
 )
 
 
-def chosen_rows(names: Sequence[str] | None, simulated: bool) -> list[Row]:
+def chosen_rows(names: Sequence[str] | None, simulated: bool) -> list[AblationRow]:
     """The rows of these names; without names all that can be run.
 
     Raises:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evaluation.experiments.claims_map.points import METRIC, Machine, mappable
+from evaluation.experiments.claims_map.points import METRIC, PlaneCell, mappable
 from evaluation.results.claims import METRIC_WORDS, Claim, Comparison, agrees, compare_claims
 from evaluation.results.folder import FlatRecord
 
@@ -15,7 +15,7 @@ from evaluation.results.folder import FlatRecord
 class JudgedCell:
     """A machine, and our ratio for the claim there; None if a point of the claim is not finished."""
 
-    machine: Machine
+    machine: PlaneCell
     ours: float | None
     holds: bool
 
@@ -25,7 +25,7 @@ class MappedClaim:
     """A claim over its plane; ``own`` is the machine that the figures assume."""
 
     claim: Claim
-    own: Machine
+    own: PlaneCell
     cells: tuple[JudgedCell, ...]
 
     @property
@@ -48,7 +48,7 @@ class MappedClaim:
         finished = [cell for cell in self.cells if cell.ours]
         return min(finished, key=lambda cell: abs(math.log(cell.ours / self.claim.ratio)), default=None)
 
-    def _distance(self, machine: Machine) -> float:
+    def _distance(self, machine: PlaneCell) -> float:
         return math.hypot(
             math.log(machine.cpu_gb_s / self.own.cpu_gb_s), math.log(machine.gpu_blocks / self.own.gpu_blocks)
         )
@@ -64,12 +64,12 @@ def _judged(claim: Claim, rows: Sequence[FlatRecord]) -> MappedClaim | None:
     """``rows`` are those that the claim covers."""
     if not (mappable(claim) and rows):
         return None
-    own = Machine(rows[0]["own_cpu_gb_s"], rows[0]["own_gpu_blocks"])
+    own = PlaneCell(rows[0]["own_cpu_gb_s"], rows[0]["own_gpu_blocks"])
     speeds = sorted({row["reference_cpu_gb_s"] for row in rows} - {None})
     pools = sorted({row["num_gpu_blocks"] for row in rows})
     compared = {
         machine: _compared(claim, rows, machine)
-        for machine in (Machine(speed, blocks) for blocks in pools for speed in speeds)
+        for machine in (PlaneCell(speed, blocks) for blocks in pools for speed in speeds)
     }
     points = max(len(item.by_place) for item in compared.values())
     cells = []
@@ -79,7 +79,7 @@ def _judged(claim: Claim, rows: Sequence[FlatRecord]) -> MappedClaim | None:
     return MappedClaim(claim, own, tuple(cells))
 
 
-def _compared(claim: Claim, rows: Sequence[FlatRecord], machine: Machine) -> Comparison:
+def _compared(claim: Claim, rows: Sequence[FlatRecord], machine: PlaneCell) -> Comparison:
     """The claim on one machine. GPU-only systems have no speed of CPU attention."""
     here = [
         row

@@ -22,19 +22,19 @@ METRIC = "output_tokens_per_s"
 
 
 @dataclass(frozen=True)
-class Machine:
+class PlaneCell:
     """A cell of a setting's plane: GB/s of CPU attention with the ``REFERENCE``'s kernel, and KV blocks on the GPU."""
 
     cpu_gb_s: float
     gpu_blocks: int
 
     @classmethod
-    def of(cls, setting: PaperSetting) -> Machine:
+    def of(cls, setting: PaperSetting) -> PlaneCell:
         """The setting as it is."""
         return cls(setting.cpu_attention_gb_s(REFERENCE), setting.num_gpu_blocks)
 
 
-def plane(setting: PaperSetting, speeds: Sequence[float], pools: Sequence[float]) -> list[Machine]:
+def plane(setting: PaperSetting, speeds: Sequence[float], pools: Sequence[float]) -> list[PlaneCell]:
     """The machines of a setting's plane, pools and speeds ascending.
 
     Args:
@@ -42,11 +42,11 @@ def plane(setting: PaperSetting, speeds: Sequence[float], pools: Sequence[float]
         pools: times the setting's own. The own and the largest of the card are added. Those that hold less than the
             longest request, or that the card does not hold, are left out.
     """
-    own = Machine.of(setting)
+    own = PlaneCell.of(setting)
     blocks = {own.gpu_blocks, setting.max_gpu_blocks, *(round(times * own.gpu_blocks) for times in pools)}
     fitting = sorted(number for number in blocks if setting.min_gpu_blocks <= number <= setting.max_gpu_blocks)
     others = {float(speed) for speed in speeds if abs(speed / own.cpu_gb_s - 1) > 0.1}
-    return [Machine(speed, number) for number in fitting for speed in sorted({own.cpu_gb_s, *others})]
+    return [PlaneCell(speed, number) for number in fitting for speed in sorted({own.cpu_gb_s, *others})]
 
 
 def mappable(claim: Claim) -> bool:
@@ -79,7 +79,7 @@ def map_points(
     places = Grid(tuple(grid.with_(seed=seed, trace_dir=trace_dir).places()))
     points = []
     for place in places.only("setting", names, lambda place: setting_of(place).name).panels:
-        setting, own = setting_of(place), Machine.of(setting_of(place))
+        setting, own = setting_of(place), PlaneCell.of(setting_of(place))
         systems = _systems(place, setting, claims)
         machines = [
             {
@@ -100,7 +100,7 @@ def _systems(place: Place, setting: PaperSetting, claims: Sequence[Claim]) -> tu
     return tuple(dict.fromkeys(system for claim in about for system in claim.systems))
 
 
-def _point(cell: Place, setting: PaperSetting, own: Machine, baseline: str) -> Point:
+def _point(cell: Place, setting: PaperSetting, own: PlaneCell, baseline: str) -> Point:
     values = {"baseline": baseline, "own_cpu_gb_s": own.cpu_gb_s, "own_gpu_blocks": own.gpu_blocks}
     task = simulate(cell, ("figure", "reference_cpu_gb_s"), **values)
     speed, output_len = cell["reference_cpu_gb_s"], cell.get("output_len")

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from apex.placement.budget import Workload
-from apex.simulator.hardware import load_gpu
-from apex.simulator.placed_machine import WeightPlacer
-from apex.simulator.predicted_machine import predict_machine
+from apex.placement.budget import UniformLoad
+from apex.simulator.hardware.files import load_gpu
+from apex.simulator.prediction.placed_machine import WeightPlacer
+from apex.simulator.prediction.predicted_machine import predict_machine
 from evaluation.experiments.grid import Grid, Place
 from evaluation.experiments.places import lengths_of, possible_points
 from evaluation.experiments.runner import Point
@@ -51,7 +51,7 @@ def _point(settings: Mapping[str, Any], place: Place) -> Point:
     placer = _placer(place["gpu"], place["host"], place["model"], place["weights"], block_size)
     machine, system = placer.machine, place["system"]
     offloads = find_system(system).needs_predictions
-    at_once = Workload(max_num_seqs, place["input_len"], place["output_len"])
+    at_once = UniformLoad(max_num_seqs, place["input_len"], place["output_len"])
     placed = placer.place("auto", at_once, offloads=offloads, cpu_computes=place["cpu_computes"])
     num_cpu_blocks = placed.num_cpu_blocks if offloads else 0
     held = min(max_num_seqs, (placed.num_gpu_blocks + num_cpu_blocks) * block_size / at_once.context)

@@ -11,8 +11,8 @@ from apex.perf.model import Curve
 from apex.placement import measured
 from apex.placement.timing import BoundaryTimes
 from apex.simulator.build import build_simulated
-from apex.simulator.placed_machine import WeightPlacer
-from apex.simulator.predicted_machine import predict_machine
+from apex.simulator.prediction.placed_machine import WeightPlacer
+from apex.simulator.prediction.predicted_machine import predict_machine
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.engine.engine import Engine
 from swiftllm.model.placement import Placement

@@ -14,7 +14,7 @@ from apex.cli.bench import Bench
 from apex.cli.flags import BestEffortFlags
 from apex.cli.simulate import Simulate
 from apex.placement import measured
-from apex.placement.budget import Workload, estimate_budget
+from apex.placement.budget import UniformLoad, estimate_budget
 from apex.placement.measured import ASSUMED_INPUT_LEN, ASSUMED_OUTPUT_LEN, assumed_workload, place_weights
 from apex.placement.memory import EngineMemory
 from apex.systems import build_system
@@ -34,7 +34,7 @@ LAYERS = 5
 LIMITS = {"block_size": 4, "max_num_batched_tokens": 24, "max_num_seqs": 8, "max_model_len": 64}
 FAST_LINK = {"gpu": 1e-3, "cpu": 100.0, "stream": 0.1e-3}
 SLOW_LINK = {"gpu": 1e-3, "cpu": 100.0, "stream": 100.0}
-LONG = Workload(8, 40, 16)
+LONG = UniformLoad(8, 40, 16)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_blocks_fill_what_the_weights_leave(model_dir, monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"num_gpu_blocks": 20}])
 def test_all_stay_on_a_card_with_room_for_all_requests_and_nothing_is_measured(model_dir, monkeypatch, options):
     monkeypatch.setattr(measured, "time_boundary", None)
-    config, load = config_for(model_dir, **options), Workload(8, 39, 15)
+    config, load = config_for(model_dir, **options), UniformLoad(8, 39, 15)
     tokens = 80 if options else 8 * 56  # of whole blocks
     with fake_gpu(0) as cuda:
         cuda.total_bytes = card_bytes(config, LAYERS, tokens)
@@ -186,11 +186,11 @@ def test_the_offline_api_places_weights_of_every_system(model_dir):
 
 def test_lengths_are_those_of_a_benchmark_or_assumed(model_dir):
     rest = BestEffortFlags(best_effort_requests=3, best_effort_input_len=100)
-    assert Bench("m", num_requests=1, input_len=20, output_len=8, best_effort=rest).workload() == Workload(4, 80, 8)
+    assert Bench("m", num_requests=1, input_len=20, output_len=8, best_effort=rest).workload() == UniformLoad(4, 80, 8)
     model = replace(ModelConfig.from_folder(model_dir), max_position_embeddings=4096)
     config = config_for(model_dir)
-    assert assumed_workload(replace(config, max_model_len=None), model) == Workload(8, 1000, 200, assumed=True)
-    assert assumed_workload(replace(config, max_model_len=600), model) == Workload(8, 500, 100, assumed=True)
+    assert assumed_workload(replace(config, max_model_len=None), model) == UniformLoad(8, 1000, 200, assumed=True)
+    assert assumed_workload(replace(config, max_model_len=600), model) == UniformLoad(8, 500, 100, assumed=True)
     assert (Simulate().input_len, Simulate().output_len) == (ASSUMED_INPUT_LEN, ASSUMED_OUTPUT_LEN)
 
 
@@ -204,10 +204,10 @@ def test_a_model_that_fits_neither_tier_is_refused(model_dir, monkeypatch):
         for host_bytes, allowed in ((whole, True), (whole / 3, False)):
             monkeypatch.setattr("apex.placement.memory.available_host_bytes", lambda n=host_bytes: GIB // 2 + int(n))
             if allowed:
-                assert place_weights(config, Workload(1, 4, 4)).placement is not None
+                assert place_weights(config, UniformLoad(1, 4, 4)).placement is not None
                 continue
             with pytest.raises(ValueError, match=r"of which .* stay on the GPU: it has .* take 4-bit weights, a host"):
-                place_weights(config, Workload(1, 4, 4))
+                place_weights(config, UniformLoad(1, 4, 4))
     with pytest.raises(ValueError, match="without a GPU"):
         place_weights(replace(config, device="cpu"))
     with pytest.raises(ValueError, match="a number of GiB from 0 on, or auto"):

@@ -10,11 +10,11 @@ from functools import partial
 
 import pytest
 
-from apex.placement.budget import Workload
+from apex.placement.budget import UniformLoad
 from apex.placement.costs import BoundaryCost, CopyEffect, Rates, batch_s, beside_copies_s
 from apex.placement.search import PlacementProblem, TimedPlacement, fastest_placements, iteration_s, refined_placement
-from apex.simulator.placed_machine import WeightPlacer
-from apex.simulator.predicted_machine import predict_machine
+from apex.simulator.prediction.placed_machine import WeightPlacer
+from apex.simulator.prediction.predicted_machine import predict_machine
 from swiftllm.machine import GIB
 from swiftllm.model.placement import SLOTS, Place, Placement, all_resident, spread
 from tests.apex.placement.placements import BLOCK, MACHINES, decode, placer_of
@@ -115,7 +115,7 @@ def test_cores_that_attend_are_not_given_boundaries_to_compute() -> None:
     """For requests whose KV cache the CPU reads anyway, streaming is faster: the search knows, the simulator agrees."""
     placer = placer_of("t4")
     # Of four requests the GPU holds all.
-    streamed, alone = (placer.place("auto", Workload(n, 200, 1000), offloads=True) for n in (1024, 4))
+    streamed, alone = (placer.place("auto", UniformLoad(n, 200, 1000), offloads=True) for n in (1024, 4))
     assert streamed.timed.placement.count(Place.CPU) == 0 < alone.timed.placement.count(Place.CPU)
     rates = []
     for placed in (streamed, alone):
@@ -127,7 +127,7 @@ def test_cores_that_attend_are_not_given_boundaries_to_compute() -> None:
 @pytest.mark.parametrize("cpu_computes", [True, False])
 def test_too_little_memory_is_refused_with_the_least_that_works(cpu_computes: bool) -> None:
     placer = placer_of("t4")
-    place = partial(placer.place, workload=Workload(64, 200, 1000), offloads=True, cpu_computes=cpu_computes)
+    place = partial(placer.place, workload=UniformLoad(64, 200, 1000), offloads=True, cpu_computes=cpu_computes)
     slots = 0 if cpu_computes else SLOTS * max(placer.boundary_bytes)
     with pytest.raises(ValueError, match=r"0\.00 GiB .* stay on the GPU.*: give at least .*, or auto$") as refusal:
         place(0)

@@ -7,7 +7,7 @@ import pytest
 from apex.perf.model import PerfModel
 from apex.placement.costs import batch_s
 from apex.placement.search import PlacementProblem, iteration_s
-from apex.simulator.placed_machine import WeightPlacer
+from apex.simulator.prediction.placed_machine import WeightPlacer
 from swiftllm.core.request import Tier
 from swiftllm.model.placement import Place, Placement, spread
 from tests.apex.placement.placements import MACHINES, decode, placer_of

@@ -8,9 +8,9 @@ import pytest
 
 from apex.cli import main
 from apex.perf.model import Curve, PerfModel
-from apex.simulator.backend import SimulatedBackend
-from apex.simulator.cpu_path import Interconnect
-from apex.simulator.weight_path import CHUNK_BYTES, SimulatedWeights
+from apex.simulator.virtual.backend import SimulatedBackend
+from apex.simulator.virtual.cpu_path import Interconnect
+from apex.simulator.virtual.weight_path import CHUNK_BYTES, SimulatedWeights
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
 from swiftllm.model.placement import Place, Placement

@@ -7,12 +7,12 @@ from pathlib import Path
 import yaml
 
 from apex.perf.model import ProfileTable
-from apex.simulator.calibrated_profile import hardware_profile
-from apex.simulator.hardware import (
+from apex.simulator.hardware.files import (
     load_gpu,
     load_host,
     load_model_config,
 )
+from apex.simulator.prediction.calibrated_profile import hardware_profile
 from swiftllm.model.config import ModelConfig
 
 GPUS = (

@@ -6,7 +6,7 @@ import pytest
 
 from apex.perf.online.correction import scaled_table
 from apex.simulator.build import build_simulated
-from apex.simulator.cpu_path import Interconnect
+from apex.simulator.virtual.cpu_path import Interconnect
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import RequestRefused, SamplingParams
 from swiftllm.systems import systems

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from apex.perf.model import PerfModel
 from apex.simulator.build import build_simulated
-from apex.simulator.calibrated_profile import hardware_profile, remote_hosts
-from apex.simulator.cpu_hosts import RemoteHosts, SeveralHostsModel, host_shares, network_s
-from apex.simulator.hardware import load_gpu, load_host, load_model_config
+from apex.simulator.hardware.files import load_gpu, load_host, load_model_config
+from apex.simulator.prediction.calibrated_profile import hardware_profile, remote_hosts
+from apex.simulator.virtual.cpu_hosts import RemoteHosts, SeveralHostsModel, host_shares, network_s
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.kv.blocks import KVCacheManager
 

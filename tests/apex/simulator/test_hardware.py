@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apex.perf.model import PerfModel, ProfileTable
-from apex.simulator.calibrated_profile import (
+from apex.simulator.hardware.files import (
+    LayerShape,
+    load_gpu,
+    load_host,
+    load_model_config,
+)
+from apex.simulator.prediction.calibrated_profile import (
     closest_layer,
     ends_s,
     gemm_s,
@@ -21,13 +27,7 @@ from apex.simulator.calibrated_profile import (
     prefill_attention_s,
     sheet_linear_s,
 )
-from apex.simulator.hardware import (
-    LayerShape,
-    load_gpu,
-    load_host,
-    load_model_config,
-)
-from apex.simulator.host_times import cpu_attention_gb_s
+from apex.simulator.prediction.host_times import cpu_attention_gb_s
 from swiftllm.model.config import ModelConfig
 from tests.apex.simulator.machines import GPUS, LLAMA_2_7B, LLAMA_3_8B, profile, write_gpu
 

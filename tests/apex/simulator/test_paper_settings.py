@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from apex.simulator.hardware import load_gpu, load_host
+from apex.simulator.hardware.files import load_gpu, load_host
 from apex.simulator.paper_settings import gpu_kind, load_setting, nearest_setting, setting_names
 
 

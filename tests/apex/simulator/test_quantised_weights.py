@@ -9,11 +9,11 @@ from math import hypot
 import pytest
 
 from apex.cli import main
-from apex.simulator.calibrated_profile import hardware_profile, linear_curve
-from apex.simulator.hardware import Gpu, Host, LayerShape, load_gpu, load_host, load_model_config
-from apex.simulator.placed_machine import WeightPlacer, cpu_linear_curve
-from apex.simulator.predicted_machine import INT4, predict_machine
-from apex.simulator.quantised_weights import (
+from apex.simulator.hardware.files import Gpu, Host, LayerShape, load_gpu, load_host, load_model_config
+from apex.simulator.prediction.calibrated_profile import hardware_profile, linear_curve
+from apex.simulator.prediction.placed_machine import WeightPlacer, cpu_linear_curve
+from apex.simulator.prediction.predicted_machine import INT4, predict_machine
+from apex.simulator.prediction.quantised_weights import (
     CPU_GAIN_ROWS,
     MOST_QUANTISED_ROWS,
     packed_bytes,

@@ -10,7 +10,7 @@ from apex.perf.model import Curve, ProfileTable
 from apex.replay.loop import replay_requests
 from apex.replay.records import ReplayRequest, RequestRecord
 from apex.simulator.build import build_simulated
-from apex.simulator.runtime import OWN_ENGINE, Runtime, graph_sizes, vllm_runtime
+from apex.simulator.virtual.runtime import OWN_ENGINE, Runtime, graph_sizes, vllm_runtime
 from swiftllm.core.request import Tier
 from tests.reference.linear_profile import LAYERS, flat_ends_table
 

@@ -8,7 +8,8 @@ import pytest
 
 from apex.perf.model import PerfModel
 from apex.simulator.build import build_simulated
-from apex.simulator.calibrated_profile import (
+from apex.simulator.hardware.files import LayerShape, load_gpu, load_host, load_link, load_model_config
+from apex.simulator.prediction.calibrated_profile import (
     all_reduce_s,
     communication_s,
     ends_s,
@@ -16,9 +17,8 @@ from apex.simulator.calibrated_profile import (
     hardware_profile,
     linear_curve,
 )
-from apex.simulator.hardware import LayerShape, load_gpu, load_host, load_link, load_model_config
-from apex.simulator.host_times import cpu_attention_s
-from apex.simulator.predicted_machine import predict_machine
+from apex.simulator.prediction.host_times import cpu_attention_s
+from apex.simulator.prediction.predicted_machine import predict_machine
 from swiftllm.core.request import SamplingParams, Tier
 
 A100, HOST, PCIE = load_gpu("a100"), load_host("xeon-6342"), load_link("pcie-4")

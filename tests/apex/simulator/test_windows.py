@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from apex.simulator.calibrated_profile import gpu_attention_s, hardware_profile
-from apex.simulator.hardware import LayerShape, load_gpu, load_host, load_model_config
-from apex.simulator.predicted_machine import predict_machine
-from apex.simulator.quantised_weights import bits_per_element
+from apex.simulator.hardware.files import LayerShape, load_gpu, load_host, load_model_config
+from apex.simulator.prediction.calibrated_profile import gpu_attention_s, hardware_profile
+from apex.simulator.prediction.predicted_machine import predict_machine
+from apex.simulator.prediction.quantised_weights import bits_per_element
 from swiftllm.kv.format import KVFormat
 from swiftllm.kv.layer_groups import LayerGroups
 

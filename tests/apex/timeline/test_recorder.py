@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from apex.cli import main
-from apex.simulator.cpu_path import Interconnect
+from apex.simulator.virtual.cpu_path import Interconnect
 from apex.strategy import StrategyConfig
 from apex.timeline.files import write_timeline
 from apex.timeline.perfetto import trace_json

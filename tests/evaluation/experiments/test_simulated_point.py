@@ -13,7 +13,7 @@ from rich.console import Console
 
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.replay.records import RequestRecord
-from apex.simulator.cpu_path import Interconnect
+from apex.simulator.virtual.cpu_path import Interconnect
 from apex.strategy import StrategyConfig
 from evaluation import validate
 from evaluation.experiments import profile_check

@@ -16,14 +16,14 @@ import pytest
 from evaluation.gpu import runner
 from evaluation.gpu import stages as gpu_stages
 from evaluation.gpu.report import read_parts
-from evaluation.gpu.runner import Part, Stage, run_stages
+from evaluation.gpu.runner import CheckProcess, Stage, run_stages
 from evaluation.gpu.stages import chosen_stages
 
 HANG = "import threading\ndef hang_here(): threading.Event().wait()\nhang_here()"
 
 
 def test_a_stage_whose_limit_lies_behind_the_end_waits_for_the_next_call(tmp_path: Path) -> None:
-    stages = [Stage(name, limit_s, (Part(name, ("true",)),)) for name, limit_s in (("a", 9e9), ("b", 60.0))]
+    stages = [Stage(name, limit_s, (CheckProcess(name, ("true",)),)) for name, limit_s in (("a", 9e9), ("b", 60.0))]
     all_well, left = run_stages(stages, tmp_path, time.monotonic() + 3600.0)
     assert all_well and left == stages[:1] and [name for name, *_ in read_parts(tmp_path)] == ["b"]
 
@@ -31,9 +31,9 @@ def test_a_stage_whose_limit_lies_behind_the_end_waits_for_the_next_call(tmp_pat
 def test_a_later_call_adds_what_is_not_done_and_repeats_what_failed(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     stages = [
-        Stage("well", 60.0, (Part("well", ("sh", "-c", f"echo x >> {tmp_path}/ran")),)),
-        Stage("ill", 60.0, (Part("ill", ("test", "-e", str(flag))),)),
-        Stage("later", 60.0, (Part("later", ("true",)),)),
+        Stage("well", 60.0, (CheckProcess("well", ("sh", "-c", f"echo x >> {tmp_path}/ran")),)),
+        Stage("ill", 60.0, (CheckProcess("ill", ("test", "-e", str(flag))),)),
+        Stage("later", 60.0, (CheckProcess("later", ("true",)),)),
     ]
     run_stages(chosen_stages(stages, "well,i*", tmp_path), tmp_path, time.monotonic() + 3600.0)
     assert [part[:2] for part in read_parts(tmp_path)] == [["well", "ok"], ["ill", "failed (1)"]]
@@ -53,10 +53,14 @@ def test_parts_that_hang_fail_or_crash_cost_the_others_nothing(tmp_path: Path, m
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     wordy = "import sys; print('x' * 3_000_000); print('the end'); sys.exit(3)"
     stages = [
-        Stage("hangs", 3.0, (Part("hangs", (sys.executable, "-c", HANG)),)),
-        Stage("fails", 60.0, (Part("fails", (sys.executable, "-c", wordy)), Part("beside", (*shell, "sleep 0.3")))),
-        Stage("crashes", 60.0, (Part("crashes", (sys.executable, "-c", crash)),)),
-        Stage("last", 60.0, (Part("last", (*shell, f"echo {{limit_s}} > {tmp_path}/told")),)),
+        Stage("hangs", 3.0, (CheckProcess("hangs", (sys.executable, "-c", HANG)),)),
+        Stage(
+            "fails",
+            60.0,
+            (CheckProcess("fails", (sys.executable, "-c", wordy)), CheckProcess("beside", (*shell, "sleep 0.3"))),
+        ),
+        Stage("crashes", 60.0, (CheckProcess("crashes", (sys.executable, "-c", crash)),)),
+        Stage("last", 60.0, (CheckProcess("last", (*shell, f"echo {{limit_s}} > {tmp_path}/told")),)),
     ]
     all_well, left = run_stages(stages, tmp_path, time.monotonic() + 3600.0)
     assert not all_well and not left
@@ -78,8 +82,8 @@ def test_parts_that_hang_fail_or_crash_cost_the_others_nothing(tmp_path: Path, m
 
 def test_the_page_is_there_before_the_last_part(tmp_path: Path) -> None:
     seen = tmp_path / "seen.md"
-    look = Part("looks", ("cp", str(tmp_path / "README.md"), str(seen)))
-    stages = [Stage("first", 60.0, (Part("first", ("true",)),)), Stage("second", 60.0, (look,))]
+    look = CheckProcess("looks", ("cp", str(tmp_path / "README.md"), str(seen)))
+    stages = [Stage("first", 60.0, (CheckProcess("first", ("true",)),)), Stage("second", 60.0, (look,))]
     assert run_stages(stages, tmp_path, time.monotonic() + 3600.0) == (True, [])
     assert "| first | ok |" in seen.read_text()
 
@@ -88,8 +92,8 @@ def test_who_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
     """The part's process holds a pipe open, whose end tells that it is gone."""
     code = f"""
 from pathlib import Path
-from evaluation.gpu.runner import Part, Stage, run_stage
-part = Part("hangs", ("sh", "-c", "exec 3> {tmp_path}/fifo; sleep 0.5; echo ready >&3; exec sleep 1000"))
+from evaluation.gpu.runner import CheckProcess, Stage, run_stage
+part = CheckProcess("hangs", ("sh", "-c", "exec 3> {tmp_path}/fifo; sleep 0.5; echo ready >&3; exec sleep 1000"))
 run_stage(Stage("hangs", 1000.0, (part,)), Path({str(tmp_path)!r}))
 """
     os.mkfifo(tmp_path / "fifo")

@@ -10,7 +10,7 @@ import torch
 from quantise import write_folder
 from transformers import Qwen2Config, Qwen3Config
 
-from apex.simulator.hardware import load_model_config
+from apex.simulator.hardware.files import load_model_config
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import SamplingParams, Tier

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from apex.simulator.hardware import load_model_config
+from apex.simulator.hardware.files import load_model_config
 from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting, load_setting
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier

@@ -14,36 +14,38 @@ from apex.perf.online.factor import (
     MOST,
     WINDOW,
     RunningFactor,
-    Span,
+    SecondsRange,
     nearest_ratio,
 )
 
 
 def observe(factor: RunningFactor, seconds: float, times: int = 1) -> float:
     for _ in range(times):
-        factor.observe(Span(seconds, seconds), Span(1.0, 1.0))
+        factor.observe(SecondsRange(seconds, seconds), SecondsRange(1.0, 1.0))
     return factor.value
 
 
 @pytest.mark.parametrize(
     ("measured", "predicted", "ratio"),
     [
-        (Span(2, 2), Span(1, 1), 2.0),
-        (Span(2, 9), Span(1, 1.6), 1.25),  # at least 2 where at most 1.6 were predicted
-        (Span(1, 2), Span(4, 9), 0.5),  # at most 2 where at least 4 were predicted
-        (Span(1, 3), Span(2, 9), 1.0),  # the prediction may be right
-        (Span(2, 9), Span(1, 2), 1.0),
-        (Span(1, 1), Span(0, 4), 1.0),
-        (Span(1, 1), Span(0, 0.5), 2.0),
-        (Span(0, 0), Span(1, 2), 0.0),
+        (SecondsRange(2, 2), SecondsRange(1, 1), 2.0),
+        (SecondsRange(2, 9), SecondsRange(1, 1.6), 1.25),  # at least 2 where at most 1.6 were predicted
+        (SecondsRange(1, 2), SecondsRange(4, 9), 0.5),  # at most 2 where at least 4 were predicted
+        (SecondsRange(1, 3), SecondsRange(2, 9), 1.0),  # the prediction may be right
+        (SecondsRange(2, 9), SecondsRange(1, 2), 1.0),
+        (SecondsRange(1, 1), SecondsRange(0, 4), 1.0),
+        (SecondsRange(1, 1), SecondsRange(0, 0.5), 2.0),
+        (SecondsRange(0, 0), SecondsRange(1, 2), 0.0),
     ],
 )
-def test_a_ratio_is_as_far_from_1_as_the_bounds_prove(measured: Span, predicted: Span, ratio: float) -> None:
+def test_a_ratio_is_as_far_from_1_as_the_bounds_prove(
+    measured: SecondsRange, predicted: SecondsRange, ratio: float
+) -> None:
     assert nearest_ratio(measured, predicted) == ratio
 
 
 def test_within_the_bounds_a_ratio_is_the_one_expected() -> None:
-    measured, predicted = Span(3, 4), Span(2, 6)  # between 0.5 and 2
+    measured, predicted = SecondsRange(3, 4), SecondsRange(2, 6)  # between 0.5 and 2
     assert [nearest_ratio(measured, predicted, expected) for expected in (0.3, 0.5, 1.7, 5)] == [0.5, 0.5, 1.7, 2]
 
 
@@ -87,7 +89,7 @@ def test_it_follows_a_change_within_half_a_window(change: float) -> None:
 def test_short_predictions_are_ignored() -> None:
     factor = RunningFactor()
     for _ in range(WINDOW):
-        factor.observe(Span(1.0, 1.0), Span(0.5 * LEAST_S, 0.9 * LEAST_S))
+        factor.observe(SecondsRange(1.0, 1.0), SecondsRange(0.5 * LEAST_S, 0.9 * LEAST_S))
     assert factor.value == 1.0
 
 
@@ -96,6 +98,6 @@ def test_whatever_is_measured_it_stays_within_its_bounds() -> None:
         rng, factor = random.Random(seed), RunningFactor()
         choices = (0.0, 1e-300, 1e-9, LEAST_S, 1.0, 1e9, 1e300, math.inf)
         for _ in range(3 * WINDOW):
-            measured, predicted = (Span(*sorted(rng.choices(choices, k=2))) for _ in range(2))
+            measured, predicted = (SecondsRange(*sorted(rng.choices(choices, k=2))) for _ in range(2))
             factor.observe(measured, predicted)
             assert 1 / MOST <= factor.value <= MOST

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from apex.perf.model import Curve
-from apex.perf.online.factor import Span
+from apex.perf.online.factor import SecondsRange
 from apex.perf.online.iteration_times import cpu_attention_span, crossings, lane_span
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import HOP, CohortPlan, IterationPlan, LaneItem, StepResult
@@ -25,7 +25,7 @@ HOST_S = 3e-4
 WITH_HOST = replace(TABLE, iteration=Curve((1, 101), (HOST_S, 2 * HOST_S)), hand_over=Curve((1, 2), (1e-5, 1.1e-5)))
 
 
-def spans_of(engine) -> list[tuple[IterationPlan, StepResult, Span, Span]]:
+def spans_of(engine) -> list[tuple[IterationPlan, StepResult, SecondsRange, SecondsRange]]:
     """Every iteration of a run with its spans: the lane's and that of CPU attention."""
     observe, seen = engine.policy.observe, []
 
@@ -79,7 +79,7 @@ def test_boundaries_that_a_cohort_may_have_crossed_by_itself_widen_the_lanes_spa
     prefill = LaneItem(cpu_request(30), 0, 30, Tier.GPU, True)
     plan = IterationPlan(prefills=(prefill,), cohorts=(cohort,))
 
-    def span(start: int, end: int) -> Span:
+    def span(start: int, end: int) -> SecondsRange:
         result = StepResult({}, {7: end}, frozenset(), 1.0, 1.0, 0.0)
         return lane_span(model, plan, crossings(plan, result, {7: start}, LAYERS))
 
@@ -95,7 +95,7 @@ def test_the_way_to_the_worker_may_be_missing_in_a_tickets_time() -> None:
     cohort = CohortPlan(7, (cpu_request(50),), HOP)
     plan = IterationPlan(cohorts=(cohort,))
 
-    def span(start: int, end: int) -> Span:
+    def span(start: int, end: int) -> SecondsRange:
         result = StepResult({}, {7: end}, frozenset(), 1.0, 1.0, 0.0)
         return cpu_attention_span(model, crossings(plan, result, {7: start}, LAYERS))
 

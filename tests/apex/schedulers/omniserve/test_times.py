@@ -19,7 +19,7 @@ from apex.schedulers.omniserve.times import (
     with_decodes,
     with_prompts,
 )
-from apex.simulator.backend import SimulatedBackend
+from apex.simulator.virtual.backend import SimulatedBackend
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.core.slo import Slo

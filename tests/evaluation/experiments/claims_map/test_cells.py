@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from evaluation.experiments.claims_map.cells import judge_cells, why_not_mapped
-from evaluation.experiments.claims_map.points import Machine
+from evaluation.experiments.claims_map.points import PlaneCell
 from evaluation.experiments.claims_map.show import nearest_words, table_row
 from evaluation.results.claims import Claim
 
-OWN = Machine(100.0, 50)
+OWN = PlaneCell(100.0, 50)
 
 
 def claim(ratio: float | None = 1.5, **changes) -> Claim:
@@ -20,7 +20,7 @@ def claim(ratio: float | None = 1.5, **changes) -> Claim:
     return Claim(**{**fields, **changes})
 
 
-def row(system: str, rate: float, machine: Machine, output_len: float = 50.0, **changes) -> dict:
+def row(system: str, rate: float, machine: PlaneCell, output_len: float = 50.0, **changes) -> dict:
     return {
         "figure": "fig5", "setting": "apex-t4", "workload": "osc", "output_len": output_len, "request_rate": None,
         "system": system, "output_tokens_per_s": rate, "num_gpu_blocks": machine.gpu_blocks,
@@ -29,7 +29,7 @@ def row(system: str, rate: float, machine: Machine, output_len: float = 50.0, **
     }  # fmt: skip
 
 
-RATIOS = {Machine(10.0, 50): 1.0, OWN: 1.2, Machine(10.0, 100): 1.6, Machine(100.0, 100): 1.4}
+RATIOS = {PlaneCell(10.0, 50): 1.0, OWN: 1.2, PlaneCell(10.0, 100): 1.6, PlaneCell(100.0, 100): 1.4}
 ROWS = [row("neo", 10.0, machine) for machine in RATIOS] + [row("apex", 10 * r, m) for m, r in RATIOS.items()]
 
 
@@ -37,8 +37,8 @@ def test_a_claim_that_holds_in_some_cells() -> None:
     (item,) = judge_cells([claim()], ROWS)
     assert item.own == OWN and item.ours == pytest.approx(1.2)
     assert {cell.machine: cell.ours for cell in item.cells} == pytest.approx(RATIOS)
-    assert {cell.machine for cell in item.holding} == {Machine(10.0, 100), Machine(100.0, 100)}  # 1.35 to 1.65
-    assert item.nearest.machine == Machine(100.0, 100)  # twice the pool, against a tenth of the speed as well
+    assert {cell.machine for cell in item.holding} == {PlaneCell(10.0, 100), PlaneCell(100.0, 100)}  # 1.35 to 1.65
+    assert item.nearest.machine == PlaneCell(100.0, 100)  # twice the pool, against a tenth of the speed as well
     assert table_row(item) == {
         "claim": "APEX 5.2: T4, osc", "about": "apex/neo", "says": "1.50", "ours": "1.20", "holds": "2 of 4",
         "nearest": "1.40 at 100 GB/s, 100 blocks",
@@ -57,12 +57,12 @@ def test_an_up_to_takes_the_best_point_and_another_claim_the_mean() -> None:
     best, mean = judge_cells([claim(2.0, up_to=True), claim(2.0)], ROWS + longer)
     assert best.ours == pytest.approx(2.0) and mean.ours == pytest.approx(1.6)
     assert len(best.holding) == 4 and mean.holding == [
-        cell for cell in mean.cells if cell.machine == Machine(10.0, 100)
+        cell for cell in mean.cells if cell.machine == PlaneCell(10.0, 100)
     ]
 
 
 def test_a_gpu_only_system_counts_at_every_speed() -> None:
-    rows = [*ROWS, *(row("vllm", 8.0, Machine(0.0, blocks)) for blocks in (50, 100))]
+    rows = [*ROWS, *(row("vllm", 8.0, PlaneCell(0.0, blocks)) for blocks in (50, 100))]
     (item,) = judge_cells([claim(2.0, systems=("apex", "vllm"))], rows)
     assert {cell.machine: cell.ours for cell in item.cells} == pytest.approx({m: r / 0.8 for m, r in RATIOS.items()})
 
@@ -70,7 +70,7 @@ def test_a_gpu_only_system_counts_at_every_speed() -> None:
 def test_a_cell_without_all_its_points_is_not_judged() -> None:
     longer = [row(system, 15.0, machine, 200.0) for machine in RATIOS for system in ("neo", "apex")]
     (item,) = judge_cells([claim(1.25)], ROWS + longer[:-2])
-    assert [cell.machine for cell in item.cells if cell.ours is None] == [Machine(100.0, 100)]
+    assert [cell.machine for cell in item.cells if cell.ours is None] == [PlaneCell(100.0, 100)]
     assert not any(cell.holds for cell in item.cells if cell.ours is None)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from apex.simulator.paper_settings import load_setting
-from evaluation.experiments.claims_map.points import Machine, map_points, mappable, plane
+from evaluation.experiments.claims_map.points import PlaneCell, map_points, mappable, plane
 from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.places import simulate
 from evaluation.results.claims import load_claims
@@ -21,12 +21,12 @@ def test_a_plane_holds_the_setting_itself_and_only_pools_that_can_be() -> None:
     machines = plane(setting, [25, 180, 250], [0.5, 0.8, 2, 3])
     assert sorted({machine.gpu_blocks for machine in machines}) == [1320, 1650, 3300, 3785]
     assert [machine.cpu_gb_s for machine in machines[:3]] == [25.0, setting.cpu_attention_gb_s("neo"), 250.0]
-    assert Machine.of(setting) in machines and len(machines) == 4 * 3
+    assert PlaneCell.of(setting) in machines and len(machines) == 4 * 3
 
 
 def test_kernels_keep_their_relative_speed_and_the_own_machine_is_the_setting() -> None:
     setting = load_setting("apex-t4")
-    own = Machine.of(setting)
+    own = PlaneCell.of(setting)
     for point in map_points(SETTINGS, load_claims()):
         row, system = point.task.values, point.task.system
         own_rate = setting.cpu_attention_gb_s(system)
@@ -47,7 +47,7 @@ def test_gpu_only_systems_run_once_for_each_pool() -> None:
 
 
 def test_the_own_machine_gives_the_tasks_of_the_setting() -> None:
-    own = Machine.of(load_setting("apex-t4"))
+    own = PlaneCell.of(load_setting("apex-t4"))
     for point in map_points(SETTINGS, load_claims(), seed=3):
         row = point.task.values
         if point.task.num_gpu_blocks != own.gpu_blocks or row["reference_cpu_gb_s"] not in (None, own.cpu_gb_s):

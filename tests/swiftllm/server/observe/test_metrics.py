@@ -12,8 +12,8 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from apex.simulator.build import build_simulated
-from apex.simulator.calibrated_profile import hardware_profile
-from apex.simulator.hardware import load_gpu, load_host, load_model_config
+from apex.simulator.hardware.files import load_gpu, load_host, load_model_config
+from apex.simulator.prediction.calibrated_profile import hardware_profile
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.core.request import FinishReason, Request, SamplingParams, ServiceClass

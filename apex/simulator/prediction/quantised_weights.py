@@ -13,7 +13,7 @@ from __future__ import annotations
 from math import ceil, hypot
 
 from apex.perf.model import Curve
-from apex.simulator.hardware import Gpu, Host, LayerShape, closest_layer
+from apex.simulator.hardware.files import Gpu, Host, LayerShape, closest_layer
 from swiftllm.model.quantised.scheme import MXFP4, QuantisationScheme
 
 MOST_QUANTISED_ROWS = 512  # as in swiftllm.ops.triton.ops, which needs Triton

@@ -9,15 +9,16 @@ Resources:
   Boundary -1 is the part of a layer before its attention, for all rows. Boundary ``num_layers - 1`` is the rest of a
   layer, logits and sampling, for the rows that get a token.
 - Host: its work per iteration and per request, and submitting tickets, delay the lane. In a
-  :class:`~apex.simulator.runtime.Runtime` whose host works beside the GPU, an iteration takes the longer of the two.
+  :class:`~apex.simulator.virtual.runtime.Runtime` whose host works beside the GPU, an iteration takes the longer of
+  the two.
 - CPU attention worker: first come, first served. A ticket starts when the worker is free and its q, k, v have arrived.
 - PCIe, one link each way. Swaps go layer by layer, out before in, and the lane's attention waits for its layer's part.
   So it does for what a chunk attends of a cached prefix in the CPU tier, copied while the layer before computes. Chunks
   of prompts without a cached prefix leave these copies out.
   With an :class:`Interconnect`, which gives their sizes, q, k, v go
   to the host and outputs back; without one the profile's CPU attention includes these transfers.
-- Weights: all on the GPU, unless a placement is given (``apex/simulator/weight_path.py``). Then a streamed boundary
-  waits for its copy. A boundary of the CPU is a task of the CPU worker, for which the lane waits.
+- Weights: all on the GPU, unless a placement is given (``weight_path.py``). Then a streamed boundary waits for its
+  copy. A boundary of the CPU is a task of the CPU worker, for which the lane waits.
 - DRAM bandwidth: a PCIe transfer reads or writes DRAM at the link's rate, and the CPU worker gets the rest. During a
   transfer it runs at ``1 - link rate / DRAM rate`` of its speed. Transfers do not slow down.
 """
@@ -30,9 +31,9 @@ from functools import cache
 
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import PerfModel
-from apex.simulator.cpu_path import CpuTask, Interconnect, Link, SimulatedWorker
-from apex.simulator.runtime import OWN_ENGINE, Runtime
-from apex.simulator.weight_path import SimulatedWeights, StreamingLink, WeightStream
+from apex.simulator.virtual.cpu_path import CpuTask, Interconnect, Link, SimulatedWorker
+from apex.simulator.virtual.runtime import OWN_ENGINE, Runtime
+from apex.simulator.virtual.weight_path import SimulatedWeights, StreamingLink, WeightStream
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
 from swiftllm.engine.backend import SwapTimes, TicketTimes

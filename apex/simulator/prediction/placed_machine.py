@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface, total_s
-from apex.placement.budget import Estimate, Workload, best_budget, estimate_budget
+from apex.placement.budget import Estimate, UniformLoad, best_budget, estimate_budget
 from apex.placement.costs import BoundaryCost, Rates, beside_copies_s, boundary_costs
 from apex.placement.search import TimedPlacement, refined_placement
-from apex.simulator.calibrated_profile import ITEMSIZES
-from apex.simulator.cpu_path import Interconnect
-from apex.simulator.hardware import Host, LayerShape
-from apex.simulator.host_times import crossing_bytes_per_row, host_read_gb_s
-from apex.simulator.predicted_machine import PredictedMachine
-from apex.simulator.quantised_weights import packed_bytes, with_quantised_weights_on_cpu
-from apex.simulator.weight_path import CHUNK_BYTES, SimulatedWeights
+from apex.simulator.hardware.files import Host, LayerShape
+from apex.simulator.prediction.calibrated_profile import ITEMSIZES
+from apex.simulator.prediction.host_times import crossing_bytes_per_row, host_read_gb_s
+from apex.simulator.prediction.predicted_machine import PredictedMachine
+from apex.simulator.prediction.quantised_weights import packed_bytes, with_quantised_weights_on_cpu
+from apex.simulator.virtual.cpu_path import Interconnect
+from apex.simulator.virtual.weight_path import CHUNK_BYTES, SimulatedWeights
 from swiftllm.kv.budget import CPU_TIER_SHARE, SIMULATED_HOST_SHARE, blocks_in, choose_blocks
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB
@@ -100,7 +100,7 @@ class WeightPlacer:
         self._model = PerfModel(machine.table, layers)
 
     def place(
-        self, memory_gib: float | Literal["auto"], workload: Workload, *, offloads: bool, cpu_computes: bool = True
+        self, memory_gib: float | Literal["auto"], workload: UniformLoad, *, offloads: bool, cpu_computes: bool = True
     ) -> PlacedMachine:
         """The machine with as many GiB of GPU memory for weights; auto: as many as give the highest predicted rate.
 

@@ -16,9 +16,7 @@ import torch
 from apex.perf.experts import flat_from_tokens
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.perf.operator_tables import OperatorTable
-from apex.simulator.cpu_hosts import RemoteHosts
-from apex.simulator.expert_layers import weights_of_a_step, with_experts
-from apex.simulator.hardware import (
+from apex.simulator.hardware.files import (
     GEMM_TILE_TOKENS,
     POWER_ERRORS,
     Gpu,
@@ -28,15 +26,17 @@ from apex.simulator.hardware import (
     MeasuredOperators,
     closest_layer,
 )
-from apex.simulator.host_times import (
+from apex.simulator.hardware.operator_files import Operators
+from apex.simulator.prediction.expert_layers import weights_of_a_step, with_experts
+from apex.simulator.prediction.host_times import (
     cpu_attention_gb_s,
     cpu_attention_s,
     crossing_bytes_per_row,
     effective_pcie_gb_s,
     transfer_s,
 )
-from apex.simulator.operator_files import Operators
-from apex.simulator.quantised_weights import quantised_origin, with_quantised_weights
+from apex.simulator.prediction.quantised_weights import quantised_origin, with_quantised_weights
+from apex.simulator.virtual.cpu_hosts import RemoteHosts
 from swiftllm.config import CpuKVDtype
 from swiftllm.kv.format import cpu_format
 from swiftllm.kv.layer_groups import LayerGroups

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from apex.perf.experts import ExpertTimes, touched_experts
 from apex.perf.model import Curve
-from apex.simulator.hardware import Gpu, LayerShape
-from apex.simulator.quantised_weights import bits_per_element
+from apex.simulator.hardware.files import Gpu, LayerShape
+from apex.simulator.prediction.quantised_weights import bits_per_element
 from swiftllm.model.quantised.scheme import QuantisationScheme
 
 FEW_TOKENS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from apex.perf.model import Curve
-from apex.simulator.cpu_path import Link, SimulatedWorker
+from apex.simulator.virtual.cpu_path import Link, SimulatedWorker
 from swiftllm.model.placement import SLOTS, Place, Placement
 
 CHUNK_BYTES = 8e6

@@ -11,9 +11,7 @@ from typing import Any, Literal
 import torch
 
 from apex.perf.model import ProfileTable
-from apex.simulator.calibrated_profile import BITS_PER_BYTE, ITEMSIZES, hardware_profile, how_known, remote_hosts
-from apex.simulator.cpu_hosts import RemoteHosts
-from apex.simulator.hardware import (
+from apex.simulator.hardware.files import (
     Gpu,
     Host,
     known_hardware,
@@ -23,6 +21,14 @@ from apex.simulator.hardware import (
     load_link,
     load_model_config,
 )
+from apex.simulator.prediction.calibrated_profile import (
+    BITS_PER_BYTE,
+    ITEMSIZES,
+    hardware_profile,
+    how_known,
+    remote_hosts,
+)
+from apex.simulator.virtual.cpu_hosts import RemoteHosts
 from swiftllm.config import CpuKVDtype
 from swiftllm.kv.budget import CPU_TIER_SHARE, SIMULATED_GPU_SHARE, MemoryBudget, choose_blocks
 from swiftllm.kv.format import KVFormat, cpu_format
@@ -132,7 +138,7 @@ def predict_machine(
     Args:
         weights: auto: as the model's config.json says; int4: 4 bits in groups of 128.
         cpu_kv_dtype: the format of the CPU tier.
-        options: of :func:`apex.simulator.calibrated_profile.hardware_profile`.
+        options: of :func:`apex.simulator.prediction.calibrated_profile.hardware_profile`.
 
     Raises:
         ValueError: a name is unknown (the message lists the known ones), or an option is invalid.

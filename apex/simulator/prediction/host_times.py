@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from apex.simulator.hardware import Gpu, Host, LayerShape
+from apex.simulator.hardware.files import Gpu, Host, LayerShape
 from swiftllm.config import CpuKVDtype
 
 WIDE_GROUP = 8  # query heads on a KV head: twice the arithmetic for a byte of K and V that groups of 4 have

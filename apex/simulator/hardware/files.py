@@ -1,8 +1,8 @@
 """Reads GPUs, hosts and links from their files in ``configs/hardware``: figures with origin, measured layer times.
 
 Every figure has an origin and a status: measured, published or assumed. ``assumptions.yaml`` holds the figures that a
-file may leave out, so that a new card needs its data sheet alone. ``apex/simulator/calibrated_profile.py`` turns a GPU,
-a host and a model into a profile table; a link joins several such GPUs.
+file may leave out, so that a new card needs its data sheet alone. ``apex.simulator.prediction`` turns a GPU, a host
+and a model into a profile table; a link joins several such GPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from apex.perf.model import Curve
-from apex.simulator.operator_files import Operators, read_operators
+from apex.simulator.hardware.operator_files import Operators, read_operators
 from apex.source_tree import CONFIGS, configs_folder
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.hub import model_folder
@@ -131,7 +131,7 @@ class MeasuredLayer:
 
 @dataclass(frozen=True)
 class MeasuredOperators:
-    """A folder of operator times (:mod:`apex.simulator.operator_files`), of a layer of a shape."""
+    """A folder of operator times (:mod:`apex.simulator.hardware.operator_files`), of a layer of a shape."""
 
     folder: Path
     shape: LayerShape

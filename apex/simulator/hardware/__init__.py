@@ -1,0 +1,1 @@
+"""What is known of GPUs, hosts and links: their files, and measured operator times."""
