@@ -92,8 +92,11 @@ def test_the_same_run_gives_the_same_bits(system: str) -> None:
     assert times() == times()
 
 
+SYSTEMS = ("swiftllm", "neo", "adaptive", "omniserve")
+
+
 def print_token_times() -> None:
-    for system in systems():
+    for system in SYSTEMS:
         engine, requests = mixed_engine(system, PCIE)
         while engine.has_unfinished():
             engine.step()
@@ -113,7 +116,7 @@ def test_another_process_gives_the_same_bits(capsys: pytest.CaptureFixture[str])
     ).stdout
     print_token_times()
     assert capsys.readouterr().out == printed
-    assert printed.count("\n") == len(systems())
+    assert printed.count("\n") == len(SYSTEMS)
 
 
 @pytest.mark.parametrize("system", systems())
