@@ -3,12 +3,12 @@
 #
 #   venv           a virtual environment, from Python 3.11 or 3.12 on PATH or from PYTHON=...
 #   tools          what the native build needs of requirements.txt
-#   requirements   torch first and alone, then the rest of requirements.txt; beside it, what is not Python:
-#   ispc           the ISPC compiler, optional (scripts/install_ispc.sh)
+#   requirements   torch first and alone, then the rest of requirements.txt
+#   model          SmolLM2-135M-Instruct as a Hugging Face folder (scripts/prepare_model.py)
+#   ispc           beside these two: the ISPC compiler, optional (scripts/install_ispc.sh)
 #   llamafile      the source of Mozilla's sgemm, optional (scripts/fetch_llamafile.py)
 #   native         the CPU attention kernels: python setup.py build_ext --inplace
 #   command        `apex` in the virtual environment: pip install --editable
-#   model          SmolLM2-135M-Instruct as a Hugging Face folder (scripts/prepare_model.py)
 #
 # VENV=folder chooses the environment (default .venv). VENV= (empty) uses PYTHON or python3 as it is, installs no
 # package, and does not insist on the model: for machines that have torch already and no network.
@@ -197,14 +197,15 @@ if [ -n "$venv" ]; then
     stage tools tools_key install_tools
     begin_native
     stage requirements requirements_key install_requirements
+    prepare_model
     end_native
+    stage command command_key install_command
 else
     python="${PYTHON:-python3}"
     python_works "$python" || fail "$python is not a working Python 3.11 or 3.12" "name one with PYTHON=/path/to/python"
     say "torch: the one that $python has, since VENV= is empty (another: install it there, or run without VENV=)"
     stage packages python_key check_own_packages
     prepare_native
+    prepare_model
 fi
-[ -z "$venv" ] || stage command command_key install_command
-prepare_model
 say "ready after $((SECONDS - start)) s"
