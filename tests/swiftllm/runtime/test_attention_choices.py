@@ -9,6 +9,7 @@ import torch
 
 import pacpu
 from swiftllm.config import EngineConfig
+from swiftllm.files import write_atomically
 from swiftllm.runtime import attention_choices
 from swiftllm.runtime.attention_choices import fastest, kept, measure, use_fastest_attention
 from swiftllm.runtime.build import make_backend
@@ -25,6 +26,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_choices, "SAMPLE_BYTES", 4 << 20)
     monkeypatch.setattr(attention_choices, "last_level_cache_bytes", lambda: 0)
     monkeypatch.setattr(attention_choices, "SETTLED_S", 0)
+    monkeypatch.setattr(attention_choices, "measure", measure)
+    monkeypatch.setattr(attention_choices, "write_atomically", write_atomically)
     before = {kind: (pacpu.prefetch(*kind), pacpu.shared_row_cost(*kind)) for kind in KINDS}
     yield
     for kind, (way, cost) in before.items():

@@ -61,7 +61,7 @@ def backend(model_dir: Path, placement: Placement, make_worker=InlineWorker) -> 
 
 
 def tokens(backend: TorchBackend) -> list[list[int]]:
-    return outputs(DRIVES["swaps"](BackendDriver(backend)))
+    return outputs(DRIVES["few swaps"](BackendDriver(backend)))
 
 
 @pytest.fixture(scope="module")
