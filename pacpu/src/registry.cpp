@@ -104,7 +104,8 @@ const Way& way(CacheType type, bool is_shared) { return *setting(type, is_shared
 void set_way(CacheType type, bool is_shared, const std::string& name) {
     const std::vector<std::string> names = way_names(type, is_shared);
     const auto found = std::find(names.begin(), names.end(), name);
-    if (found == names.end()) throw std::invalid_argument("prefetch must be none, L2 or L1, for int8 MHA also L2 AVX2 or L1 AVX2, not " + name);
+    if (found == names.end())
+        throw std::invalid_argument("prefetch must be none, L2 or L1, for int8 MHA also L2 AVX2 or L1 AVX2, not " + name);
     setting(type, is_shared).way = &ways[found - names.begin()];
 }
 

@@ -12,9 +12,9 @@ PACPU_INLINE void dot(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes
 
 PACPU_INLINE __m512i splat_four(const void* p) { return _mm512_set1_epi32(load_bits<int32_t>(p)); }
 
-// high * 2^shift + low, which fits 32 bits.
+// high * 2^shift + low, which fits 32 bits, while its parts may not.
 PACPU_INLINE Floats as_floats(__m512i high, int shift, __m512i low) {
-    return __builtin_convertvector((Ints)((Words)high << shift) + (Ints)low, Floats);
+    return __builtin_convertvector((Ints)(((Words)high << shift) + (Words)low), Floats);
 }
 
 struct Vnni {

@@ -115,7 +115,7 @@ PACPU_INLINE Floats exp2_nonpositive(Floats x) {
     p = p * r + 0.242210975f;
     p = p * r + 0.693282898f;
     p = p * r + 1.0f;
-    return (Floats)((Ints)p + ((Ints)shifted << 23));
+    return (Floats)((Words)p + ((Words)shifted << 23));
 }
 
 // Lane i of the result is made of all lanes of x[i % 4], of the first so many; with a single one every lane is.
