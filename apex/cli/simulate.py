@@ -199,7 +199,8 @@ class Simulate(SystemsCommand):
         from apex.placement.budget import UniformLoad
         from apex.simulator.prediction.placed_machine import WeightPlacer
 
-        at_once = UniformLoad(self.max_num_seqs, self.input_len, self.output_len)
+        most = min(self.max_num_seqs, self.num_requests)
+        at_once = UniformLoad(most, self.input_len, self.output_len)
         placer, offloads = WeightPlacer(machine, self.block_size), find_system(system).needs_predictions
         return placer.place(self.weights_gpu_memory, at_once, offloads=offloads)
 

@@ -15,7 +15,7 @@ from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB, gib_rounded_up
 from swiftllm.model.boundaries.placement import Place
 
-CPU_SHARES = tuple(i / 4 for i in range(5))  # of the CPU tier, of which the best is taken for an estimate
+CPU_SHARES = tuple(i / 8 for i in range(9))  # of the requests that the CPU tier could have: the best one counts
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class CostModel(Protocol):
     boundary_bytes: Sequence[float]
     """Of the boundaries from -1 on."""
     other_bytes: float
-    """Embedding, vocabulary and norms, which stay on the GPU."""
+    """Vocabulary and norms, which stay on the GPU."""
     layer_groups: LayerGroups
     kv_bytes_per_token: float
     """In all layers of a group, on the GPU."""
@@ -109,7 +109,7 @@ def best_budget(model: CostModel, workload: UniformLoad, *, offloads: bool, cpu_
 def estimate_budget(
     model: CostModel, weight_bytes: float, workload: UniformLoad, offloads: bool, cpu_computes: bool = True
 ) -> Estimate:
-    """The highest rate with so many bytes of weights on the GPU, over parts of the CPU tier that are in use.
+    """The highest rate with so many bytes of weights on the GPU, over numbers of requests in the CPU tier.
 
     ``offloads``: whether the system has a CPU tier of KV cache. ``cpu_computes``: whether the CPU may compute
     boundaries.
@@ -124,7 +124,7 @@ def estimate_budget(
         # Raises what is in the way of so many, too.
         estimate_budget(model, float(least) * GIB, workload, offloads, cpu_computes)
         raise ValueError(
-            f"{weight_bytes / GIB:.2f} GiB of GPU memory for weights do not hold embedding, vocabulary and norms, "
+            f"{weight_bytes / GIB:.2f} GiB of GPU memory for weights do not hold vocabulary and norms, "
             f"which stay on the GPU{'' if cpu_computes else ', and the slots of streamed weights'}: give at "
             f"least {least} (--weights-gpu-memory {least}), or auto"
         )
@@ -133,10 +133,10 @@ def estimate_budget(
     slots = model.layer_groups.slots(workload.context)
     on_gpu = min(workload.num_requests, gpu_kv_bytes / (model.kv_bytes_per_token * slots))
     tier_bytes = model.cpu_kv_bytes(sum(model.boundary_bytes) - max(0.0, gpu_bytes))
-    in_tier = tier_bytes / (model.cpu_kv_bytes_per_token * slots)
+    most_on_cpu = min(workload.num_requests - on_gpu, tier_bytes / (model.cpu_kv_bytes_per_token * slots))
     estimates = []
     for share in CPU_SHARES if offloads else CPU_SHARES[:1]:
-        on_cpu = min(workload.num_requests - on_gpu, share * in_tier)
+        on_cpu = share * most_on_cpu
         if on_gpu + on_cpu < 1:
             continue
         ways = {cpu_computes}

@@ -14,7 +14,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.device import open_device
 from swiftllm.kv.format import cpu_format
 from swiftllm.machine import GIB, usable_cores
-from swiftllm.model.boundaries.placement import Placement
+from swiftllm.model.boundaries.placement import Placement, all_resident
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.ops.select import select_ops
 from swiftllm.runtime.processors import resolve_dtype, resolve_kernel
@@ -66,13 +66,14 @@ def place_weights(config: EngineConfig, workload: UniformLoad | None = None, *, 
     ops = select_ops(device.torch_device, dtype, kernel)
     if config.weights_gpu_memory != "auto":
         gpu_bytes = memory.given_bytes(config.weights_gpu_memory)
-        if gpu_bytes >= sum(memory.boundary_bytes):
+        if gpu_bytes >= sum(memory.boundary_bytes) + memory.embedding_bytes:
             return WeightsPlan()
         rows = sorted({1, max(2, config.max_num_seqs)})
         with progress_bar("measuring where weights belong") as progress:
             times = time_boundary(model, dtype, device, ops, rows, progress)
         costs = times.costs(memory.boundary_bytes, config.max_num_seqs)
-        return WeightsPlan(refined_placement(PlacementProblem(costs, gpu_bytes, effect=times.rates().copy_effect)))
+        timed = refined_placement(PlacementProblem(costs, gpu_bytes, effect=times.rates().copy_effect))
+        return WeightsPlan(timed.with_embedding(memory.embedding_bytes))
     workload = workload or assumed_workload(config, model)
     at_once = replace(workload, num_requests=min(config.max_num_seqs, workload.num_requests))
     if memory.holds_all(at_once):
@@ -88,12 +89,12 @@ def place_weights(config: EngineConfig, workload: UniformLoad | None = None, *, 
         )
     costs = MeasuredCosts(memory, times, *rates)
     best = best_budget(costs, at_once, offloads=offloads)
-    timed = refined_placement(best.problem)
+    timed = refined_placement(best.problem).with_embedding(memory.embedding_bytes)
     reason = (
         f"auto: {best.weight_bytes / GIB:.2f} GiB of GPU memory for weights, {best.tokens_per_s:,.1f} tokens/s "
         f"predicted with {best.requests:,.0f} at once of {workload.describe()}"
     )
-    if timed.placement.is_all_resident:
+    if timed.placement == all_resident(model.num_layers):
         return WeightsPlan(reason=f"{reason}; all on the GPU")
     try:
         resident = estimate_budget(costs, memory.weight_bytes, at_once, offloads)

@@ -11,7 +11,7 @@ from swiftllm.kv.budget import CPU_TIER_SHARE, HOST_HEADROOM_BYTES
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB, available_host_bytes, gib_rounded_up
 from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.weights.sizes import boundary_bytes
+from swiftllm.model.weights.sizes import boundary_bytes, embedding_bytes
 from swiftllm.runtime.memory_estimate import estimate_memory
 
 
@@ -20,7 +20,8 @@ class EngineMemory:
 
     Attributes:
         usable_bytes: GPU memory for weights and KV cache.
-        host_bytes: host memory for both.
+        host_bytes: host memory for both, beside the embedding.
+        embedding_bytes: of an embedding that leaves the GPU before other weights do.
     """
 
     def __init__(self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free_bytes: int) -> None:
@@ -31,16 +32,18 @@ class EngineMemory:
         budget = estimate_memory(config, model, dtype, device_bytes=card_bytes, host_bytes=host_bytes)
         self.boundary_bytes = boundary_bytes(model, dtype)
         self.weight_bytes, self.other_bytes = budget.weight_bytes, budget.weights.staying
+        self.embedding_bytes = embedding_bytes(model, dtype)
         self.block_bytes = budget.bytes_per_block
         self.cpu_block_bytes = budget.host_block_bytes
         self.layer_groups = LayerGroups.of(model, config.block_size)
         self.kv_bytes_per_token = budget.bytes_per_block // config.block_size
         self.cpu_kv_bytes_per_token = budget.host_block_bytes // config.block_size
         self.usable_bytes = budget.usable_bytes
-        self.host_bytes = host_bytes - HOST_HEADROOM_BYTES
+        self.host_bytes = host_bytes - HOST_HEADROOM_BYTES - self.embedding_bytes
 
     def given_bytes(self, memory_gib: float) -> float:
-        """Bytes for resident boundaries and slots, where weights may use ``memory_gib``.
+        """Bytes for resident boundaries and slots, and an embedding beside all of them, where weights may use
+        ``memory_gib``.
 
         Raises:
             ValueError: it is too little, or the host does not hold the others.
@@ -48,8 +51,8 @@ class EngineMemory:
         gpu_bytes = memory_gib * GIB - self.other_bytes
         if gpu_bytes < 0:
             raise ValueError(
-                f"weights_gpu_memory={memory_gib:g} GiB is less than embedding, vocabulary and norms, which stay on "
-                f"the GPU: give at least {gib_rounded_up(self.other_bytes)}, or take a smaller model"
+                f"weights_gpu_memory={memory_gib:g} GiB is less than vocabulary and norms, which stay on the GPU: "
+                f"give at least {gib_rounded_up(self.other_bytes)}, or take a smaller model"
             )
         self._left_on_host(sum(self.boundary_bytes) - gpu_bytes)
         return gpu_bytes
@@ -61,7 +64,7 @@ class EngineMemory:
             ValueError: they do not.
         """
         gpu_bytes, host_bytes = max(0, self.usable_bytes), max(0, self.host_bytes)
-        if self.other_bytes > gpu_bytes or self.weight_bytes > gpu_bytes + host_bytes:
+        if self.other_bytes > gpu_bytes or self.weight_bytes - self.embedding_bytes > gpu_bytes + host_bytes:
             raise ValueError(
                 f"the weights take {self.weight_bytes / GIB:.1f} GiB, of which {self.other_bytes / GIB:.1f} stay on "
                 f"the GPU: it has {gpu_bytes / GIB:.1f} GiB for them and the host {host_bytes / GIB:.1f}: "

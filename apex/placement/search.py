@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from apex.placement.costs import BoundaryCost, CopyEffect, beside_copies_s
@@ -56,6 +56,10 @@ class TimedPlacement:
     stream_s: float
     cpu_s: float
     gpu_s: float
+
+    def with_embedding(self, num_bytes: float) -> TimedPlacement:
+        """With an embedding of so many bytes in host memory: reading a token's row takes next to no time."""
+        return replace(self, placement=replace(self.placement, embedding_on_host=num_bytes > 0))
 
     def describe(self) -> str:
         times = f"stream {self.stream_s * 1e3:.1f}, CPU {self.cpu_s * 1e3:.1f}, GPU {self.gpu_s * 1e3:.1f}"

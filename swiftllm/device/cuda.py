@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -120,6 +121,12 @@ class CudaDevice:
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        tensor, runtime = torch.empty(shape, dtype=dtype), torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+        weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())
+        return tensor
 
     def mirror(self, host: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(host, device=self.torch_device)

@@ -74,6 +74,10 @@ class Device(Protocol):
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised host memory for ``Stream.copy``; may be dropped while a copy is under way."""
 
+    def mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised host memory that kernels of the device can read; it takes no more than its bytes, whereas
+        ``pinned`` memory is rounded up."""
+
     def mirror(self, host: torch.Tensor) -> torch.Tensor:
         """Uninitialised memory of the same shape on the device: on a host, ``host`` itself."""
 

@@ -55,6 +55,9 @@ class HostDevice:
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
+    def mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
     def mirror(self, host: torch.Tensor) -> torch.Tensor:
         return host
 

@@ -17,7 +17,7 @@ from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.boundaries.placement import Placement
 from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.weights.sizes import WeightSizes, boundary_bytes, weight_bytes
+from swiftllm.model.weights.sizes import WeightSizes, boundary_bytes, embedding_bytes, weight_bytes
 
 HOST_HEADROOM_BYTES = GIB // 2  # left free for activations and other processes
 CPU_TIER_SHARE = 0.5  # of host memory, by default: page caches and other programs grow meanwhile
@@ -173,6 +173,8 @@ def check_weights(
     if is_placed:
         sizes = boundary_bytes(model, dtype)
         needed += int(placement.gpu_bytes(sizes)) - sum(sizes)
+    if placement is not None and placement.embedding_on_host:
+        needed -= embedding_bytes(model, dtype)
     if needed <= free_bytes:
         return
     if is_placed:

@@ -112,6 +112,10 @@ class Ops:
         layout."""
         return self
 
+    def embed(self, token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """Rows ``[tokens, hidden_size]`` of ``embedding``, which may be in host memory (``Device.mapped``)."""
+        return F.embedding(token_ids, embedding)
+
     def make_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """A function from ``x [rows, in]`` to ``x weight^T + bias [rows, out]``; it may repack the weight."""
         transposed = weight.t()

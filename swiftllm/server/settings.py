@@ -55,12 +55,9 @@ class ServerSettings:
                 raise ValueError(f"allowed_origins={origin!r} must be * or like http://localhost:3000, without a path")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes={self.max_body_bytes!r} must be at least 1")
-        if self.generation_config not in ("auto", "none"):
-            raise ValueError(f"generation_config={self.generation_config!r} must be auto or none")
-        if self.tool_call_parser not in ("auto", "none", *FORMATS):
-            raise ValueError(f"tool_call_parser={self.tool_call_parser!r} must be auto, none or {', '.join(FORMATS)}")
-        if self.reasoning_parser not in ("auto", "none", "think"):
-            raise ValueError(f"reasoning_parser={self.reasoning_parser!r} must be auto, none or think")
+        for name, more in (("generation_config", ()), ("tool_call_parser", FORMATS), ("reasoning_parser", ("think",))):
+            if (value := getattr(self, name)) not in (known := ("auto", "none", *more)):
+                raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}")
         self.read_chat_template()
         if self.api_key is not None and not self.api_key:
             raise ValueError("api_key is empty: give one, or leave it out to require none")

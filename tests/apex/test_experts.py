@@ -55,7 +55,7 @@ def test_tokens_are_those_of_transformers_under_every_system(models) -> None:
 
 def test_graphs_and_placed_weights_give_the_tokens_of_a_host(models) -> None:
     """With less memory than the weights take, boundaries are streamed, or computed by the CPU."""
-    for name in KINDS:
+    for name in ("Qwen3Moe", "Mixtral"):
         folder, prompts, _ = models[name]
         placed = ((2.5, {Place.STREAMED}), (1.5, {Place.CPU})) if name == "Mixtral" else ()
         for boundaries, places in ((9.0, set()), *placed):

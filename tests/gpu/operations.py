@@ -31,9 +31,13 @@ def dtypes(device: torch.device) -> list[torch.dtype]:
 
 
 def check_rows(device: torch.device) -> None:
-    """Norms of rows and of heads, rotary, SiLU-and-mul."""
+    """Embedding, norms of rows and of heads, rotary, SiLU-and-mul."""
     for dtype in dtypes(device):
         ops = select_ops(device, dtype)
+        mapped = open_device(device.type).mapped((50, 4096), dtype).copy_(torch.randn(50, 4096))
+        token_ids = torch.randint(50, (70,), device=device)
+        for table in (mapped, mapped.to(device)):
+            assert torch.equal(ops.embed(token_ids, table).cpu(), mapped[token_ids.cpu()])
         for rows, size in ((1, 4096), (70, 576), (3, 11008)):
             x, residual = (torch.randn(rows, size, device=device).to(dtype) for _ in range(2))
             weight = (torch.rand(size, device=device) + 0.5).to(dtype)

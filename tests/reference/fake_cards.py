@@ -88,3 +88,16 @@ class FakeNccl:
         if left := sum(self in graph.communicators for graph in self._cuda.graphs):
             raise Hazard(f"NCCL waits for ever: {left} graphs with its collectives are alive")
         self.is_given_up = True
+
+
+class FakeRuntime:
+    """CUDA's runtime. Attribute: ``mapped``, addresses of the host memory that kernels can read."""
+
+    def __init__(self) -> None:
+        self.mapped: set[int] = set()
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> None:
+        self.mapped.add(address)
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.mapped.remove(address)

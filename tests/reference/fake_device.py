@@ -29,7 +29,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from tests.reference.fake_cards import CARDS, FakeCards, FakeNccl, properties
+from tests.reference.fake_cards import CARDS, FakeCards, FakeNccl, FakeRuntime, properties
 from tests.reference.fake_kernels import Kernels
 from tests.reference.fake_memory import DeviceTensor, Memory, poison
 from tests.reference.fake_streams import DEVICE, FakeEvent, FakeGraph, FakeStream, FakeWorker, Hazard
@@ -40,6 +40,7 @@ REDRAW = 40  # host actions after which the streams' speeds change
 MOVES = ("to.", "_to_copy", "cpu")
 EFFICIENT_ATTENTION = "aten::_scaled_dot_product_efficient_attention"  # not there for host memory
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
+SHAPES_OF: dict[object, Any] = {}  # results without content, of every fake: torch takes long to find them
 
 
 class _Again(TorchDispatchMode):
@@ -69,7 +70,7 @@ class FakeCuda(TorchDispatchMode):
         self.kernels = Kernels(self)
         self.capturing = False
         self.random_state: torch.Tensor | None = None
-        self.cards = FakeCards()
+        self.cards, self.runtime = FakeCards(), FakeRuntime()
         self.graphs: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
         self.captured_in: set[FakeNccl] = set()  # communicators of the capture under way
         self.is_hung = False
@@ -77,7 +78,6 @@ class FakeCuda(TorchDispatchMode):
         self.total_bytes, self.allocated, self.peak = total_bytes, 0, 0
         self._pinned: dict[int, torch.Tensor] = {}  # kept, so that no other memory comes to lie there
         self._advancing = False
-        self._shapes_of: dict[object, Any] = {}
 
     # -- what torch.cuda is inside ----------------------------------------------------------------------------------
 
@@ -86,6 +86,8 @@ class FakeCuda(TorchDispatchMode):
         for name in ("Stream", "default_stream", "stream", "Event", "CUDAGraph", "synchronize", "mem_get_info"):
             self._patches.setattr(torch.cuda, name, getattr(self, f"_{name}"))
         simple = {
+            "cudart": lambda: self.runtime,
+            "check_error": lambda error: None,
             "current_device": self.cards.current,
             "set_device": self.cards.choose,
             "device_count": lambda: CARDS,
@@ -255,9 +257,11 @@ class FakeCuda(TorchDispatchMode):
     def _enqueue(self, work: Callable[[], object]) -> None:
         inference = torch.is_inference_mode_enabled()
 
-        def later() -> None:
+        def later() -> object:
+            if torch.is_inference_mode_enabled() is inference:
+                return work()
             with torch.inference_mode(inference):
-                work()
+                return work()
 
         self.current.put(later)
         self.advance()
@@ -362,10 +366,10 @@ class FakeCuda(TorchDispatchMode):
     def _shapes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Tensors without content, like those that an operation will return."""
         key = (func, key_of(args), key_of(kwargs))
-        if key not in self._shapes_of:
+        if key not in SHAPES_OF:
             args, kwargs = replaced(torch.Tensor, shape_of, (args, kwargs))
-            self._shapes_of[key] = func(*args, **({**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
-        return self._shapes_of[key]
+            SHAPES_OF[key] = func(*args, **({**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
+        return SHAPES_OF[key]
 
 
 # Torch would wrap a method of that name, at a cost above that of most operations.

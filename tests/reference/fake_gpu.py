@@ -45,6 +45,18 @@ class FakeOps(Ops):
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
 
+    def embed(self, token_ids, embedding) -> torch.Tensor:
+        if token_ids.device != DEVICE:
+            return super().embed(token_ids, embedding)
+        self.cuda.kernels.launch_as_triton("embed", token_ids, embedding)
+        if embedding.device == DEVICE:
+            return super().embed(token_ids, embedding)
+        if embedding.data_ptr() not in self.cuda.runtime.mapped:
+            raise Hazard("a kernel reads host memory that is not mapped")
+        out = torch.empty(len(token_ids), embedding.shape[1], dtype=embedding.dtype, device=DEVICE)
+        self.cuda.launch(lambda ids, rows: rows.copy_(embedding[ids]), token_ids, out)
+        return out
+
     def decode_attention(self, q, k, v, kv_layer, block_tables, seq_lens, out, scale, window=None, sinks=None) -> None:
         tensors = q, k, v, kv_layer, block_tables, seq_lens, out
         self.cuda.kernels.launch_as_triton("decode_attention", *tensors, scale, window, sinks)

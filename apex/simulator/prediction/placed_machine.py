@@ -9,6 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
+
+from apex.perf.experts import touched_experts
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface, total_s
 from apex.placement.budget import Estimate, UniformLoad, best_budget, estimate_budget
 from apex.placement.costs import BoundaryCost, Rates, beside_copies_s, boundary_costs
@@ -17,13 +20,18 @@ from apex.simulator.hardware.files import Host, LayerShape
 from apex.simulator.prediction.calibrated_profile import ITEMSIZES
 from apex.simulator.prediction.host_times import crossing_bytes_per_row, host_read_gb_s
 from apex.simulator.prediction.predicted_machine import PredictedMachine
-from apex.simulator.prediction.quantised_weights import packed_bytes, with_quantised_weights_on_cpu
+from apex.simulator.prediction.quantised_weights import with_quantised_weights_on_cpu
 from apex.simulator.virtual.cpu_path import Interconnect
 from apex.simulator.virtual.weight_path import CHUNK_BYTES, SimulatedWeights
 from swiftllm.kv.budget import CPU_TIER_SHARE, SIMULATED_HOST_SHARE, blocks_in, choose_blocks
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB
 from swiftllm.model.boundaries.placement import Place, Placement
+from swiftllm.model.config.quantisation import QuantisationScheme
+from swiftllm.model.weights.sizes import boundary_bytes, embedding_bytes
+
+CPU_ROWS = tuple(1 << power for power in range(13))
+"""At which the time of a layer with experts is predicted."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +85,9 @@ class WeightPlacer:
         self.layer_groups = LayerGroups.of(model, block_size)
         self.kv_bytes_per_token = self._budget.bytes_per_block // block_size
         self.cpu_kv_bytes_per_token = self._budget.host_block_bytes // block_size
-        layer_bytes = shape.gemm_weights * itemsize if scheme is None else packed_bytes(shape, scheme)
-        first, layers = machine.table.first_share, model.num_layers
-        self.boundary_bytes = (first * layer_bytes, *[layer_bytes] * (layers - 1), (1 - first) * layer_bytes)
-        self.other_bytes = self._budget.weight_bytes - layers * layer_bytes
-        """Embedding, head and norms, which stay on the GPU."""
+        self.boundary_bytes = boundary_bytes(model, getattr(torch, machine.dtype))
+        self._embedding_bytes = embedding_bytes(model, getattr(torch, machine.dtype))
+        self.other_bytes = self._budget.weight_bytes - sum(self.boundary_bytes) - self._embedding_bytes
         out_bytes_per_row = shape.num_heads * shape.head_dim * itemsize
         self.interconnect = Interconnect(
             float(identity["pcie_gb_s"]) * 1e9,
@@ -95,9 +101,8 @@ class WeightPlacer:
         self.rates = Rates(link.bytes_per_s, cpu_attention, link.dram_bytes_per_s, CHUNK_BYTES)
         self._hidden_bytes = (shape.qkv_size + shape.hidden_size) * itemsize
         self._crossing_bytes = crossing_bytes_per_row(shape, itemsize)
-        plain = cpu_linear_curve(machine.host, shape, itemsize)
-        self._cpu_linear = plain if scheme is None else with_quantised_weights_on_cpu(plain, machine.host)
-        self._model = PerfModel(machine.table, layers)
+        self._cpu_linear = cpu_layer_curve(machine.host, shape, itemsize, scheme)
+        self._model = PerfModel(machine.table, model.num_layers)
 
     def place(
         self, memory_gib: float | Literal["auto"], workload: UniformLoad, *, offloads: bool, cpu_computes: bool = True
@@ -168,7 +173,8 @@ class WeightPlacer:
 
     def cpu_kv_bytes(self, off_gpu_bytes: float) -> float:
         machine, host_bytes = self.machine, self._budget.host_bytes
-        tier_bytes = min(host_bytes * CPU_TIER_SHARE, host_bytes * SIMULATED_HOST_SHARE - max(0.0, off_gpu_bytes))
+        off_gpu_bytes = max(0.0, off_gpu_bytes) + self._embedding_bytes
+        tier_bytes = min(host_bytes * CPU_TIER_SHARE, host_bytes * SIMULATED_HOST_SHARE - off_gpu_bytes)
         if tier_bytes < 0:
             raise ValueError(
                 f"{machine.model_name} leaves {off_gpu_bytes / GIB:.1f} GiB of weights to {machine.host.name}, which "
@@ -177,9 +183,10 @@ class WeightPlacer:
         return tier_bytes
 
     def _placed(self, estimate: Estimate) -> PlacedMachine:
-        timed = refined_placement(estimate.problem)
+        has_room = estimate.weight_bytes >= self._budget.weight_bytes  # for an embedding beside all else
+        timed = refined_placement(estimate.problem).with_embedding(0 if has_room else self._embedding_bytes)
         placement = timed.placement
-        taken_bytes = placement.gpu_bytes(self.boundary_bytes)
+        taken_bytes = placement.gpu_bytes(self.boundary_bytes) + (self._embedding_bytes if has_room else 0)
         resident_bytes = placement.bytes_at(Place.RESIDENT, self.boundary_bytes)
         tier_bytes = self.cpu_kv_bytes(sum(self.boundary_bytes) - resident_bytes)
         return PlacedMachine(
@@ -194,13 +201,32 @@ class WeightPlacer:
         )
 
 
-def cpu_linear_curve(host: Host, shape: LayerShape, itemsize: int) -> Curve:
-    """Seconds over rows in which a host's cores compute a layer's weights: reading them, then multiplying.
+def cpu_layer_curve(host: Host, shape: LayerShape, itemsize: int, scheme: QuantisationScheme | None) -> Curve:
+    """Seconds over rows in which a host's cores compute a layer, with the experts that so many rows touch."""
+
+    def quantised(linear: Curve) -> Curve:
+        return linear if scheme is None else with_quantised_weights_on_cpu(linear, host)
+
+    others = cpu_linear_curve(host, shape.gemm_weights, itemsize)
+    others = others if scheme is not None and scheme.experts_only else quantised(others)
+    if not shape.num_experts:
+        return others
+    expert = quantised(cpu_linear_curve(host, shape.ffn_weights, itemsize))
+
+    def seconds(rows: int) -> float:
+        touched = touched_experts(rows, shape.num_experts, shape.per_token)
+        return others(rows) + touched * expert(rows * shape.per_token / touched)
+
+    return Curve(CPU_ROWS, tuple(seconds(rows) for rows in CPU_ROWS))
+
+
+def cpu_linear_curve(host: Host, weights: int, itemsize: int) -> Curve:
+    """Seconds over rows in which a host's cores multiply with so many weights: reading them, then multiplying.
 
     Weights have ``itemsize`` bytes an element.
     """
-    read_s = shape.gemm_weights * itemsize / (host_read_gb_s(host) * 1e9 * host["cpu_linear_read_fraction"])
-    row_s = 2 * shape.gemm_weights / (host["cores"] * host["cpu_linear_gflops_per_core"] * 1e9)
+    read_s = weights * itemsize / (host_read_gb_s(host) * 1e9 * host["cpu_linear_read_fraction"])
+    row_s = 2 * weights / (host["cores"] * host["cpu_linear_gflops_per_core"] * 1e9)
     return Curve((1, 4096), (read_s + row_s, read_s + 4096 * row_s))
 
 

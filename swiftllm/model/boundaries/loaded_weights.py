@@ -15,7 +15,14 @@ from swiftllm.model.boundaries.placement import Place, Placement, all_resident
 from swiftllm.model.boundaries.providers import BoundaryWeights, make_boundary, make_linear
 from swiftllm.model.boundaries.weight_slots import CHUNK_BYTES, WeightSlots
 from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.weights.llama_weights import NONE_ON_HOST, LlamaWeights, ModelPart, dummy_weights, load_weights
+from swiftllm.model.weights.llama_weights import (
+    EMBEDDING,
+    NONE_ON_HOST,
+    LlamaWeights,
+    ModelPart,
+    dummy_weights,
+    load_weights,
+)
 from swiftllm.model.weights.packed_tensor import Allocate, chunks_of, in_chunks, lay_out
 from swiftllm.ops.experts import Experts, ExpertWeights
 from swiftllm.ops.interface import Linear, Ops
@@ -23,7 +30,7 @@ from swiftllm.ops.quantised_matrix import Matrix
 
 
 class LoadedWeights:
-    """The boundaries of a model. Norms, embedding and vocabulary stay on the device.
+    """The boundaries of a model. Norms and vocabulary stay on the device.
 
     Attributes:
         num_logits: columns of the last boundary's projection.
@@ -82,10 +89,12 @@ class LoadedWeights:
 
 
 def host_memory(placement: Placement, device: Device) -> dict[int, Allocate]:
-    """By boundary, what allocates its matrices in host memory: pinned chunks to stream, or one piece for the CPU."""
+    """By boundary, what allocates its matrices in host memory: pinned chunks to stream, or one piece for the CPU; and
+    what allocates the embedding."""
     pinned = in_chunks(lambda size: device.pinned((size,), torch.uint8), CHUNK_BYTES)
     where = {Place.STREAMED: pinned, Place.CPU: torch.empty}
-    return {boundary: where[place] for boundary, place in enumerate(placement.places, -1) if place in where}
+    memory = {boundary: where[place] for boundary, place in enumerate(placement.places, -1) if place in where}
+    return {**memory, EMBEDDING: device.mapped} if placement.embedding_on_host else memory
 
 
 def read_weights(

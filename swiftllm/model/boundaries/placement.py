@@ -1,4 +1,4 @@
-"""A placement: for each boundary of a model where its weights are. Boundaries count from -1 to ``num_layers - 1``."""
+"""A placement: where the weights of a model are, boundary by boundary. These count from -1 to ``num_layers - 1``."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class Placement:
     """``places[i]`` is that of boundary ``i - 1``."""
 
     places: tuple[Place, ...]
+    embedding_on_host: bool = False
+    """Whether the embedding is in host memory, from which the GPU reads the rows of an iteration's tokens."""
 
     @property
     def num_layers(self) -> int:
@@ -51,7 +53,8 @@ class Placement:
     def describe(self) -> str:
         counts = ((self.count(Place.RESIDENT), "resident"), (self.count(Place.STREAMED), "streamed"))
         parts = [f"{count} {what}" for count, what in (*counts, (self.count(Place.CPU), "on the CPU")) if count]
-        return f"{len(self.places)} boundaries: {', '.join(parts)}"
+        embedding = "; the embedding in host memory" if self.embedding_on_host else ""
+        return f"{len(self.places)} boundaries: {', '.join(parts)}{embedding}"
 
 
 def all_resident(num_layers: int) -> Placement:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from swiftllm.model.config.architectures import SWIGLU_ALPHA
 from swiftllm.model.config.model_config import ExpertSizes, ModelConfig
@@ -111,7 +110,7 @@ def make_boundary(
     else:
         norm, projection = weights.final_norm, make_linear(ops, weights.lm_head, None)
         head_norms, rotated_heads = None, 0
-    embed = partial(_embed, weights.embedding, config.embedding_multiplier) if boundary < 0 else None
+    embed = partial(_embed, ops, weights.embedding, config.embedding_multiplier) if boundary < 0 else None
     in_one_call = None
     if ffn is not None and dense is not None and not config.norms_outputs:
         sizes = rotated_heads, config.head_dim, config.rms_norm_eps
@@ -133,8 +132,8 @@ def _take_experts(layer: LayerWeights, sizes: ExpertSizes, linears: dict[str, Li
     return ExpertWeights(layer.router, gate_up, down, *how)
 
 
-def _embed(weight: torch.Tensor, multiplier: float, token_ids: torch.Tensor) -> torch.Tensor:
-    hidden = F.embedding(token_ids, weight)
+def _embed(ops: Ops, weight: torch.Tensor, multiplier: float, token_ids: torch.Tensor) -> torch.Tensor:
+    hidden = ops.embed(token_ids, weight)
     return hidden if multiplier == 1.0 else hidden.mul_(multiplier)
 
 

@@ -105,6 +105,15 @@ class Tokenizer:
         """The tokenizer as JSON, in the form of ``tokenizer.json``."""
         return self._rust.to_str()
 
+    def token_id(self, text: str) -> int | None:
+        """The token that is written so in the vocabulary, if there is one."""
+        return self._rust.token_to_id(text)
+
+    def texts(self) -> dict[int, str]:
+        """The text of each token of the vocabulary that text is made of; U+FFFD stands for parts of characters."""
+        tokens = self._rust.get_vocab(with_added_tokens=False).values()
+        return {token: self.token_bytes(token).decode(errors="replace") for token in tokens if token not in self._added}
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token, which may be a part of a character. Ids outside the vocabulary have none."""
         string = self._rust.id_to_token(token_id) or ""

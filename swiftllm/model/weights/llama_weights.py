@@ -24,6 +24,7 @@ from swiftllm.ops.quantised_matrix import MXFP4_NUMBERS, Matrix, QuantisedMatrix
 STD_OF_CODES = (255 / 12) ** 0.5  # of 0 to 15, equally likely
 STD_OF_MXFP4 = (sum(number**2 for number in MXFP4_NUMBERS) / 16) ** 0.5
 NONE_ON_HOST: Mapping[int, Allocate] = MappingProxyType({})
+EMBEDDING = -2  # among boundaries, of which it comes before the first
 DUMMY_PERIOD = (1 << 20) + 7  # elements; odd, so that no two rows of a matrix start alike
 
 LinearTensors = tuple[Matrix, torch.Tensor | None]
@@ -144,11 +145,12 @@ class LlamaWeights:
     ) -> LlamaWeights:
         """Allocate without filling; not the layers' matrices of a quantised model.
 
-        ``on_host``: boundaries whose linears are in host memory, and what allocates it; see :class:`FusedMatrix`.
+        ``on_host``: boundaries whose linears are in host memory, and what allocates it; see :class:`FusedMatrix`. At
+        :data:`EMBEDDING` what allocates an embedding that the vocabulary's matrix is not tied to.
         """
         new = partial(torch.empty, device=device, dtype=dtype)
         hidden, vocabulary = config.hidden_size, config.vocab_size
-        embedding = new((vocabulary, hidden))
+        embedding = on_host.get(EMBEDDING, new)((vocabulary, hidden), dtype=dtype)
         lm_head = embedding if config.tie_word_embeddings else new((vocabulary, hidden))
         layers = []
         for index in range(config.num_layers):

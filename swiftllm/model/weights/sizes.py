@@ -38,6 +38,11 @@ def boundary_bytes(model: ModelConfig, dtype: torch.dtype) -> list[int]:
     return [packed_bytes(weights.take_linears(boundary)) for boundary in range(-1, model.num_layers)]
 
 
+def embedding_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of an embedding that may be in host memory: none where it is the vocabulary's matrix too."""
+    return 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size * dtype.itemsize
+
+
 @dataclass(frozen=True)
 class WeightSizes:
     """Bytes of a model's weights: all, those that stay on a GPU in every placement, and all of them in 4 bits.
@@ -61,4 +66,5 @@ class WeightSizes:
         four_bit = None
         if model.quantisation is None and scheme is not None:
             four_bit = weight_bytes(replace(model, quantisation=scheme), dtype)
-        return cls(total, total - sum(boundary_bytes(model, dtype)), four_bit)
+        elsewhere = sum(boundary_bytes(model, dtype)) + embedding_bytes(model, dtype)
+        return cls(total, total - elsewhere, four_bit)

@@ -34,11 +34,13 @@ from swiftllm.ops.triton.quantised import (
 )
 from swiftllm.ops.triton.rows import (
     add_rms_norm_kernel,
+    embed_kernel,
     norm_heads_kernel,
     rms_norm_kernel,
     rotary_kernel,
     silu_and_mul_kernel,
 )
+from swiftllm.ops.triton.tiles import MIN_DOT_TILE, blocks_per_split, linear_tiles, tokens_per_split
 
 LOG2_E = math.log2(math.e)
 TENSOR_CORES = 80  # lowest compute capability for which Triton emits tensor-core code
@@ -47,16 +49,12 @@ MAX_WARPS = 16
 COLUMNS_TILE = 1024
 HEADS_TILE = 8
 COPY_WORDS_TILE = 2048  # 8 KiB: 16 words per thread, in four 16-byte accesses
-MIN_DOT_TILE = 16  # rows and slots of tl.dot
 DOT_STAGES = 5  # the fewest with which Triton keeps two tiles of K and V in flight behind the ids of their blocks
 # Slots x dims of a tile of K, 8 KiB in 16 bits. In the lanes formulation: heads x slots x dims, which is 32 sums per
 # thread at 4 warps, and half of that in float32. Twice as many spill registers: on sm_86 for heads of 256 dims, and on
 # sm_80 in float32 with Triton 3.6.
 TILE_ELEMENTS = 4096
 COMBINE_TILE = 16
-# A split is long enough that its partial result (one fp32 head per 128 keys and values) is small beside its reads, and
-# short enough that every multiprocessor has some programs.
-MIN_SPLIT_TOKENS, MAX_SPLIT_TOKENS = 128, 1024
 # Programs of 4 warps that a multiprocessor has registers for, with up to 128 per thread. Shared memory may hold fewer.
 MOST_PROGRAMS = 4
 # What a program takes of it at most, as compiled: decode attention, and the 4-bit product by the rows of its tile.
@@ -70,7 +68,6 @@ LEAST_SHARED_BYTES = 64 << 10  # of a multiprocessor: sm_75
 MOST_QUANTISED_ROWS = 512
 MOST_SUMMED_ROWS = 4  # without tensor cores: by multiply-adds, each code is unpacked once for all rows
 SUMMED_COLUMNS_TILE = 32  # 64 would spill
-MIN_SPLIT_BLOCKS = 4  # of 128 inputs: a split reads 16 times as many bytes of codes as it writes of partial sums
 # On sm_90 the assembler aims at five programs per multiprocessor with tiles of 32 rows, and spills two registers for it
 # (Triton 3.7). It is told to be content with four. Other tiles and chips need no limit, and some have to exceed this.
 SPILLING_TILE, ITS_REGISTERS = (90, 32), 128
@@ -174,6 +171,12 @@ class TritonOps(Ops):
             columns, bias is not None, COLUMNS_TILE,
             num_warps=4,
         )  # fmt: skip
+        return out
+
+    def embed(self, token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        rows, size = len(token_ids), embedding.shape[1]
+        out, grid = embedding.new_empty((rows, size), device=token_ids.device), (rows, cdiv(size, COLUMNS_TILE))
+        launch(embed_kernel, grid, token_ids, embedding, out, size, COLUMNS_TILE, num_warps=4)
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -310,27 +313,6 @@ class TritonOps(Ops):
     def _programs_at_once(self, shared_bytes: int) -> int:
         """How many programs the GPU runs at a time, each with so many bytes of shared memory."""
         return self._num_multiprocessors * max(1, min(MOST_PROGRAMS, self._shared_bytes // shared_bytes))
-
-
-def tokens_per_split(num_sequences: int, context: int, programs: int) -> int:
-    """A power of two, for ``num_sequences`` (requests x KV heads) of up to ``context`` tokens, on a GPU that runs so
-    many programs at once."""
-    wanted_splits = cdiv(programs, num_sequences)
-    tokens = next_power_of_2(cdiv(context, wanted_splits))
-    return min(max(tokens, MIN_SPLIT_TOKENS), MAX_SPLIT_TOKENS)
-
-
-def linear_tiles(rows: int) -> tuple[int, int]:
-    """Rows and outputs of a tile: powers of two. More rows would leave no registers for as many outputs."""
-    rows_tile = min(max(MIN_DOT_TILE, next_power_of_2(rows)), 64)
-    return rows_tile, 64 if rows_tile == 64 else 128
-
-
-def blocks_per_split(blocks: int, tiles: int, programs: int) -> int:
-    """How many of a matrix's blocks of inputs one split computes, with so many tiles of rows and outputs, on a GPU that
-    runs so many programs at once."""
-    wanted_splits = cdiv(programs, tiles)
-    return max(cdiv(blocks, wanted_splits), MIN_SPLIT_BLOCKS)
 
 
 def _dequantise_transposed(matrix: QuantisedMatrix) -> torch.Tensor:

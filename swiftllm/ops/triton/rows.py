@@ -24,6 +24,17 @@ def rms_norm_kernel(x, weight, out, x_stride, eps, SIZE: tl.constexpr, TILE: tl.
 
 
 @triton.jit
+def embed_kernel(token_ids, embedding, out, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Grid ``(tokens, column tiles)``: int64 ``token_ids`` to rows of the contiguous ``embedding [vocabulary, SIZE]``,
+    which may be in host memory."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = columns < SIZE
+    token = tl.load(token_ids + row).to(tl.int64)
+    tl.store(out + row * SIZE + columns, tl.load(embedding + token * SIZE + columns, mask=inside), mask=inside)
+
+
+@triton.jit
 def add_rms_norm_kernel(
     residual, addend, weight, out, residual_stride, addend_stride, eps, SIZE: tl.constexpr, TILE: tl.constexpr
 ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -16,21 +16,23 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from swiftllm import __version__
-from swiftllm.server.api.chat import answer_chat
-from swiftllm.server.api.completions import answer_completion
+from swiftllm.server.api.answers.chat import answer_chat, chat_prompt
+from swiftllm.server.api.answers.completions import answer_completion
+from swiftllm.server.api.answers.event_writer import SERVER_SEND
 from swiftllm.server.api.context import ServingContext
-from swiftllm.server.api.errors import ApiError, handle_errors
-from swiftllm.server.api.event_writer import SERVER_SEND
-from swiftllm.server.api.parsing import Body, parse_body
-from swiftllm.server.api.protocol import (
+from swiftllm.server.api.contract.parsing import Body, json_body, parse_body, schemas_of
+from swiftllm.server.api.contract.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
 )
-from swiftllm.server.api.schema import json_body, schemas_of
-from swiftllm.server.api.translations import routes as translations
+from swiftllm.server.api.errors import ApiError, handle_errors
+from swiftllm.server.api.translations.messages_answer import answer_message
+from swiftllm.server.api.translations.messages_body import MessagesRequest
+from swiftllm.server.api.translations.responses_answer import answer_response
+from swiftllm.server.api.translations.responses_body import ResponsesRequest
 from swiftllm.server.observe.activity import log_activity
 from swiftllm.server.observe.metrics import Metrics
 from swiftllm.server.observe.status import StatusPage
@@ -39,9 +41,16 @@ from swiftllm.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-BODIES = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, *translations.BODIES)
-
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+Answerer = Callable[[ServingContext, Any, Request], Awaitable[Response]]
+
+GENERATING: dict[str, tuple[type[GenerationRequest], Answerer]] = {
+    "/v1/completions": (CompletionRequest, answer_completion),
+    "/v1/chat/completions": (ChatRequest, answer_chat),
+    "/v1/responses": (ResponsesRequest, answer_response),
+    "/v1/messages": (MessagesRequest, answer_message),
+}
+BODIES = (TokenizeRequest, DetokenizeRequest, *(kind for kind, _ in GENERATING.values()))
 
 
 class Application(FastAPI):
@@ -132,21 +141,23 @@ def api_routes(context: ServingContext, metrics: Metrics) -> APIRouter:
             body.check_fields()
         return body
 
-    @router.post("/v1/completions", openapi_extra=json_body(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        body = await body_of(request, CompletionRequest)
-        answer = await answer_completion(context, body, request)
-        metrics.count_choices(body.n)
-        return answer
+    def add_generation(path: str, kind: type[Body], answer: Answerer) -> None:
+        @router.post(path, openapi_extra=json_body(kind))
+        async def generate(request: Request) -> Response:
+            body = await body_of(request, kind)
+            response = await answer(context, body, request)
+            metrics.count_choices(body.n)
+            return response
 
-    @router.post("/v1/chat/completions", openapi_extra=json_body(ChatRequest))
-    async def chat_completions(request: Request) -> Response:
-        body = await body_of(request, ChatRequest)
-        answer = await answer_chat(context, body, request)
-        metrics.count_choices(body.n)
-        return answer
+    for path, (kind, answer) in GENERATING.items():
+        add_generation(path, kind, answer)
 
-    router.include_router(translations.translated_routes(context, body_of, metrics.count_choices))
+    @router.post("/v1/messages/count_tokens", openapi_extra=json_body(MessagesRequest))
+    async def count_tokens(request: Request) -> Response:
+        body = await body_of(request, MessagesRequest)
+        with body.own_names():
+            _, tokens = await chat_prompt(context, body.as_chat())
+        return JSONResponse({"input_tokens": len(tokens)})
 
     @read(router, "/v1/models")
     async def models() -> Response:
@@ -168,15 +179,15 @@ def api_routes(context: ServingContext, metrics: Metrics) -> APIRouter:
         body = await body_of(request, TokenizeRequest)
         if body.messages is not None:
             text = await context.render_chat(body.messages, body)
-            tokens = await context.encode(text, add_special_tokens=False)
+            tokens = await context.encode(text, "messages", add_special_tokens=False)
         elif body.prompt is not None:
-            tokens = await context.encode(body.prompt, body.add_special_tokens)
+            tokens = await context.encode(body.prompt, "prompt", body.add_special_tokens)
         else:
             raise ApiError(400, "give a prompt, or the messages of a conversation", "prompt", "missing")
         strings = None
         if body.return_token_strs:
             strings = await context.run_in_thread(context.require_tokenizer().token_strings, tokens)
-        count = {"count": len(tokens), "max_model_len": context.longest_request}
+        count = {"count": len(tokens), "max_model_len": context.admission.longest_request}
         return JSONResponse({**count, "tokens": tokens, "token_strs": strings})
 
     @router.post("/detokenize", openapi_extra=json_body(DetokenizeRequest))
@@ -229,7 +240,7 @@ def model_card(context: ServingContext) -> dict[str, Any]:
         "owned_by": "swiftllm",
         "root": context.model_path,
         "parent": None,
-        "max_model_len": context.longest_request,
+        "max_model_len": context.admission.longest_request,
     }
 
 

@@ -6,20 +6,22 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, TypeVar
 
-from swiftllm.core.request import ServiceClass
 from swiftllm.model.folder.hub import model_name
 from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.sampling.trial import GrammarTrials, TriedGrammar
-from swiftllm.scheduling.admission import context_limit
+from swiftllm.scheduling.admission import Admission, context_limit
+from swiftllm.server.api.contract.protocol import ChatMessage, GenerationRequest, TemplateOptions
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.api.protocol import ChatMessage, GenerationRequest, TemplateOptions
+from swiftllm.server.formats.call_grammars import AnswerGrammar, Tools
 from swiftllm.server.formats.calls import FORMATS
 from swiftllm.server.service.client import EngineClient
 from swiftllm.server.settings import ServerSettings
 
 LONG_TEXT_CHARS = 2000  # takes about 1 ms to tokenize; longer texts would delay the event loop too much
+LONGEST_TEXT = 4  # longest requests in a text to tokenize that need not fit into one
 MAX_NAME_CHARS = 100  # of a client's text, in an error message
 KNOWN = f"one of {', '.join(FORMATS)}"
 
@@ -49,14 +51,10 @@ class ServingContext:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self._trying = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
-    def longest_of(self, service_class: ServiceClass) -> int:
-        """Prompt and output tokens of the longest request of a class."""
-        return self.service.ready.admission.longest_of(service_class)
-
     @property
-    def longest_request(self) -> int:
-        """The same of any class."""
-        return self.service.ready.admission.longest_request
+    def admission(self) -> Admission:
+        """The engine's limits for requests."""
+        return self.service.ready.admission
 
     def check_model(self, name: str | None) -> None:
         """Check the model that a client names; None and "" are the served model, as in vLLM.
@@ -79,13 +77,17 @@ class ServingContext:
             raise ApiError(400, message, "prompt", "no_tokenizer")
         return self.tokenizer
 
-    async def grammar_of(self, body: GenerationRequest) -> TriedGrammar | None:
-        """The grammar that the output of a request must follow, if there is one.
+    async def grammar_of(self, body: GenerationRequest, calls: Tools | None = None) -> TriedGrammar | None:
+        """The grammar that the output of a request must follow, if there is one. If there is none, its ``calls`` must
+        follow their tools' schemas, where the form of calls is known.
 
         Raises:
             ApiError: there is no tokenizer, or it is no grammar.
         """
         wanted = body.grammar
+        if wanted is None and calls is not None and self.formats.calls is not None:
+            answers = await self.run_in_thread(lambda: self._answers)
+            wanted = (text := answers.following(calls)) and ("tools", "grammar", text)
         if wanted is None:
             return None
         name, kind, source = wanted
@@ -95,17 +97,28 @@ class ServingContext:
         except ValueError as error:
             raise ApiError(400, f"{name}: {error}", name, "invalid_grammar") from None
 
+    @cached_property
+    def _answers(self) -> AnswerGrammar:
+        return AnswerGrammar(self.formats.calls, self.require_tokenizer())
+
     async def run_in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Result of a function that would delay the event loop, called in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Tokens of a text; a long one is tokenized in a thread.
+    async def encode(self, text: str, param: str, add_special_tokens: bool, longest: int | None = None) -> list[int]:
+        """Tokens of a text, which the field ``param`` has brought; a long one is tokenized in a thread.
 
         Raises:
-            ApiError: there is no tokenizer.
+            ApiError: there is no tokenizer, or so many characters are at least ``longest`` tokens, by default
+                ``LONGEST_TEXT`` times those of the longest request: megabytes take seconds.
         """
-        return await self._run_by_size(len(text), self.require_tokenizer().encode, text, add_special_tokens)
+        tokenizer = self.require_tokenizer()
+        fewest = tokenizer.fewest_tokens(len(text))
+        if fewest >= (longest or LONGEST_TEXT * self.admission.longest_request):
+            limit = context_limit(longest or self.admission.longest_request, is_prompt_too_long=True)
+            message = f"{limit}; {len(text)} characters are at least {fewest} tokens"
+            raise ApiError(400, message, param, "context_length_exceeded")
+        return await self._run_by_size(len(text), tokenizer.encode, text, add_special_tokens)
 
     async def _run_by_size(self, num_chars: int, function: Callable[..., Result], *arguments: Any) -> Result:
         if num_chars <= LONG_TEXT_CHARS:
@@ -133,12 +146,8 @@ class ServingContext:
         Raises:
             ApiError: there is no tokenizer, or so many characters cannot fit into the longest request.
         """
-        fewest, longest = self.require_tokenizer().fewest_tokens(len(text)), self.longest_of(body.service_class)
-        if fewest >= longest and body.truncate_prompt_tokens is None:  # tokenizing megabytes takes seconds
-            limit = context_limit(longest, is_prompt_too_long=True)
-            message = f"{limit}; {len(text)} characters are at least {fewest} tokens"
-            raise ApiError(400, message, param, "context_length_exceeded")
-        return await self.encode(text, add_special_tokens)
+        longest = self.admission.longest_of(body.service_class) if body.truncate_prompt_tokens is None else None
+        return await self.encode(text, param, add_special_tokens, longest)
 
     async def render_chat(self, conversation: Sequence[ChatMessage], how: TemplateOptions) -> str:
         """The text of a conversation by the model's chat template, with its special tokens.

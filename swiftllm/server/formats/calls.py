@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from swiftllm.server.formats.parts import Part
-from swiftllm.server.formats.text import begun
+from swiftllm.server.formats.parts import HoldingReader, Part, Reader, begun
 
 # Of ids of calls. A generator of its own, which no library seeds.
 ID_BITS = random.Random()
@@ -133,23 +132,16 @@ def format_of(template: str) -> CallFormat | None:
     return next((FORMATS[name] for mark, name in marks.items() if mark in template and "tools" in template), None)
 
 
-class CallReader:
+class CallReader(HoldingReader):
     """Reads text with calls. A call becomes a part once it is complete; what is no call stays content."""
 
     def __init__(self, form: CallFormat) -> None:
+        super().__init__()
         self._form = form
-        self._held = ""
         self._mark: str | None = None  # that began the calls being read
         self._blanks = ""  # before it
         self._is_blank = True  # so far
         self.num_calls = 0
-
-    def push(self, text: str) -> list[Part]:
-        self._held += text
-        parts: list[Part] = []
-        while self._advance(parts):
-            pass
-        return parts
 
     def finish(self) -> list[Part]:
         parts: list[Part] = []
@@ -161,7 +153,6 @@ class CallReader:
         return parts
 
     def _advance(self, parts: list[Part]) -> bool:
-        """Read on; whether there may be more to read."""
         if self._mark is not None:
             return self._read_to_end(parts)
         form, text = self._form, self._held
@@ -236,6 +227,19 @@ class ForcedCall:
 
     def finish(self) -> list[Part]:
         return []
+
+
+class FirstCallReader:
+    """Leaves out the calls behind the first that another reader finds."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def push(self, text: str) -> list[Part]:
+        return [part for part in self._reader.push(text) if part.index == 0]
+
+    def finish(self) -> list[Part]:
+        return [part for part in self._reader.finish() if part.index == 0]
 
 
 def new_call(index: int, name: str, arguments: str) -> list[Part]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swiftllm.server.formats.calls import FORMATS, CallFormat, CallReader, ForcedCall
+from swiftllm.server.formats.calls import FORMATS, CallFormat, CallReader, FirstCallReader, ForcedCall
 from swiftllm.server.formats.harmony import HarmonyReader
 from swiftllm.server.formats.parts import Reader
 from swiftllm.server.formats.reasoning import BEGIN, ContentReader, ReasoningReader
@@ -27,9 +27,16 @@ class Formats:
     def reasoning_name(self) -> str | None:
         return "harmony" if self.is_harmony else "think" if self.has_reasoning else None
 
-    def reader(self, prompt: str, *, has_tools: bool, named: str | None, is_required: bool) -> Reader | None:
+    def reader(
+        self, prompt: str, *, has_tools: bool, named: str | None, is_required: bool, is_parallel: bool
+    ) -> Reader | None:
         """What reads an answer to ``prompt``; None if all of it is content. A grammar makes the whole output the
-        arguments of the tool ``named``, or calls in JSON where one ``is_required``."""
+        arguments of the tool ``named``, or calls in JSON where one ``is_required``. Of several calls only the first is
+        read unless they are ``is_parallel``."""
+        reader = self._reader(prompt, has_tools, named, is_required)
+        return reader if is_parallel or reader is None else FirstCallReader(reader)
+
+    def _reader(self, prompt: str, has_tools: bool, named: str | None, is_required: bool) -> Reader | None:
         if named is not None:
             return ForcedCall(named)
         if is_required:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 
 from swiftllm.server.formats.calls import new_call, object_of
-from swiftllm.server.formats.parts import Kind, Part
-from swiftllm.server.formats.text import begun
+from swiftllm.server.formats.parts import HoldingReader, Kind, Part, begun
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", START, CHANNEL)
@@ -27,26 +26,19 @@ def is_harmony(template: str) -> bool:
     return CHANNEL in template
 
 
-class HarmonyReader:
+class HarmonyReader(HoldingReader):
     """See :class:`~swiftllm.server.formats.parts.Reader`. Text that follows no header is content."""
 
     def __init__(self, prompt: str, has_tools: bool) -> None:
         """``prompt`` may end within a message, which then goes on."""
         self._has_tools = has_tools
-        self._held = ""
+        super().__init__()
         header, is_within, _ = prompt.rpartition(START)[2].partition(MESSAGE)
         self._stage = "message" if is_within and START in prompt else "begin"
         self._kind, self._called = self._read_header(header)
         self._given: set[Kind] = set()
         self._joint = ""  # before the next text, where another message of its kind was before it
         self._num_calls = 0
-
-    def push(self, text: str) -> list[Part]:
-        self._held += text
-        parts: list[Part] = []
-        while self._advance(parts):
-            pass
-        return parts
 
     def finish(self) -> list[Part]:
         parts: list[Part] = []
@@ -58,7 +50,6 @@ class HarmonyReader:
         return parts
 
     def _advance(self, parts: list[Part]) -> bool:
-        """Read on; whether there may be more to read."""
         held = self._held
         if self._stage == "begin":
             if any(word != held and word.startswith(held) for word in FIRST_WORDS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, Protocol
 
@@ -30,6 +31,30 @@ class Reader(Protocol):
 
     def finish(self) -> list[Part]:
         """The rest."""
+
+
+class HoldingReader(ABC):
+    """A reader that holds text back until it knows what it is."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, text: str) -> list[Part]:
+        self._held += text
+        parts: list[Part] = []
+        while self._advance(parts):
+            pass
+        return parts
+
+    @abstractmethod
+    def _advance(self, parts: list[Part]) -> bool:
+        """Read on and add to ``parts``; whether there may be more to read."""
+
+
+def begun(mark: str, text: str) -> int:
+    """Number of characters at the end of ``text`` that are a beginning of ``mark``."""
+    most = min(len(mark) - 1, len(text))
+    return next((length for length in range(most, 0, -1) if text.endswith(mark[:length])), 0)
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:

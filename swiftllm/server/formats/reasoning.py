@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from swiftllm.server.formats.parts import Part, Reader
-from swiftllm.server.formats.text import begun
+from swiftllm.server.formats.parts import Part, Reader, begun
 
 BEGIN, END = "<think>", "</think>"
 

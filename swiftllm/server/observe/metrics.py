@@ -75,7 +75,7 @@ class Metrics:
         ProcessCollector(registry=self._process)
         self.router = APIRouter()
         self.router.add_api_route("/metrics", self._answer, methods=["GET"], include_in_schema=False)
-        service.observers.append(self)
+        service.observers.append(self.on_arrival)
 
     def count_refusal(self, status_code: int, code: str | None = None) -> None:
         """Count a request that was answered with an error status, and the error's code."""

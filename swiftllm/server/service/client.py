@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
 
 from swiftllm.core.request import Request, RequestRefused
 from swiftllm.model.folder.tokenizer import Tokenizer
@@ -55,19 +54,12 @@ class EngineGone(RuntimeError):
     """The engine's process has ended before the engine was ready. Its standard error says why."""
 
 
-class ArrivalObserver(Protocol):
-    """Is called on the event loop, so it must be quick."""
-
-    def on_arrival(self, streams: Iterable[TokenStream], now_s: float) -> None:
-        """Called when new tokens of these streams have arrived."""
-
-
 class EngineClient(asyncio.Protocol):
     """The engine as the front end sees it. Everything but the constructor belongs to one event loop.
 
     Attributes:
         ready: what never changes about the engine.
-        observers: called when tokens arrive.
+        observers: called on the event loop, so quick ones, with the streams that have new tokens and the time (s).
     """
 
     def __init__(
@@ -86,7 +78,7 @@ class EngineClient(asyncio.Protocol):
         self._ends = ends
         self._frames = Frames()
         self.ready = self._wait_until_ready(ends, why_gone)
-        self.observers: list[ArrivalObserver] = []
+        self.observers: list[Callable[[Iterable[TokenStream], float], object]] = []
         self._why_gone = why_gone
         self._start_again = start_again
         self._restarts_left = self.limits.restart_engine if start_again is not None else 0
@@ -360,7 +352,7 @@ class EngineClient(asyncio.Protocol):
         if self._num_steps == num_steps:
             return
         for observer in self.observers:
-            observer.on_arrival([stream for stream, delta in deltas.items() if delta.token_ids], self._clock())
+            observer([stream for stream, delta in deltas.items() if delta.token_ids], self._clock())
         for stream, delta in deltas.items():
             if delta.is_last and stream.number in self._open:
                 self._ended(stream)

@@ -23,7 +23,7 @@ REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.
              960.0, 1920.0, 7680.0)  # fmt: skip
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
-OVER_PREDICTION = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
+RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
 
 
 class Histogram(msgspec.Struct):
@@ -64,38 +64,33 @@ class EngineHistograms:
         self.slo_outcomes: Counter[tuple[str, str]] = Counter()
         self._slo = slo
         lengths = one_two_five(max_model_len)
-        self._per_token = Histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time between tokens of a request that ended.", TOKEN_S
+        rows = (
+            (
+                "vllm:request_time_per_output_token_seconds",
+                TOKEN_S,
+                "Mean gap between tokens of a request that ended.",
+            ),
+            (
+                "vllm:e2e_request_latency_seconds",
+                REQUEST_S,
+                "From arrival of a request to its end, for any reason.",
+            ),
+            ("vllm:request_queue_time_seconds", REQUEST_S, "From a request's arrival to its first KV blocks."),
+            ("vllm:request_prefill_time_seconds", REQUEST_S, "From a request's first KV blocks to its first token."),
+            ("vllm:request_decode_time_seconds", REQUEST_S, "From a request's first token to its last."),
+            ("vllm:request_inference_time_seconds", REQUEST_S, "From a request's first KV blocks to its last token."),
+            ("vllm:request_num_preemptions", PREEMPTIONS, "Preemptions of each request that ended."),
+            ("vllm:request_params_max_tokens", lengths, "The parameter max_tokens of requests that ended."),
+            ("vllm:request_prompt_tokens", lengths, "Prompt tokens of requests that ended."),
+            ("vllm:request_generation_tokens", lengths, "Output tokens of requests that ended."),
+            ("vllm:iteration_tokens_total", ITERATION_TOKENS, "Tokens prefilled and sampled in an iteration."),
+            ("apex:iteration_over_predicted", RATIOS, "Measured time of an iteration divided by its predicted time."),
         )
-        self._latency = Histogram(
-            "vllm:e2e_request_latency_seconds", "From a request's arrival to its end, whatever the reason.", REQUEST_S
-        )
-        self._queued = Histogram(
-            "vllm:request_queue_time_seconds", "From a request's arrival to its first KV blocks.", REQUEST_S
-        )
-        self._prefill = Histogram(
-            "vllm:request_prefill_time_seconds", "From a request's first KV blocks to its first token.", REQUEST_S
-        )
-        self._decode = Histogram(
-            "vllm:request_decode_time_seconds", "From a request's first token to its last.", REQUEST_S
-        )
-        self._inference = Histogram(
-            "vllm:request_inference_time_seconds", "From a request's first KV blocks to its last token.", REQUEST_S
-        )
-        self._preempted = Histogram(
-            "vllm:request_num_preemptions", "Preemptions of each request that ended.", PREEMPTIONS
-        )
-        self._most_tokens = Histogram(
-            "vllm:request_params_max_tokens", "The parameter max_tokens of requests that ended.", lengths
-        )
-        self._prompt = Histogram("vllm:request_prompt_tokens", "Prompt tokens of requests that ended.", lengths)
-        self._output = Histogram("vllm:request_generation_tokens", "Output tokens of requests that ended.", lengths)
-        self._iteration = Histogram(
-            "vllm:iteration_tokens_total", "Tokens prefilled and sampled in an iteration.", ITERATION_TOKENS
-        )
-        about = "Measured time of an iteration divided by its predicted time."
-        self._over_prediction = Histogram("apex:iteration_over_predicted", about, OVER_PREDICTION)
-        self.all = [histogram for histogram in vars(self).values() if isinstance(histogram, Histogram)]
+        self.all = [Histogram(name, documentation, bounds) for name, bounds, documentation in rows]
+        self._named = {histogram.name.partition(":")[2]: histogram for histogram in self.all}
+
+    def _observe(self, name: str, value: float) -> None:
+        self._named[name].observe(value)
 
     def on_step(self, plan: IterationPlan, result: StepResult, outputs: Sequence[RequestOutput]) -> None:
         """Record an iteration."""
@@ -103,30 +98,31 @@ class EngineHistograms:
         num_tokens = len(result.tokens) + sum(item.num_tokens for item in plan.prefills)
         with self.lock:
             if num_tokens:
-                self._iteration.observe(num_tokens)
+                self._observe("iteration_tokens_total", num_tokens)
             if predicted_s > 0.0:
-                self._over_prediction.observe(result.duration_s / predicted_s)
+                self._observe("iteration_over_predicted", result.duration_s / predicted_s)
 
     def on_finish(self, request: Request, reason: str) -> None:
         """Record a request that has ended, for any ``reason``."""
         times_s = request.token_times_s
         with self.lock:
-            self._prompt.observe(request.prompt_len)
-            self._output.observe(request.output_len)
-            self._most_tokens.observe(request.sampling.max_tokens)
-            self._preempted.observe(request.num_preemptions)
+            self._observe("request_prompt_tokens", request.prompt_len)
+            self._observe("request_generation_tokens", request.output_len)
+            self._observe("request_params_max_tokens", request.sampling.max_tokens)
+            self._observe("request_num_preemptions", request.num_preemptions)
             # A stop string or an error of the service ends a request before the engine does.
             end_s = request.finish_s if request.finish_s is not None else times_s[-1] if times_s else None
             if end_s is not None:
-                self._latency.observe(end_s - request.arrival_s)
+                self._observe("e2e_request_latency_seconds", end_s - request.arrival_s)
             if admissions_s := [time_s for time_s, tier in request.tier_history if tier != WAITING]:
-                self._queued.observe(admissions_s[0] - request.arrival_s)
+                self._observe("request_queue_time_seconds", admissions_s[0] - request.arrival_s)
                 if times_s:
-                    self._prefill.observe(times_s[0] - admissions_s[0])
-                    self._decode.observe(times_s[-1] - times_s[0])
-                    self._inference.observe(times_s[-1] - admissions_s[0])
+                    self._observe("request_prefill_time_seconds", times_s[0] - admissions_s[0])
+                    self._observe("request_decode_time_seconds", times_s[-1] - times_s[0])
+                    self._observe("request_inference_time_seconds", times_s[-1] - admissions_s[0])
             if len(times_s) > 1:
-                self._per_token.observe((times_s[-1] - times_s[0]) / (len(times_s) - 1))
+                mean_s = (times_s[-1] - times_s[0]) / (len(times_s) - 1)
+                self._observe("request_time_per_output_token_seconds", mean_s)
             if self._slo is None or request.service_class is not LATENCY_SENSITIVE:
                 return
             if reason == "slo_unattainable":

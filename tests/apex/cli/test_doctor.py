@@ -148,11 +148,13 @@ def test_the_measured_choices_of_cpu_attention_are_told(monkeypatch, tmp_path):
     kinds = [f"{dtype} {heads}" for dtype in attention_choices.DTYPES for heads in HEADS]
     costs = {kind: 0.25 if kind.endswith("MHA") else 0.95 for kind in kinds}
     rates = {kind: {"none": 3.0, "L2": 21.0, "L1": 20.5} for kind in kinds}
+    rates["int8 MHA"] = rates["int8 MHA"] | {"L2 AVX2": 20.0, "L1 AVX2": 25.0}
     path = attention_choices.kept_path()
     path.parent.mkdir()
     path.write_text(json.dumps({"rates": rates, "shared_row_costs": costs}))
     measured = found(list(doctor.cpu_kernels()))
     assert measured["prefetch, float16 MHA"].found == "L2: measured 21.0 GB/s of K and V; none 3.0, L1 20.5"
+    assert measured["prefetch, int8 MHA"].found.startswith("L1 AVX2: measured 25.0 GB/s")
     told = measured["shared blocks, float16 MHA"].found
     assert told == "read once: a further row costs 0.25 of a row's own block"
     assert measured["shared blocks, float16 GQA"].found.startswith("read by each row: ")

@@ -22,7 +22,7 @@ from swiftllm import LLM
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.machine import GIB
-from swiftllm.model.boundaries.placement import Place
+from swiftllm.model.boundaries.placement import Place, all_resident
 from swiftllm.model.config.model_config import ModelConfig
 from tests.apex.placement.placements import give_times
 from tests.reference.fake_engine import flat_table
@@ -56,10 +56,11 @@ def memory_of(config: EngineConfig, free_bytes: float = 0) -> EngineMemory:
     return EngineMemory(config, ModelConfig.from_folder(config.model), torch.float32, int(free_bytes))
 
 
-def card_bytes(config: EngineConfig, boundaries: float, tokens: float = 0.0) -> int:
-    """Of a card with room for so many boundaries beside what stays there, and the KV cache of so many tokens."""
+def card_bytes(config: EngineConfig, boundaries: float, tokens: float = 0.0, *, embeds: bool = False) -> int:
+    """Of a card with room for so many boundaries beside what stays there, and the KV cache of so many tokens; for the
+    embedding too if it ``embeds``."""
     empty = memory_of(config)
-    weights = empty.other_bytes + boundaries * max(empty.boundary_bytes)
+    weights = empty.other_bytes + boundaries * max(empty.boundary_bytes) + embeds * empty.embedding_bytes
     free = (weights + tokens * empty.kv_bytes_per_token - empty.usable_bytes) / 0.95 + 2  # the headroom is 5%
     assert memory_of(config, free).usable_bytes == pytest.approx(weights + tokens * empty.kv_bytes_per_token, abs=4)
     return int(free)
@@ -102,19 +103,21 @@ def test_all_stay_on_a_card_with_room_for_all_requests_and_nothing_is_measured(m
     config, load = config_for(model_dir, **options), UniformLoad(8, 39, 15)
     tokens = 80 if options else 8 * 56  # of whole blocks
     with fake_gpu(0) as cuda:
-        cuda.total_bytes = card_bytes(config, LAYERS, tokens)
+        cuda.total_bytes = card_bytes(config, LAYERS, tokens, embeds=True)
         plan = place_weights(config, load)
         assert plan.placement is None and "has room for 8 requests of 39 in / 15 out beside them" in plan.describe()
         monkeypatch.undo()
         give_times(monkeypatch, **FAST_LINK)
-        cuda.total_bytes = card_bytes(config, LAYERS, tokens - 9)
+        cuda.total_bytes = card_bytes(config, LAYERS, tokens - 9, embeds=True)
         assert place_weights(config, load).describe() != plan.describe()
 
 
 def test_the_cpu_tier_takes_half_of_what_weights_leave_of_the_host(model_dir, monkeypatch):
     """As many bytes are left to the host beside that as an engine leaves at its start."""
-    monkeypatch.setattr("apex.placement.memory.available_host_bytes", lambda: GIB // 2 + 1000)
-    assert memory_of(config_for(model_dir)).cpu_kv_bytes(200) == 400
+    config = config_for(model_dir)
+    beside = GIB // 2 + memory_of(config).embedding_bytes
+    monkeypatch.setattr("apex.placement.memory.available_host_bytes", lambda: beside + 1000)
+    assert memory_of(config).cpu_kv_bytes(200) == 400
 
 
 def test_weights_make_room_only_where_that_is_faster(model_dir, monkeypatch):
@@ -126,7 +129,7 @@ def test_weights_make_room_only_where_that_is_faster(model_dir, monkeypatch):
         for name, times in (("fast", FAST_LINK), ("slow", SLOW_LINK)):
             give_times(monkeypatch, **times)
             found[name] = place_weights(config, LONG, offloads=False)
-    assert found["slow"].placement is None and "; all on the GPU" in found["slow"].describe()
+    assert found["slow"].placement == replace(all_resident(LAYERS), embedding_on_host=True)
     assert found["fast"].placement.count(Place.STREAMED) and "with all on the GPU" in found["fast"].describe()
 
 
@@ -164,7 +167,7 @@ def test_the_cpu_tier_counts_for_systems_that_use_it(model_dir, monkeypatch):
     with fake_gpu(0) as cuda:
         cuda.total_bytes = card_bytes(config, LAYERS, tokens=50)
         with_tier, without = (place_weights(config, LONG, offloads=offloads) for offloads in (True, False))
-    assert with_tier.placement is None  # the CPU tier holds the requests; weights need not make room
+    assert with_tier.placement.is_all_resident  # the CPU tier holds the requests; weights need not make room
     assert without.placement.count(Place.STREAMED) > 0
 
 

@@ -18,9 +18,9 @@ from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.machine import GIB
-from swiftllm.model.boundaries.placement import Place, Placement
+from swiftllm.model.boundaries.placement import Place, Placement, all_resident
 from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.weights.sizes import boundary_bytes, weight_bytes
+from swiftllm.model.weights.sizes import boundary_bytes, embedding_bytes, weight_bytes
 from swiftllm.systems import systems
 from tests.apex.placement.placements import give_times
 from tests.reference.fake_engine import flat_table
@@ -44,7 +44,8 @@ def config_for(model_dir: Path, boundaries: float, **options) -> EngineConfig:
     """With GPU memory for so many boundaries beside what stays there."""
     model = ModelConfig.from_folder(model_dir)
     sizes = boundary_bytes(model, torch.float32)
-    num_bytes = weight_bytes(model, torch.float32) - sum(sizes) + boundaries * max(sizes)
+    stays = weight_bytes(model, torch.float32) - sum(sizes) - embedding_bytes(model, torch.float32)
+    num_bytes = stays + boundaries * max(sizes)
     return EngineConfig(str(model_dir), dtype="float32", weights_gpu_memory=num_bytes / GIB, **SIZES, **options)
 
 
@@ -75,6 +76,21 @@ def test_memory_for_all_weights_places_none_elsewhere(model_dir):
     with fake_gpu(0):
         assert place_weights(config_for(model_dir, LAYERS + 1)) == WeightsPlan()
         assert place_weights(EngineConfig(str(model_dir), dtype="float32")) == WeightsPlan()
+
+
+def test_the_embedding_leaves_the_gpu_before_other_weights_unless_it_is_tied(model_dir, tmp_path, monkeypatch):
+    give_times(monkeypatch, gpu=1e-3, cpu=0.1, stream=0.1)
+    tied_dir = make_tiny_llama(tmp_path, num_hidden_layers=LAYERS, tie_word_embeddings=True)
+    with fake_gpu(0):
+        plan, fewer, tied = (
+            place_weights(config_for(folder, boundaries))
+            for folder, boundaries in ((model_dir, LAYERS + 0.05), (model_dir, 3.0), (tied_dir, 3.0))
+        )
+        assert place_weights(config_for(tied_dir, LAYERS + 0.05)) == WeightsPlan()
+    assert plan.placement == replace(all_resident(LAYERS), embedding_on_host=True)
+    assert "6 resident; the embedding in host memory; " in plan.describe()
+    assert fewer.placement.embedding_on_host and not fewer.placement.is_all_resident
+    assert not tied.placement.embedding_on_host
 
 
 def test_a_slow_cpu_computes_nothing_and_a_slow_link_copies_nothing(model_dir, monkeypatch):

@@ -134,7 +134,7 @@ def test_more_memory_for_weights_means_fewer_blocks(tmp_path) -> None:
     ("flags", "words"),
     [
         (("--weights-gpu-memory", "14"), "take less, or auto"),
-        (("--weights-gpu-memory", "0.1"), "give at least 0.62"),
+        (("--weights-gpu-memory", "0.1"), "give at least 0.31"),
         (("--weights-gpu-memory", "-1"), "from 0 on, or auto"),
         (("--weights-gpu-memory", "auto", "--num-gpu-blocks", "99999"), "exceeds the memory"),
         (("--weights-gpu-memory", "auto", "--model", "llama-3.1-70b"), "4-bit weights"),

@@ -64,7 +64,7 @@ def test_a_card_has_room_for_the_blocks_that_windows_need(folders) -> None:
     blocks = {"all": 3, "half": 14 + 3, "gpt-oss": 14 + 3}
     for name, each in blocks.items():
         config = config_for(folders[name])
-        free = card_bytes(config, LAYERS, tokens=8 * 4 * each)
+        free = card_bytes(config, LAYERS, tokens=8 * 4 * each, embeds=True)
         assert memory_of(config, free).holds_all(LONG), name
         assert not memory_of(config, free - 8 * 4).holds_all(LONG), name
 
@@ -74,7 +74,7 @@ def test_as_many_requests_are_foreseen_as_have_room_for_their_windows(folders) -
     model = ModelConfig.from_folder(config.model)
     assert LayerGroups.of(model, 4).slots(LONG.context) == LONG.context + 12
     tokens = 3 * (LONG.context + 12)
-    memory = memory_of(config, card_bytes(config, LAYERS, tokens))
+    memory = memory_of(config, card_bytes(config, LAYERS, tokens, embeds=True))
     curve = Curve((1, 2), (1e-3, 1e-3))
     times = BoundaryTimes(max(memory.boundary_bytes), curve, curve, 1e-3, read_bytes_per_s=1.0)
     costs = MeasuredCosts(memory, times, gpu_attention=1e6, cpu_attention=1e6)
@@ -85,5 +85,5 @@ def test_as_many_requests_are_foreseen_as_have_room_for_their_windows(folders) -
         2 * memory.kv_bytes_per_token
     )
     with fake_gpu(0) as cuda:
-        cuda.total_bytes = card_bytes(config, LAYERS, tokens=8 * 4 * 17)
+        cuda.total_bytes = card_bytes(config, LAYERS, tokens=8 * 4 * 17, embeds=True)
         assert "has room for 8 requests" in place_weights(config, LONG).describe()

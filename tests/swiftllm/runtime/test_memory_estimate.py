@@ -237,7 +237,7 @@ def test_weights_that_do_not_fit_are_refused_without_a_gpu_pool_too():
         (3, 4, False, "with --weights-gpu-memory auto"),
         (3, 11, True, "with --weights-gpu-memory auto"),
         (3, 0.7, False, None),
-        (0.3, 100, False, None),  # less than embedding and vocabulary take
+        (0.2, 100, False, None),  # less than the vocabulary takes
     ],
 )
 def test_advice_is_what_both_tiers_allow(device_gib, host_gib, auto, four_bit):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +38,8 @@ PLACEMENTS = {
     "half on the CPU": spread(BOUNDARIES, 0, 3),
     "all on the CPU": spread(BOUNDARIES, 0, BOUNDARIES),
     "some of each": Placement((Place.STREAMED, Place.CPU, Place.RESIDENT, Place.STREAMED, Place.STREAMED)),
+    "the embedding on the host": Placement((Place.RESIDENT,) * BOUNDARIES, embedding_on_host=True),
+    "it and one on the host": Placement((Place.STREAMED, *[Place.RESIDENT] * LAYERS), embedding_on_host=True),
 }
 every_placement = pytest.mark.parametrize("name", PLACEMENTS)
 
@@ -57,7 +61,7 @@ def backend(model_dir: Path, placement: Placement, make_worker=InlineWorker) -> 
 
 
 def tokens(backend: TorchBackend) -> list[list[int]]:
-    return outputs(DRIVES["swaps"](BackendDriver(backend)))
+    return outputs(DRIVES["few swaps"](BackendDriver(backend)))
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +189,24 @@ def test_the_device_holds_what_is_resident_and_two_slots(model_dir):
     check_weights(model, torch.float32, needed, placement)
     with pytest.raises(InsufficientMemory):
         check_weights(model, torch.float32, needed - 1, placement)
+    needed = whole - model.vocab_size * model.hidden_size * 4
+    check_weights(model, torch.float32, needed, PLACEMENTS["the embedding on the host"])
+    with pytest.raises(InsufficientMemory):
+        check_weights(model, torch.float32, needed - 1, PLACEMENTS["the embedding on the host"])
+
+
+def test_an_embedding_on_the_host_takes_no_device_memory_and_is_let_go_with_the_model(model_dir):
+    allocated = {}
+    with fake_gpu(0) as cuda:
+        for on_host in (False, True):
+            resident = replace(all_resident(LAYERS), embedding_on_host=on_host)
+            placed = backend(model_dir, resident, partial(FakeWorker, cuda))
+            assert placed.graphs is not None and len(cuda.runtime.mapped) == on_host
+            torch.cuda.synchronize()
+            allocated[on_host] = cuda.allocated
+            model = placed.model_config
+            placed.close()
+            del placed
+            gc.collect()
+    assert not cuda.runtime.mapped
+    assert allocated[False] - allocated[True] == model.vocab_size * model.hidden_size * 4

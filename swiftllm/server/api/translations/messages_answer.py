@@ -6,10 +6,26 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from fastapi import Request, Response
+
+from swiftllm.server.api.answers.chat import start_chat
+from swiftllm.server.api.context import ServingContext
+from swiftllm.server.api.translations.messages_body import MessagesRequest
 from swiftllm.server.api.translations.typed_answer import Event, Item, TypedAnswer
 
 BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "tool_call": "tool_use"}
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+async def answer_message(context: ServingContext, body: MessagesRequest, request: Request) -> Response:
+    """Answer a request.
+
+    Raises:
+        ApiError, QueueFull, ServiceStopping, RequestFailed: see :class:`Generation`.
+    """
+    with body.own_names():
+        generation = await start_chat(context, body.as_chat(), "msg")
+    return await MessageAnswer(generation).respond(request)
 
 
 class MessageAnswer(TypedAnswer):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from swiftllm.server.api.parsing import Lenient
+from swiftllm.server.api.contract.parsing import Lenient
 from swiftllm.server.api.translations.request import TranslatedRequest, not_implemented, required
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+from swiftllm.server.api.contract.parsing import parse_body
+from swiftllm.server.api.contract.protocol import ChatRequest, GenerationRequest, TextPart
+from swiftllm.server.api.contract.unsupported import refuse
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.api.parsing import validated
-from swiftllm.server.api.protocol import ChatRequest, GenerationRequest, TextPart
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {"n": (1,), "prompt_logprobs": (), "return_token_ids": (False,)}
 
@@ -23,9 +24,7 @@ class TranslatedRequest(GenerationRequest):
 
     def check_fields(self) -> None:
         for name, harmless in {**REFUSED, **self.refused}.items():
-            value = getattr(self, name, None)
-            if value is not None and value not in harmless:
-                raise ApiError(400, f"{name} is not implemented: leave it out", name, "unsupported_parameter")
+            refuse(name, getattr(self, name, None), harmless)
         super().check_fields()
 
     def chat_fields(self) -> dict[str, Any]:
@@ -44,7 +43,7 @@ class TranslatedRequest(GenerationRequest):
         """
         shared = self.model_fields_set & GenerationRequest.model_fields.keys() - REFUSED.keys() - {"stream_options"}
         own = {name: value for name, value in self.chat_fields().items() if value is not None}
-        chat = validated(ChatRequest, {name: getattr(self, name) for name in shared} | own)
+        chat = parse_body(ChatRequest, {name: getattr(self, name) for name in shared} | own)
         chat.check_fields()
         return chat
 

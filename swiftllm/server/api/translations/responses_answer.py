@@ -6,12 +6,27 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from swiftllm.server.api.generation import Generation
+from fastapi import Request, Response
+
+from swiftllm.server.api.answers.chat import start_chat
+from swiftllm.server.api.answers.generation import Generation
+from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.translations.responses_body import ResponsesRequest
 from swiftllm.server.api.translations.typed_answer import Event, Item, TypedAnswer
 
 ID_PREFIXES = {"content": "msg", "reasoning": "rs", "tool_call": "fc"}
 PART_TYPES = {"content": "output_text", "reasoning": "reasoning_text"}
+
+
+async def answer_response(context: ServingContext, body: ResponsesRequest, request: Request) -> Response:
+    """Answer a request.
+
+    Raises:
+        ApiError, QueueFull, ServiceStopping, RequestFailed: see :class:`Generation`.
+    """
+    with body.own_names():
+        generation = await start_chat(context, body.as_chat(), "resp")
+    return await ResponseAnswer(generation, body).respond(request)
 
 
 class ResponseAnswer(TypedAnswer):

@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from swiftllm.server.api.parsing import Lenient
-from swiftllm.server.api.protocol import TextPart
+from swiftllm.server.api.contract.parsing import Lenient
+from swiftllm.server.api.contract.protocol import TextPart
 from swiftllm.server.api.translations.request import TranslatedRequest, not_implemented, required, text_of
 
 ROLES = {"developer": "system"}  # chat templates know no developers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,10 +10,10 @@ from typing import Any, Literal
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from swiftllm.server.api.answers.answer import AnyAnswer, as_json
+from swiftllm.server.api.answers.generation import Choice, Generation
 from swiftllm.server.api.errors import as_api_error
-from swiftllm.server.api.generation import Choice, Generation
-from swiftllm.server.api.output_text import Piece, parts_of
-from swiftllm.server.api.responses import EventStream, as_json
+from swiftllm.server.formats.output_text import Piece, parts_of
 from swiftllm.server.formats.parts import Part
 
 Event = dict[str, Any]
@@ -34,7 +34,7 @@ class Item:
         return "".join(self.texts)
 
 
-class TypedAnswer(ABC):
+class TypedAnswer(AnyAnswer):
     """Formats the one output of a request. An answer that is no stream is what the last event of a stream says."""
 
     def __init__(self, generation: Generation) -> None:
@@ -45,19 +45,8 @@ class TypedAnswer(ABC):
         """The last piece, once there is one: it says why the output ended."""
         self.num_reasoning_tokens = 0
 
-    async def respond(self, request: Request) -> Response:
-        """The HTTP response: a stream if the client asked for one, else one JSON object.
-
-        Raises:
-            ClientDisconnect, RequestFailed: see :meth:`Generation.read_outputs`; only without a stream.
-        """
-        if self.generation.body.stream:
-            return EventStream(self)
-
-        def on_piece(choice: Choice, piece: Piece) -> None:
-            self.chunk_event(choice, piece)
-
-        await self.generation.read_outputs(on_piece, request.receive)
+    async def whole_response(self, request: Request) -> Response:
+        await self.generation.read_outputs(self.chunk_event, request.receive)
         return JSONResponse(self.whole())
 
     # -- what the APIs differ in ------------------------------------------------------------------------------------
@@ -102,7 +91,6 @@ class TypedAnswer(ABC):
         return self._written(self.finish())
 
     def error_event(self, error: Exception) -> str:
-        """The last event of a stream that failed."""
         return self._written(iter([{"type": "error", **as_api_error(error).body()}]))
 
     def _written(self, events: Iterator[Event]) -> str:

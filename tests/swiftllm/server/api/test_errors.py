@@ -8,11 +8,11 @@ import openai
 import pytest
 
 from swiftllm import LLM, RequestRefused, SamplingParams
-from swiftllm.server.api import protocol, unsupported
 from swiftllm.server.api.app import model_card
 from swiftllm.server.api.context import ServingContext
+from swiftllm.server.api.contract import protocol, unsupported
+from swiftllm.server.api.contract.parsing import parse_body
 from swiftllm.server.api.errors import ApiError, as_api_error
-from swiftllm.server.api.parsing import parse_body
 from swiftllm.server.service.limits import ServiceLimits
 from swiftllm.server.service.places import QueueFull, ServiceStopping
 from swiftllm.server.service.service import EngineService
@@ -266,7 +266,7 @@ def test_a_model_without_chat_template_says_so(tmp_path):
 def test_clients_are_told_no_more_than_the_pools_hold():
     engine = fake_engine("swiftllm", num_gpu_blocks=8, num_cpu_blocks=0, block_size=4, max_model_len=100)
     context = ServingContext(SimpleNamespace(ready=EngineService(engine).ready(), tokenizer=None), ServerSettings())
-    assert context.longest_request == model_card(context)["max_model_len"] == 33
+    assert context.admission.longest_request == model_card(context)["max_model_len"] == 33
     engine.make_request("fits", [1] * 30, SamplingParams(max_tokens=3))
     with pytest.raises(RequestRefused):
         engine.make_request("does not", [1] * 31, SamplingParams(max_tokens=3))

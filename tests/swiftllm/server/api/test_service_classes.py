@@ -13,8 +13,8 @@ from apex.strategy import StrategyConfig
 from swiftllm import SamplingParams
 from swiftllm.core.request import ServiceClass
 from swiftllm.scheduling.arrival_queue import ArrivalQueue
+from swiftllm.server.api.contract.protocol import CompletionRequest
 from swiftllm.server.api.errors import as_api_error
-from swiftllm.server.api.protocol import CompletionRequest
 from swiftllm.server.observe.metrics import Metrics
 from swiftllm.server.service.limits import NewRequest, ServiceLimits
 from swiftllm.server.service.places import QueueFull

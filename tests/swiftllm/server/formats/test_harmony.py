@@ -108,6 +108,6 @@ def test_the_template_tells_the_form() -> None:
     assert is_harmony("<|start|>assistant<|channel|>analysis") and not is_harmony("<|start|>assistant")
     formats = Formats(is_harmony=True)
     assert formats.calls_name == formats.reasoning_name == "harmony"
-    how = {"has_tools": True, "named": None, "is_required": False}
+    how = {"has_tools": True, "named": None, "is_required": False, "is_parallel": True}
     assert isinstance(formats.reader(PROMPT, **how), HarmonyReader)
     assert not isinstance(formats.reader(PROMPT, **{**how, "named": "f"}), HarmonyReader)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from httpx_sse import connect_sse
 
-from swiftllm.server.api.parsing import parse_body
+from swiftllm.server.api.contract.parsing import parse_body
 from swiftllm.server.api.translations.messages_body import MessagesRequest
 from tests.swiftllm.server.api.test_errors import HELLO, error_of
 

@@ -10,8 +10,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from swiftllm.server.api.contract.parsing import parse_body
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.api.parsing import parse_body
 from swiftllm.server.api.translations.responses_body import ResponsesRequest
 from tests.swiftllm.server.api.test_errors import error_of
 

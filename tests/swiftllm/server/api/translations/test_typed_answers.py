@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from swiftllm.server.api.output_text import Piece
-from swiftllm.server.api.protocol import ChatRequest
+from swiftllm.server.api.contract.protocol import ChatRequest
 from swiftllm.server.api.translations.messages_answer import MessageAnswer
 from swiftllm.server.api.translations.responses_answer import ResponseAnswer
 from swiftllm.server.api.translations.responses_body import ResponsesRequest
 from swiftllm.server.api.translations.typed_answer import TypedAnswer
+from swiftllm.server.formats.output_text import Piece
 from swiftllm.server.formats.parts import Part
 
 PARTS = [

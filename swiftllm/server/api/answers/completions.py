@@ -10,11 +10,11 @@ from typing import Any
 from fastapi import Request, Response
 
 from swiftllm.core.request import TokenLogprob
+from swiftllm.server.api.answers.answer import Answer, as_json, finite, text_as_json, token_text
+from swiftllm.server.api.answers.generation import Choice, Generation, Prompt
 from swiftllm.server.api.context import ServingContext
-from swiftllm.server.api.generation import Choice, Generation, Prompt
-from swiftllm.server.api.output_text import Piece, TokenTexts
-from swiftllm.server.api.protocol import CompletionRequest
-from swiftllm.server.api.responses import Answer, as_json, finite, text_as_json, token_text
+from swiftllm.server.api.contract.protocol import CompletionRequest
+from swiftllm.server.formats.output_text import Piece, TokenTexts
 
 
 async def answer_completion(context: ServingContext, body: CompletionRequest, request: Request) -> Response:
@@ -27,7 +27,7 @@ async def answer_completion(context: ServingContext, body: CompletionRequest, re
     for given in body.prompts:
         is_text = isinstance(given, str)
         tokens = await context.encode_prompt(given, body, "prompt", body.add_special_tokens) if is_text else given
-        kept = body.kept_tokens(tokens, body.tokens_to_make, context.longest_of(body.service_class))
+        kept = body.kept_tokens(tokens, body.tokens_to_make, context.admission.longest_of(body.service_class))
         prompts.append(Prompt(kept, given if is_text and len(kept) == len(tokens) else None))
     grammar = await context.grammar_of(body)
     generation = Generation(context, "cmpl", body, prompts, body.tokens_to_make, grammar)

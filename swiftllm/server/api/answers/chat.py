@@ -8,11 +8,12 @@ from typing import Any
 
 from fastapi import Request, Response
 
+from swiftllm.server.api.answers.answer import Answer, as_json, finite, text_as_json, token_text
+from swiftllm.server.api.answers.generation import Choice, Generation, Prompt
 from swiftllm.server.api.context import ServingContext
-from swiftllm.server.api.generation import Choice, Generation, Prompt
-from swiftllm.server.api.output_text import Piece, parts_of
-from swiftllm.server.api.protocol import ChatRequest
-from swiftllm.server.api.responses import Answer, as_json, finite, text_as_json, token_text
+from swiftllm.server.api.contract.protocol import ChatRequest
+from swiftllm.server.api.contract.tools import may_follow
+from swiftllm.server.formats.output_text import Piece, parts_of
 from swiftllm.server.formats.parts import Part, joined
 
 TEXT_FIELDS = {"content": ("content",), "reasoning": ("reasoning_content", "reasoning")}
@@ -34,25 +35,24 @@ async def start_chat(context: ServingContext, body: ChatRequest, id_prefix: str 
         ApiError, QueueFull, ServiceStopping: see :class:`Generation`.
     """
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    text = await context.render_chat(body.messages, body)
-    tokens = await context.encode_prompt(text, body, "messages", add_special_tokens=False)
-    prompt = Prompt(body.kept_tokens(tokens, max_tokens, context.longest_of(body.service_class)))
-    grammar = await context.grammar_of(body)
-    if context.formats.is_harmony:  # its marks are special tokens
+    text, tokens = await chat_prompt(context, body)
+    prompt = Prompt(body.kept_tokens(tokens, max_tokens, context.admission.longest_of(body.service_class)))
+    grammar = await context.grammar_of(body, may_follow(body.tools_offered))
+    if context.formats.is_harmony or body.tools_offered:  # marks may be special tokens
         body = body.model_copy(update={"skip_special_tokens": False})
-    how = {"named": body.named_tool, "is_required": body.tool_choice == "required"}
+    how = {"named": body.named_tool, "is_required": body.tool_choice == "required", "is_parallel": body.is_parallel}
     reader = partial(context.formats.reader, text, has_tools=bool(body.tools_offered), **how)
     return Generation(context, id_prefix, body, [prompt], max_tokens, grammar, reader)
 
 
-async def chat_tokens(context: ServingContext, body: ChatRequest) -> list[int]:
-    """The tokens of a conversation.
+async def chat_prompt(context: ServingContext, body: ChatRequest) -> tuple[str, list[int]]:
+    """The text of a conversation, and its tokens.
 
     Raises:
         ApiError: it cannot be rendered, or is too long.
     """
     text = await context.render_chat(body.messages, body)
-    return await context.encode_prompt(text, body, "messages", add_special_tokens=False)
+    return text, await context.encode_prompt(text, body, "messages", add_special_tokens=False)
 
 
 class ChatAnswer(Answer):

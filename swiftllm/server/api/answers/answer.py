@@ -10,7 +10,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -19,10 +19,10 @@ from starlette.types import Receive, Scope, Send
 
 from swiftllm.core.request import TokenLogprob
 from swiftllm.model.folder.tokenizer import Tokenizer
+from swiftllm.server.api.answers.event_writer import SERVER_SEND, EventWriter
+from swiftllm.server.api.answers.generation import Choice, Generation
 from swiftllm.server.api.errors import as_api_error
-from swiftllm.server.api.event_writer import SERVER_SEND, EventWriter
-from swiftllm.server.api.generation import Choice, Generation
-from swiftllm.server.api.output_text import Piece
+from swiftllm.server.formats.output_text import Piece
 from swiftllm.server.service.token_streams import RequestFailed
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,42 @@ MANY_LOGPROBS = 100  # with twenty likely tokens each these take 2 ms to format
 LEAST_LOGPROB = -9999.0  # vLLM's value for a probability of zero
 
 
-class Answer(ABC):
-    """Formats the outputs of one request for one endpoint."""
+class AnyAnswer(ABC):
+    """An answer: one JSON object, or the events of each moment as text."""
+
+    generation: Generation
+
+    async def respond(self, request: Request) -> Response:
+        """The HTTP response: a stream if the client asked for one, else one JSON object.
+
+        Raises:
+            ClientDisconnect, RequestFailed: see :meth:`Generation.read_outputs`; only without a stream.
+        """
+        return EventStream(self) if self.generation.body.stream else await self.whole_response(request)
+
+    @abstractmethod
+    async def whole_response(self, request: Request) -> Response:
+        """All outputs in one JSON object, once they are complete."""
+
+    @abstractmethod
+    def opening_events(self, choice: Choice) -> str:
+        """The events of a stream before the first text of a choice; may be empty."""
+
+    @abstractmethod
+    def chunk_event(self, choice: Choice, piece: Piece) -> str:
+        """The events of one piece."""
+
+    @abstractmethod
+    def closing_events(self) -> str:
+        """The last events of a stream."""
+
+    @abstractmethod
+    def error_event(self, error: Exception) -> str:
+        """The last event of a stream that failed."""
+
+
+class Answer(AnyAnswer):
+    """Formats the outputs of one request for one endpoint of OpenAI's."""
 
     object_name: ClassVar[str]
     chunk_object_name: ClassVar[str]
@@ -52,14 +86,6 @@ class Answer(ABC):
             self._envelope["service_tier"] = self.body.tier_served
         envelope = as_json({"object": self.chunk_object_name, **self._envelope})
         self._chunk_head = f'data: {envelope[:-1]},"choices":['
-
-    async def respond(self, request: Request) -> Response:
-        """The HTTP response: a stream if the client asked for one, else one JSON object.
-
-        Raises:
-            ClientDisconnect, RequestFailed: see :meth:`Generation.read_outputs`; only without a stream.
-        """
-        return EventStream(self) if self.body.stream else await self._json_response(request)
 
     # -- what endpoints differ in -----------------------------------------------------------------------------------
 
@@ -80,7 +106,6 @@ class Answer(ABC):
         return []
 
     def opening_events(self, choice: Choice) -> str:
-        """The events of a stream before the first text of a choice; may be empty."""
         return "".join(self.chunk_event(choice, piece) for piece in self.prompt_pieces(choice))
 
     def extra_fields(self) -> dict[str, Any]:
@@ -107,8 +132,7 @@ class Answer(ABC):
 
     # -- one JSON object --------------------------------------------------------------------------------------------
 
-    async def _json_response(self, request: Request) -> Response:
-        """All outputs in one JSON object, once they are complete."""
+    async def whole_response(self, request: Request) -> Response:
         pieces: list[list[Piece]] = [[] for _ in self.generation.choices]
 
         def on_piece(choice: Choice, piece: Piece) -> None:
@@ -142,7 +166,6 @@ class Answer(ABC):
     # -- a stream of events -----------------------------------------------------------------------------------------
 
     def chunk_event(self, choice: Choice, piece: Piece) -> str:
-        """The event of one piece."""
         _, entries, finish_reason, stop_reason, token_ids, _ = piece
         end = '"logprobs":null,"finish_reason":null,"stop_reason":null'
         if entries or finish_reason is not None:
@@ -162,12 +185,10 @@ class Answer(ABC):
         return f'{self._chunk_head}{{"index":{choice.index},{fields}}}]{usage}{beside}}}\n\n'
 
     def closing_events(self) -> str:
-        """The last events of a stream."""
         usage = f'{self._chunk_head}],"usage":{as_json(self._total_usage())}}}\n\n'
         return f"{usage if self._has_usage else ''}data: [DONE]\n\n"
 
     def error_event(self, error: Exception) -> str:
-        """The last event of a stream that failed."""
         return f"data: {as_json(as_api_error(error).body())}\n\n"
 
     def _total_usage(self) -> dict[str, Any]:
@@ -190,24 +211,10 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 
-class StreamedAnswer(Protocol):
-    """What a stream needs of an answer: its outputs, and the events of each moment as text."""
-
-    generation: Generation
-
-    def opening_events(self, choice: Choice) -> str: ...
-
-    def chunk_event(self, choice: Choice, piece: Piece) -> str: ...
-
-    def closing_events(self) -> str: ...
-
-    def error_event(self, error: Exception) -> str: ...
-
-
 class EventStream(Response):
     """An answer as server-sent events. It begins with the first piece, so an earlier error gets its HTTP status."""
 
-    def __init__(self, answer: StreamedAnswer) -> None:
+    def __init__(self, answer: AnyAnswer) -> None:
         super().__init__()
         self._answer = answer
 

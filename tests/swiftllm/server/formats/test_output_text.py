@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from swiftllm.core.request import TokenLogprob
 from swiftllm.model.folder.tokenizer import Tokenizer
-from swiftllm.server.api.output_text import OutputText, StopStrings
+from swiftllm.server.formats.output_text import OutputText, StopStrings
 from swiftllm.server.service.token_streams import Delta
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 

@@ -7,7 +7,7 @@ and are not implemented are refused, unless they have a value without effect.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swiftllm.server.api.errors import ApiError
@@ -62,8 +62,18 @@ def check_unsupported_fields(fields: Mapping[str, Any]) -> None:
         harmless = NOT_IMPLEMENTED.get(name)
         if harmless is None:
             log_ignored_field(name)
-        elif value is not None and value not in harmless:
-            raise ApiError(400, f"{name} is not implemented: leave it out", name, "unsupported_parameter")
+        else:
+            refuse(name, value, harmless)
+
+
+def refuse(name: str, value: Any, harmless: Sequence[Any]) -> None:
+    """Check that a field that is not implemented has a value without effect.
+
+    Raises:
+        ApiError: it has another one.
+    """
+    if value is not None and value not in harmless:
+        raise ApiError(400, f"{name} is not implemented: leave it out", name, "unsupported_parameter")
 
 
 def log_ignored_field(name: str) -> None:

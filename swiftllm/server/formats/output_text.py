@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from swiftllm.core.request import TokenLogprob
 from swiftllm.model.folder.tokenizer import Tokenizer
-from swiftllm.server.formats.parts import Part, Reader
-from swiftllm.server.formats.text import begun
+from swiftllm.server.formats.parts import Part, Reader, begun
 from swiftllm.server.service.token_streams import Delta
 
 

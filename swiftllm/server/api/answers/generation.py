@@ -15,9 +15,9 @@ from starlette.types import Receive
 from swiftllm.core.request import RequestRefused, SamplingParams
 from swiftllm.sampling.trial import TriedGrammar
 from swiftllm.server.api.context import ServingContext
+from swiftllm.server.api.contract.protocol import GenerationRequest
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.api.output_text import OutputText, Piece, ReadText
-from swiftllm.server.api.protocol import GenerationRequest
+from swiftllm.server.formats.output_text import OutputText, Piece, ReadText
 from swiftllm.server.formats.parts import Reader
 from swiftllm.server.service.limits import NewRequest
 from swiftllm.server.service.token_streams import Delta, RequestFailed, TokenStream
@@ -44,7 +44,7 @@ class Choice:
     text: OutputText | ReadText
 
 
-PieceListener = Callable[[Choice, Piece], None]
+PieceListener = Callable[[Choice, Piece], object]
 
 
 class Generation:
@@ -71,7 +71,7 @@ class Generation:
         self.context = context
         self.body = body
         self.prompts = prompts
-        longest = context.longest_of(body.service_class)
+        longest = context.admission.longest_of(body.service_class)
         others: dict[str, Any] = {**context.sampling_defaults, "grammar": grammar}
         if body.bad_words:
             others["bad_words"] = tuple(body.bad_token_ids(context.require_tokenizer()))

@@ -13,13 +13,14 @@ from swiftllm.core.request import SamplingParams, ServiceClass
 from swiftllm.core.sampling_params import MAX_LOGPROBS
 from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import Kind
+from swiftllm.server.api.contract.parsing import Flag, Lenient, null_is_left_out, with_token_ids
+from swiftllm.server.api.contract.structured import ResponseFormat, StructuredOutputs
+from swiftllm.server.api.contract.tools import NamedTool, Tool, ToolChoice, check_tools, schemas_of
+from swiftllm.server.api.contract.unsupported import check_unsupported_fields
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.api.output_text import NoOutput, OutputText
-from swiftllm.server.api.parsing import Flag, Lenient, null_is_left_out, with_token_ids
-from swiftllm.server.api.structured import ResponseFormat, StructuredOutputs
-from swiftllm.server.api.tools import NamedTool, Tool, ToolChoice, check_tools, forced_schema
-from swiftllm.server.api.unsupported import check_unsupported_fields
+from swiftllm.server.formats.call_grammars import compact, forced_schema
 from swiftllm.server.formats.calls import object_of
+from swiftllm.server.formats.output_text import NoOutput, OutputText
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16  # OpenAI allows four, vLLM any number; evaluation harnesses send six
@@ -337,13 +338,23 @@ class ChatRequest(GenerationRequest, TemplateOptions):
 
     @property
     def grammar(self) -> tuple[str, Kind, Any] | None:
-        schema = forced_schema(self.tools_offered, self.tool_choice, self.parallel_tool_calls is not False)
-        if schema is None:
+        if not self.must_call:
             return super().grammar
         if super().grammar is not None:
             message = "give response_format, or a tool_choice that forces a call"
             raise ApiError(400, message, "tool_choice", "invalid_value")
-        return "tools", "json_schema", schema
+        schemas = schemas_of(self.tools_offered)
+        named = compact(schemas[self.named_tool]) if self.named_tool else None
+        return "tools", "json_schema", named or forced_schema(schemas, self.is_parallel)
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or self.named_tool is not None
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether an answer may have several calls."""
+        return self.parallel_tool_calls is not False
 
     @property
     def named_tool(self) -> str | None:

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from evaluation.results.paths import REPO_ROOT
-from swiftllm.server.api.protocol import ChatRequest, CompletionRequest
-from swiftllm.server.api.unsupported import NOT_IMPLEMENTED
+from swiftllm.server.api.contract.protocol import ChatRequest, CompletionRequest
+from swiftllm.server.api.contract.unsupported import NOT_IMPLEMENTED
 
 
 def rows() -> list[tuple[set[str], str]]:

@@ -64,7 +64,21 @@ def test_what_has_too_many_characters_is_refused_before_it_is_tokenized(server, 
         assert error["code"] == "context_length_exceeded" and not encoded
     error_of(server.post(COMPLETIONS, {"prompt": "1" * most}))
     assert encoded, "it might fit"
-    assert server.post("/tokenize", {"prompt": "1" * (most + 1)}).json()["count"] == most + 1
+    text = "1" * (most + 1)
+    assert server.post("/tokenize", {"prompt": text}).json()["count"] == most + 1
+    cut = {"truncate_prompt_tokens": 5, "max_tokens": 1}
+    assert server.post(COMPLETIONS, {"prompt": text, **cut}).json()["usage"]["prompt_tokens"] == 5
+    encoded.clear()
+    text = "1" * (4 * longest * 512)
+    messages = [{"role": "user", "content": text}]
+    for path, body in (
+        ("/tokenize", {"prompt": text}),
+        ("/tokenize", {"messages": messages}),
+        (COMPLETIONS, {"prompt": text, **cut}),
+        (CHAT, {"messages": messages, **cut}),
+    ):
+        error = error_of(server.post(path, body))
+        assert error["code"] == "context_length_exceeded" and error["param"] == next(iter(body)) and not encoded
 
 
 # -- bodies -----------------------------------------------------------------------------------------------------------

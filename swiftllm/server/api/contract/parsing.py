@@ -1,4 +1,4 @@
-"""Parses and validates JSON bodies."""
+"""Parses, validates and describes JSON bodies."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import re
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic.json_schema import models_json_schema
 from pydantic_core import PydanticCustomError, PydanticUseDefault
 
 from swiftllm.core.request import first_of
 from swiftllm.server.api.errors import ApiError
 
 UNION_MEMBERS = ("str", "int", "TextPart", "Function")
+REFERENCE = "#/components/schemas/{model}"
 TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
 
 
@@ -42,26 +44,14 @@ Flag = Annotated[bool, BeforeValidator(null_is_left_out)]
 Body = TypeVar("Body", bound=Lenient)
 
 
-def parse_body(kind: type[Body], data: bytes) -> Body:
-    """Parse a request's body.
+def parse_body(kind: type[Body], data: bytes | dict[str, Any]) -> Body:
+    """A request's body, from JSON or from its fields.
 
     Raises:
         ApiError: it is not JSON, or a field has a wrong type or value.
     """
     try:
-        return kind.model_validate_json(data)
-    except ValidationError as error:
-        raise as_invalid_value(error) from None
-
-
-def validated(kind: type[Body], fields: dict[str, Any]) -> Body:
-    """A body with these fields.
-
-    Raises:
-        ApiError: a field has a wrong type or value.
-    """
-    try:
-        return kind.model_validate(fields)
+        return kind.model_validate_json(data) if isinstance(data, bytes) else kind.model_validate(data)
     except ValidationError as error:
         raise as_invalid_value(error) from None
 
@@ -74,3 +64,15 @@ def as_invalid_value(error: ValidationError) -> ApiError:
     where = ".".join(part for part in path if part not in UNION_MEMBERS)
     message = f"{where}: {first['msg']}" if where else first["msg"]
     return ApiError(400, message, param=path[0] if path else None, code="invalid_value")
+
+
+def json_body(kind: type[BaseModel]) -> dict[str, Any]:
+    """What a path says of its body in OpenAPI, since it parses it itself; see :func:`schemas_of`."""
+    schema = {"$ref": REFERENCE.format(model=kind.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def schemas_of(*kinds: type[BaseModel]) -> dict[str, Any]:
+    """The schemas of bodies, by name, with those that they refer to."""
+    _, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=REFERENCE)
+    return schemas["$defs"]

@@ -10,8 +10,8 @@ import pytest
 from swiftllm import LLM
 from swiftllm.server.service.service import EngineService, ServiceLimits
 from swiftllm.server.settings import ServerSettings
+from tests.swiftllm.server.api.contract.test_tools import TOOLS
 from tests.swiftllm.server.api.test_errors import CHAT, HELLO
-from tests.swiftllm.server.api.test_tools import TOOLS
 from tests.swiftllm.server.conftest import OPTIONS
 from tests.swiftllm.server.http_server import RunningServer, running
 
@@ -70,13 +70,13 @@ def test_special_tokens_are_read(server, monkeypatch) -> None:
     """In gpt-oss' vocabulary the marks are, and a text without them has no form."""
     seen = []
     monkeypatch.setattr(
-        "swiftllm.server.api.protocol.OutputText", lambda *a, **how: seen.append(how) or make(*a, **how)
+        "swiftllm.server.api.contract.protocol.OutputText", lambda *a, **how: seen.append(how) or make(*a, **how)
     )
     server.post(CHAT, body_of(SAID + FINAL))
     assert [how["skip_special_tokens"] for how in seen] == [False]
 
 
 def make(*arguments: object, **how: object) -> object:
-    from swiftllm.server.api.output_text import OutputText
+    from swiftllm.server.formats.output_text import OutputText
 
     return OutputText(*arguments, **how)

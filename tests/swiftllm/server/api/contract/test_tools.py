@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -108,6 +109,50 @@ def test_a_required_call_is_one_of_the_tools(thinker) -> None:
             assert len(calls) == 1 or is_parallel is None
             assert {call["function"]["name"] for call in calls} <= {"weather", "news"}
             assert all(json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome") for call in calls)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_calls_the_first_alone_is_shown(thinker, stream) -> None:
+    fields = {"structured_outputs": {"choice": [SAID]}, "parallel_tool_calls": False, "stream": stream}
+    functions = [{"type": "function", "name": "weather", "parameters": PARAMETERS}]
+    tools = [{"name": "weather", "input_schema": PARAMETERS}]
+    of_choice = {"type": "auto", "disable_parallel_tool_use": True}
+    for path, body in (
+        (CHAT, body_of(**fields)),
+        ("/v1/responses", {"input": "Hi", "tools": functions, "max_output_tokens": 400, **fields}),
+        ("/v1/messages", {"messages": HELLO, "tools": tools, "max_tokens": 400, **fields, "tool_choice": of_choice}),
+    ):
+        text = thinker.post(path, body).text
+        cities = re.findall("city:(Paris|Rome)", re.sub(r'[\\" ]', "", text))
+        assert set(cities) == {"Paris"}, (path, text)
+
+
+@pytest.fixture(scope="module")
+def strict_caller(tiny_chat_dir) -> Iterator[RunningServer]:
+    engine = LLM(str(tiny_chat_dir), **OPTIONS).engine
+    with running(EngineService(engine, ServiceLimits()), ServerSettings(tool_call_parser="json")) as server:
+        yield server
+
+
+def test_a_strict_tool_is_called_by_its_schema_where_it_need_not_be_called(strict_caller) -> None:
+    opening = strict_caller.front.tokenizer.encode("{")[0]
+    how = {"logit_bias": {opening: 50, 2: 100}, "min_tokens": 1}  # begins a call, and ends behind it
+    for is_strict in (True, False):
+        tools = [{"type": "function", "function": {**tool["function"], "strict": is_strict}} for tool in TOOLS]
+        for seed in range(3):
+            body = body_of(tools=tools, seed=seed, **how)
+            message = strict_caller.post(CHAT, body).json()["choices"][0]["message"]
+            calls = message.get("tool_calls", [])
+            assert len(calls) == is_strict
+            assert all(json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome") for call in calls)
+    free = {"messages": HELLO, "max_tokens": 20, "temperature": 0, "skip_special_tokens": False}
+    tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    texts = [strict_caller.post(CHAT, {**free, **how}).json()["choices"][0]["message"]["content"]
+             for how in ({}, {"tools": tools})]  # fmt: skip
+    assert texts[0] == texts[1], "text is free"
+    wrong = tool_of("f", {"type": "objec"})
+    wrong["function"]["strict"] = True
+    assert error_of(strict_caller.post(CHAT, body_of(tools=[wrong])), 400)["code"] == "invalid_grammar"
 
 
 def tool_of(name: str, parameters: dict) -> dict:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swiftllm.server.api.event_writer import EventWriter
+from swiftllm.server.api.answers.event_writer import EventWriter
 
 
 class Client:

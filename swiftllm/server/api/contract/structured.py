@@ -7,8 +7,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from swiftllm.sampling.grammar import Kind
+from swiftllm.server.api.contract.parsing import Lenient
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.api.parsing import Lenient
 
 Source = tuple[Kind, Any]
 ANY_OBJECT: Source = ("json_schema", {"type": "object"})

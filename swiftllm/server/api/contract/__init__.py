@@ -1,0 +1,1 @@
+"""What requests may say: bodies, their fields, and the checks across fields."""

@@ -1,0 +1,75 @@
+"""The fields of a request that are about tools, and what they make of its output."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from swiftllm.server.api.contract.parsing import Lenient
+from swiftllm.server.api.errors import ApiError
+from swiftllm.server.formats.call_grammars import MAX_TOOLS, Tools
+
+NAME = "^[a-zA-Z0-9_.:-]{1,128}$"
+ANY_OBJECT = {"type": "object"}
+NO_ARGUMENTS = {**ANY_OBJECT, "properties": {}, "additionalProperties": False}
+
+
+class Function(Lenient):
+    name: Annotated[str, Field(pattern=NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Lenient):
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True)
+
+
+class FunctionName(Lenient):
+    name: str
+
+
+class NamedTool(Lenient):
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
+
+
+def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
+    """Check that tools and the choice among them fit.
+
+    Raises:
+        ApiError: there are too many tools, two of one name, or none of the name that is wanted.
+    """
+    names = [tool.function.name for tool in tools]
+    if len(names) > MAX_TOOLS:
+        raise ApiError(400, f"tools must be at most {MAX_TOOLS}", "tools", "invalid_value")
+    if len(set(names)) < len(names):
+        raise ApiError(400, "tools: two have the same name", "tools", "invalid_value")
+    if choice == "required" and not names:
+        raise ApiError(400, "tool_choice=required needs tools", "tool_choice", "invalid_value")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        message = f"tool_choice names {choice.function.name[:100]!r}, which is not among tools"
+        raise ApiError(400, message, "tool_choice", "invalid_value")
+
+
+def schemas_of(tools: list[Tool]) -> Tools:
+    """The schema of each tool's arguments."""
+    return {tool.function.name: tool.function.parameters or NO_ARGUMENTS for tool in tools}
+
+
+def may_follow(tools: list[Tool]) -> Tools | None:
+    """What calls must follow that the model need not make; None if no tool is ``strict``."""
+    if not any(tool.function.strict for tool in tools):
+        return None
+    return {
+        name: schema if tool.function.strict else ANY_OBJECT
+        for tool, (name, schema) in zip(tools, schemas_of(tools).items(), strict=True)
+    }

@@ -1,0 +1,122 @@
+"""What outputs with calls follow: a JSON schema where a call is forced, a grammar of the answer where it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from swiftllm.model.folder.tokenizer import Tokenizer
+from swiftllm.sampling.grammar import BLANKS, without_exclusive
+from swiftllm.server.formats.calls import CallFormat
+
+MAX_TOOLS = 128
+Tools = Mapping[str, dict[str, Any]]
+"""The JSON schema of each tool's arguments."""
+LIST = '"[" W call (W "," W call)* W "]"'
+CALLS = {
+    "hermes": "W call W </tool_call>",
+    "llama3_json": 'W call (W ";" W call)* W',
+    "mistral": f"W {LIST} W | named ([TOOL_CALLS] named)*",
+    "json": f"W call (W call)* W | W {LIST} W",
+}
+"""The calls of each form behind its mark, in llguidance's dialect of Lark; marks are as they are written."""
+
+
+def call_schema(tools: Tools, arguments: str = "arguments") -> dict[str, Any]:
+    """The schema of one call: an object with the name of a tool and, in the field ``arguments``, its arguments."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, arguments: {"$ref": f"#/$defs/{number}"}},
+            "required": ["name", arguments],
+            "additionalProperties": False,
+        }
+        for number, name in enumerate(tools)
+    ]
+    definitions = {str(n): moved_to(f"#/$defs/{n}", schema) for n, schema in enumerate(tools.values())}
+    return {"anyOf": calls, "$defs": definitions}
+
+
+def forced_schema(tools: Tools, is_parallel: bool) -> dict[str, Any]:
+    """The schema of an output that must call: a call, in a list where several may come."""
+    one = call_schema(tools)
+    definitions = one.pop("$defs")
+    whole = {"type": "array", "items": one, "minItems": 1, "maxItems": MAX_TOOLS} if is_parallel else one
+    return compact({**whole, "$defs": definitions})
+
+
+def compact(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema for JSON without blanks."""
+    return {**schema, "x-guidance": {"whitespace_flexible": False, "whitespace_pattern": None}}
+
+
+def moved_to(place: str, schema: Any) -> Any:
+    """The same schema, whose references are right where it is no longer the root but lies at ``place``."""
+    if isinstance(schema, list):
+        return [moved_to(place, item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: moved_to(place, item) for name, item in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved
+
+
+class AnswerGrammar:
+    """Grammars of answers in which the model may call. Text is free until a call begins: with the mark of the form,
+    where that is one token, or with the answer's first character. Both are sets of tokens, so that the mask of free
+    text costs some 10 us; where the mark is text of several tokens, it would be a millisecond."""
+
+    def __init__(self, form: CallFormat, tokenizer: Tokenizer) -> None:
+        """Looks at the whole vocabulary, which takes a tenth of a second."""
+        self._form, self._tokenizer = form, tokenizer
+        self._marks = [mark for mark in form.begins if tokenizer.token_id(mark) is not None]
+        texts = tokenizer.texts() if form.opens else {}
+        firsts = tuple({opening[0] for opening in form.opens})
+        self._blanks = [token for token, text in texts.items() if text.isspace()]
+        self._openings = [token for token, text in texts.items() if text.lstrip().startswith(firsts)]
+
+    def following(self, tools: Tools) -> str | None:
+        """The grammar, in Lark's form, of an answer whose calls are of ``tools``; None: calls cannot be told."""
+        form, marks = self._form, [self._tokenizer.token_id(mark) for mark in self._marks]
+        if not marks and not self._openings:
+            return None
+        begin = " | ".join(map(self._token, self._marks))
+        if form.end is not None:
+            start = f"free* ({begin} calls free*)*"
+        else:
+            opened = "blank* (calls | other free*)?" if self._openings else "free*"
+            start = f"{opened} (({begin}) calls)?" if marks else opened
+        calls = CALLS[form.name]
+        for mark in ("</tool_call>", "[TOOL_CALLS]"):
+            calls = calls.replace(mark, self._token(mark))
+        key = "parameters" if form.name == "llama3_json" else "arguments"
+        rules = {"start": start, "free": but(marks), "calls": calls, "call": as_rule(call_schema(tools, key))}
+        if self._openings:
+            rules |= {"blank": f"<[{listed(self._blanks)}]>", "other": but([*marks, *self._blanks, *self._openings])}
+        if "named" in calls:
+            behind_name = f"({self._token('[CALL_ID]')} /[a-zA-Z0-9]+/)? {self._token('[ARGS]')}"
+            named = [f"{json.dumps(name)} {behind_name} {as_rule(schema)}" for name, schema in tools.items()]
+            rules["named"] = " | ".join(named)
+        rules["W"] = "/[ \\t\\r\\n]*/"
+        return "%llguidance {}\n" + "".join(f"{name}: {rule}\n" for name, rule in rules.items())
+
+    def _token(self, mark: str) -> str:
+        """A mark in a grammar: its token, or its text if it is none."""
+        token = self._tokenizer.token_id(mark)
+        return json.dumps(mark) if token is None else f"<[{token}]>"
+
+
+def as_rule(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps({**without_exclusive(schema), 'x-guidance': {'whitespace_pattern': BLANKS}})}"
+
+
+def but(tokens: list[int]) -> str:
+    """Any token but these."""
+    return f"<[^{listed(tokens)}]>" if tokens else "<[*]>"
+
+
+def listed(tokens: list[int]) -> str:
+    return ",".join(map(str, tokens))
