@@ -57,7 +57,7 @@ def test_tokens_equal_transformers_under_every_system(folders) -> None:
             preemptions += stats.preemptions
             swapped += stats.swapped_blocks
             on_cpu += stats.cpu_busy_s > 0
-    assert preemptions > 20 and swapped > 100 and on_cpu > 10
+    assert preemptions > 4 and swapped > 30 and on_cpu > 10, (preemptions, swapped, on_cpu)
 
 
 def test_requests_that_end_early_leave_the_others_alone(folders) -> None:
