@@ -29,7 +29,8 @@ validate: setup  ## predict real runs of vLLM from operator tables: measured bes
 artifact: setup  ## run all figures that apply to this machine and write the report: HOURS=8, REHEARSE=1 on tiny models
 	$(RUN) evaluation/artifact.py --hours $(or $(HOURS),8) $(if $(REHEARSE),--rehearse) $(ARGS)
 
-# One torch thread: more threads on a busy machine are ten times slower, not faster.
+# One torch thread: more threads on a busy machine are ten times slower, not faster. What is imported first is compiled
+# and kept, as pip compiled nothing.
 test: setup  ## run the tests, then the linter; ARGS=--all-cases runs every case, not a sample of each test
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist worksteal $(ARGS)
 	$(if $(VENV),@$(RUN) -m ruff check --quiet .)

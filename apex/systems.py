@@ -13,7 +13,7 @@ from apex.placement.measured import place_weights
 from apex.strategy import StrategyConfig
 from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
-from swiftllm.model.placement import Placement
+from swiftllm.model.boundaries.placement import Placement
 from swiftllm.remote.connect import connect_hosts
 from swiftllm.runtime.attention_choices import use_fastest_attention
 from swiftllm.runtime.build import build_gpu_only, closed_on_failure, make_backend, this_machine

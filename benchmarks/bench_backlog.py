@@ -42,7 +42,7 @@ from evaluation.measure.server import connect_server, free_port
 from evaluation.results.folder import FlatRecord, ResultFolder, markdown_table
 from evaluation.results.paths import RESULTS_DIR, default_model
 from swiftllm.engine.engine import Engine
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.server.run import run_server
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings

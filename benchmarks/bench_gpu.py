@@ -48,7 +48,7 @@ from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device import CudaDevice, Device, open_device
 from swiftllm.files import write_atomically
 from swiftllm.machine import InsufficientMemory, usable_cores
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.runtime.torch_backend import TorchBackend, device_name, open_torch_backend
 from swiftllm.sampling.sampler import Sampler
 

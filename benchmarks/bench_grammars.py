@@ -31,7 +31,7 @@ from rich.table import Table
 
 from apex.cli.parser import parse_options
 from swiftllm.files import cache_dir
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import GrammarCompiler
 from tests.reference.random_schemas import Schema, random_schema
 

@@ -30,7 +30,17 @@ import torch
 import pacpu
 from apex.cli.parser import parse_options
 from benchmarks import pacpu_shared
-from benchmarks.pacpu_cases import BF16_ISAS, HEADS, Case, Contender, Memory, Shape, kernel_contenders, make_cases
+from benchmarks.pacpu_cases import (
+    ALL_WAYS,
+    BF16_ISAS,
+    HEADS,
+    Case,
+    Contender,
+    Memory,
+    Shape,
+    kernel_contenders,
+    make_cases,
+)
 from benchmarks.pacpu_peers import peer_contenders
 from benchmarks.pacpu_report import (
     Progress,
@@ -137,8 +147,9 @@ class Point:
         core, of several by the clock, since one of them may do more than its share."""
         kind = self.case.dtype, self.case.heads
         in_use, gbps = pacpu.prefetch(*kind), 0.0
-        first = len(self.read_gbps) % len(pacpu.PREFETCHES)  # each comes first, second and last in turn
-        for way in pacpu.PREFETCHES[first:] + pacpu.PREFETCHES[:first]:
+        ways = pacpu.prefetches(*kind)
+        first = len(self.read_gbps) % len(ways)  # each comes first, second and last in turn
+        for way in ways[first:] + ways[:first]:
             pacpu.set_prefetch(*kind, way)
             by_clock, by_cores = self._time_calls(attend)
             by_way[way].append(by_cores if self.case.threads == 1 else by_clock)
@@ -191,14 +202,14 @@ class Point:
         """The way in use, its part of the fastest way's speed, and GB/s of each, of the cores' time; for another kernel
         None."""
         if contender not in self.gbps_by_way:
-            return dict.fromkeys(("prefetch", "of_fastest_prefetch", *(f"{way}_gbps" for way in pacpu.PREFETCHES)))
+            return dict.fromkeys(("prefetch", "of_fastest_prefetch", *(f"{way}_gbps" for way in ALL_WAYS)))
         with contender.selected():
             in_use = pacpu.prefetch(self.case.dtype, self.case.heads)
         medians = {way: statistics.median(gbps) for way, gbps in self.gbps_by_way[contender].items()}
         return {
             "prefetch": in_use,
             "of_fastest_prefetch": medians[in_use] / max(medians.values()),
-            **{f"{way}_gbps": medians[way] for way in pacpu.PREFETCHES},
+            **{f"{way}_gbps": medians.get(way) for way in ALL_WAYS},
         }
 
 

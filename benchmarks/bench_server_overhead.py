@@ -51,7 +51,7 @@ from evaluation.results.paths import RESULTS_DIR, default_model
 from evaluation.traces.workloads import load_prompt_tokens
 from swiftllm.core.request import RequestOutput
 from swiftllm.engine.engine import Engine
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.server.run import run_server
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings

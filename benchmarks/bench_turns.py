@@ -31,7 +31,7 @@ from evaluation.results.folder import ResultFolder
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR, model_folder
 from evaluation.results.provenance import git_state
 from swiftllm.machine import cpu_model
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.config.model_config import ModelConfig
 
 DTYPE = "bfloat16"
 KV_CACHE_BYTES = 1 << 30

@@ -17,6 +17,7 @@ from swiftllm.kv.pools import host_tensor
 HEAD_DIM = 128
 BLOCK_SIZE = 16
 HEADS = {"GQA": (32, 8), "MHA": (32, 32), "GQA8": (32, 4)}  # query heads, KV heads; the last in bench_groups.py alone
+ALL_WAYS = pacpu.prefetches("int8", "MHA")
 ISAS = ("amx", "avx512bf16", "avx512", "avx2")
 INT8 = "int8"
 BF16_ISAS = ISAS[:2]  # these differ from AVX-512 only in the native kernel for bfloat16

@@ -16,11 +16,10 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from benchmarks.pacpu_cases import HEAD_DIM
+from benchmarks.pacpu_cases import ALL_WAYS, HEAD_DIM
 from benchmarks.pacpu_peers import PEER_NOTES
 from evaluation.plots.style import FAINT, INK, FigureText, set_words, tidy_axes
 from evaluation.results.folder import FlatRecord
-from pacpu import PREFETCHES
 
 PLAIN_LINE_EVERY_S = 15.0
 # Okabe and Ito's colours.
@@ -123,6 +122,10 @@ def print_medians(rows: Sequence[FlatRecord]) -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
+def share_of_read(rows: Sequence[FlatRecord], way: str) -> str:
+    return f"{statistics.median(row[f'{way}_gbps'] / row['read_gbps'] for row in rows):.0%}"
+
+
 def print_prefetches(rows: Sequence[FlatRecord]) -> None:
     """The native kernel's parts of the read limit with each way of prefetching, as medians over shapes, and the row
     whose way in use is furthest from the fastest."""
@@ -131,12 +134,12 @@ def print_prefetches(rows: Sequence[FlatRecord]) -> None:
     for row in native:
         groups.setdefault((heads_name(row), row["dtype"], row["isa"], str(row["threads"])), []).append(row)
     table = Table(box=None, pad_edge=False, title="native: prefetches, % of the read limit", title_justify="left")
-    for name in ("heads", "dtype", "isa", "threads", *PREFETCHES, "in use", "of fastest, worst row"):
+    for name in ("heads", "dtype", "isa", "threads", *ALL_WAYS, "in use", "of fastest, worst row"):
         table.add_column(name, justify="left" if name in ("heads", "dtype", "isa", "in use") else "right")
     for key, members in groups.items():
-        shares = [statistics.median(row[f"{way}_gbps"] / row["read_gbps"] for row in members) for way in PREFETCHES]
+        cells = ["-" if members[0][f"{way}_gbps"] is None else share_of_read(members, way) for way in ALL_WAYS]
         worst = min(row["of_fastest_prefetch"] for row in members)
-        table.add_row(*key, *(f"{share:.0%}" for share in shares), members[0]["prefetch"], f"{worst:.1%}")
+        table.add_row(*key, *cells, members[0]["prefetch"], f"{worst:.1%}")
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     lost = [1 - row["of_fastest_prefetch"] for row in native]
     print(

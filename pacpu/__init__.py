@@ -21,6 +21,7 @@ __all__ = [
     "kernels",
     "paged_attention",
     "prefetch",
+    "prefetches",
     "read_bandwidth",
     "rows_per_read",
     "set_prefetch",
@@ -131,8 +132,23 @@ def isa() -> str:
     return _pacpu.isa()
 
 
+def prefetches(dtype: Any, heads: str) -> tuple[str, ...]:
+    """What :func:`set_prefetch` takes for such calls: `PREFETCHES`, and for int8 MHA "L2 AVX2" and "L1 AVX2".
+
+    With these, codes are multiplied as AVX2 does it, where there is VNNI, too: prefetches are further apart then, which
+    some processors need. Results differ by rounding.
+
+    Args:
+        dtype, heads: which calls, as in :func:`prefetch`.
+
+    Raises:
+        ValueError: an argument is none of those.
+    """
+    return tuple(_pacpu.prefetches(_name(dtype), heads))
+
+
 def prefetch(dtype: Any, heads: str) -> str:
-    """Which of `PREFETCHES` calls use with the instruction set in use: "L1" until :func:`set_prefetch` says otherwise.
+    """Which of :func:`prefetches` calls use with the instruction set in use: "L1" until :func:`set_prefetch` is called.
 
     Args:
         dtype: of the KV cache, as in :func:`default_kernel`, or "int8".
@@ -145,13 +161,13 @@ def prefetch(dtype: Any, heads: str) -> str:
 
 
 def set_prefetch(dtype: Any, heads: str, way: str) -> None:
-    """Choose one of `PREFETCHES` for all later calls of this process with the instruction set in use.
+    """Choose one of :func:`prefetches` for all later calls of this process with the instruction set in use.
 
-    It changes the speed, not the result. Not for use during a call.
+    One of `PREFETCHES` changes the speed, not the result. Not for use during a call.
 
     Args:
         dtype, heads: which calls, as in :func:`prefetch`.
-        way: one of `PREFETCHES`.
+        way: one of those that there are for such calls.
 
     Raises:
         ValueError: an argument is none of the above.

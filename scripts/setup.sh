@@ -2,12 +2,13 @@
 # Everything a newcomer needs, in stages that do nothing when they are up to date:
 #
 #   venv           a virtual environment, from Python 3.11 or 3.12 on PATH or from PYTHON=...
+#   tools          what the native build needs of requirements.txt
 #   requirements   torch first and alone, then the rest of requirements.txt
-#   ispc           the ISPC compiler, optional (scripts/install_ispc.sh)
+#   model          SmolLM2-135M-Instruct as a Hugging Face folder (scripts/prepare_model.py)
+#   ispc           beside these two: the ISPC compiler, optional (scripts/install_ispc.sh)
 #   llamafile      the source of Mozilla's sgemm, optional (scripts/fetch_llamafile.py)
 #   native         the CPU attention kernels: python setup.py build_ext --inplace
 #   command        `apex` in the virtual environment: pip install --editable
-#   model          SmolLM2-135M-Instruct as a Hugging Face folder (scripts/prepare_model.py)
 #
 # VENV=folder chooses the environment (default .venv). VENV= (empty) uses PYTHON or python3 as it is, installs no
 # package, and does not insist on the model: for machines that have torch already and no network.
@@ -19,6 +20,7 @@ venv="${VENV-.venv}"
 state="${venv:-build}/.setup" # one stamp per stage, holding the hash of what the stage was made from
 cache="${APEX_CACHE_DIR:-$HOME/.cache/apex}"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+export PYTHONDONTWRITEBYTECODE= # empty: Python keeps what it compiles
 
 say() { echo "setup: $*"; }
 fail() {
@@ -66,8 +68,18 @@ make_venv() {
         "install python3.12 and python3.12-venv, or name one with PYTHON=/path/to/python"
 }
 
+advice="check the network and pip's settings (PIP_INDEX_URL, proxies), then try again"
+# Most modules are never imported: Python compiles those that are.
 pip_install() {
-    "$python" -m pip install --progress-bar off "$@" | sed -u '/^Requirement already satisfied/d; /^Looking in/d'
+    "$python" -m pip install --no-compile --progress-bar off "$@" \
+        | sed -u '/^Requirement already satisfied/d; /^Looking in/d'
+}
+native_tools() { sed -n '/^# native build/,/^$/s/^[a-z].*/&/p' requirements.txt; }
+tools_key() { native_tools | digest; }
+install_tools() {
+    local tools
+    mapfile -t tools < <(native_tools)
+    pip_install "${tools[@]}" || fail "pip could not install ${tools[*]}" "$advice"
 }
 requirements_key() { { cat requirements.txt && echo "$torch_build"; } | digest; }
 pulls_cuda() {
@@ -86,12 +98,14 @@ install_torch() {
     pip_install "$1"
 }
 install_requirements() {
-    local torch advice="check the network and pip's settings (PIP_INDEX_URL, proxies), then try again"
+    local torch
     torch="$(grep '^torch==' requirements.txt)"
     install_torch "$torch" || fail "pip could not install $torch" "$advice"
     pip_install -r requirements.txt || fail "pip could not install requirements.txt" "$advice"
     "$python" -m pip check || fail "the installed packages contradict each other" "rm -rf $venv, then try again"
     check_imports "rm -rf $venv, then try again"
+    "$python" -c 'import fastapi, hypothesis, matplotlib.pyplot, openai, pandas, pytest, uvicorn' \
+        || fail "$python cannot import what is needed" "rm -rf $venv, then try again"
     if [ "$torch_build" = cuda ] && [ "$("$python" -c 'import torch; print(torch.version.cuda)')" = None ]; then
         fail "pip's settings gave torch's CPU build" \
             "rm -rf $venv, then try again with PIP_CONFIG_FILE=/dev/null, or with TORCH_BUILD=cpu to stay without a GPU"
@@ -154,6 +168,25 @@ prepare_model() {
     say "going on without the default model: tests that need it are skipped, commands need --model FOLDER"
 }
 
+prepare_native() {
+    stage ispc ispc_key install_ispc
+    stage llamafile llamafile_key fetch_llamafile
+    build_native
+}
+# It prints at its end, since another stage prints meanwhile.
+begin_native() {
+    native_log="$(mktemp)"
+    prepare_native >"$native_log" 2>&1 &
+    native=$!
+    trap 'kill "$native" 2>/dev/null || true; rm -f "$native_log"' EXIT
+}
+end_native() {
+    local status=0
+    wait "$native" || status=$?
+    cat "$native_log"
+    [ "$status" -eq 0 ] || exit "$status"
+}
+
 start=$SECONDS
 torch_build="${TORCH_BUILD:-$([ -e /dev/nvidiactl ] && echo cuda || echo cpu)}"
 case "$torch_build" in cuda | cpu) ;; *) fail "TORCH_BUILD=$torch_build is unknown" "set it to cuda or cpu" ;; esac
@@ -161,16 +194,18 @@ if [ -n "$venv" ]; then
     python="$venv/bin/python"
     say_torch_build
     stage venv python_key make_venv
+    stage tools tools_key install_tools
+    begin_native
     stage requirements requirements_key install_requirements
+    prepare_model
+    end_native
+    stage command command_key install_command
 else
     python="${PYTHON:-python3}"
     python_works "$python" || fail "$python is not a working Python 3.11 or 3.12" "name one with PYTHON=/path/to/python"
     say "torch: the one that $python has, since VENV= is empty (another: install it there, or run without VENV=)"
     stage packages python_key check_own_packages
+    prepare_native
+    prepare_model
 fi
-stage ispc ispc_key install_ispc
-stage llamafile llamafile_key fetch_llamafile
-build_native
-[ -z "$venv" ] || stage command command_key install_command
-prepare_model
 say "ready after $((SECONDS - start)) s"

@@ -22,7 +22,7 @@ from swiftllm.scheduling.residents import Residents
 if TYPE_CHECKING:
     from swiftllm.config import EngineConfig
     from swiftllm.engine.backend import Backend
-    from swiftllm.model.tokenizer import Tokenizer
+    from swiftllm.model.folder.tokenizer import Tokenizer
 
 PLUGINS = ("apex.plugin",)
 """Modules that register systems on import, where they are installed. ``$APEX_PLUGINS`` names more, with commas."""

@@ -33,7 +33,7 @@ SLOW_FILES = (
     "tests/evaluation/test_reproduce",
     "tests/golden/test_records.py",
     "tests/pacpu/test_experts.py",
-    "tests/swiftllm/model/quantised/test_memory.py",
+    "tests/swiftllm/model/weights/quantised/test_memory.py",
     "tests/swiftllm/remote/",
     "tests/swiftllm/runtime/",
 )

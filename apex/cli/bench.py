@@ -31,7 +31,7 @@ from apex.placement.budget import UniformLoad
 from apex.replay.loop import check_requests, replay_requests
 from apex.replay.records import ReplayRequest, RequestRecord
 from apex.strategy import StrategyConfig
-from swiftllm.model.hub import model_name
+from swiftllm.model.folder.hub import model_name
 
 if TYPE_CHECKING:
     from swiftllm.engine.engine import Engine

@@ -18,7 +18,7 @@ from apex.strategy import StrategyConfig
 from apex.timeline.files import names_file, write_timeline
 from swiftllm.config import EngineConfig, check_at_least
 from swiftllm.core.request import SamplingParams
-from swiftllm.model.hub import model_folder
+from swiftllm.model.folder.hub import model_folder
 from swiftllm.systems import find_system, systems
 
 if TYPE_CHECKING:

@@ -229,7 +229,7 @@ class Simulate(SystemsCommand):
             block_size=self.block_size,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
-            max_model_len=machine.model.max_position_embeddings,
+            max_model_len=machine.model.most_positions,
             windows=machine.model.windows,
             strategy=strategy,
             remote_hosts=machine.remote_hosts,

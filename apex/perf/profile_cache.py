@@ -18,8 +18,8 @@ from apex.perf.workbench import MOST_BLOCKS, Workbench
 from swiftllm.config import EngineConfig
 from swiftllm.files import cache_dir
 from swiftllm.machine import cpu_model, usable_cores
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.placement import Place, Placement
+from swiftllm.model.boundaries.placement import Place, Placement
+from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.runtime.build import scheduler_limits
 from swiftllm.runtime.torch_backend import TorchBackend
 

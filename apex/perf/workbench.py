@@ -31,6 +31,9 @@ SMALL_TOKENS = 64
 """Operations up to this size run several times a sample."""
 SHORT_S = 2e-3
 """So do boundaries of any size that take no longer than this."""
+DECODES = 256
+"""Up to so many, rows are of requests of their own: those of one prompt attend to the same tokens, become alike and
+pick fewer experts than a batch of decodes."""
 HAND_OVERS = 3
 """Pairs of boundaries a sample: a hand-over is a small difference of two times."""
 PROMPTS = 1 << 14
@@ -70,7 +73,8 @@ class Workbench:
 
     def linear(self, tokens: int) -> TimedOperation:
         """A boundary between two layers."""
-        return self._boundary(self._lane(self._prefill_items(tokens)), self._layers(), tokens)
+        items = self._single_rows(tokens) if tokens <= DECODES else self._prefill_items(tokens)
+        return self._boundary(self._lane(items), self._layers(), tokens)
 
     def first_boundary(self, rows: int) -> TimedOperation:
         """The boundary before all layers."""

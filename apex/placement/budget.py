@@ -13,7 +13,7 @@ from apex.placement.costs import BoundaryCost, Rates, batch_s
 from apex.placement.search import PlacementProblem, fastest_placements, least_gpu_bytes
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB, gib_rounded_up
-from swiftllm.model.placement import Place
+from swiftllm.model.boundaries.placement import Place
 
 CPU_SHARES = tuple(i / 8 for i in range(9))  # of the requests that the CPU tier could have: the best one counts
 

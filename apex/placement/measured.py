@@ -14,8 +14,8 @@ from swiftllm.config import EngineConfig
 from swiftllm.device import open_device
 from swiftllm.kv.format import cpu_format
 from swiftllm.machine import GIB, usable_cores
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.placement import Placement, all_resident
+from swiftllm.model.boundaries.placement import Placement, all_resident
+from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.ops.select import select_ops
 from swiftllm.runtime.processors import resolve_dtype, resolve_kernel
 

@@ -10,8 +10,8 @@ from swiftllm.device.cuda import CONTEXT_BYTES
 from swiftllm.kv.budget import CPU_TIER_SHARE, HOST_HEADROOM_BYTES
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB, available_host_bytes, gib_rounded_up
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.sizes import boundary_bytes, embedding_bytes
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.weights.sizes import boundary_bytes, embedding_bytes
 from swiftllm.runtime.memory_estimate import estimate_memory
 
 

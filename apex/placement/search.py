@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from apex.placement.costs import BoundaryCost, CopyEffect, beside_copies_s
-from swiftllm.model.placement import SLOTS, Place, Placement, spread
+from swiftllm.model.boundaries.placement import SLOTS, Place, Placement, spread
 
 NO_EFFECT = CopyEffect()
 CYCLES = 4

@@ -3,6 +3,7 @@ and attention in each tier."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +18,13 @@ from apex.placement.costs import BoundaryCost, Rates, boundary_costs
 from swiftllm.device.device import Device
 from swiftllm.kv.format import KVFormat
 from swiftllm.machine import usable_cores
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.boundaries.loaded_weights import LoadedWeights, host_memory
+from swiftllm.model.boundaries.placement import Place, Placement
+from swiftllm.model.boundaries.weight_slots import CHUNK_BYTES
+from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.loaded_weights import LoadedWeights, host_memory
-from swiftllm.model.placement import Place, Placement
-from swiftllm.model.sizes import boundary_bytes
-from swiftllm.model.weight_slots import CHUNK_BYTES
-from swiftllm.model.weights import dummy_weights
+from swiftllm.model.weights.llama_weights import dummy_weights
+from swiftllm.model.weights.sizes import boundary_bytes
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
 from swiftllm.read_limit import read_limit
@@ -120,7 +121,7 @@ def _attention_rate(
 ) -> float:
     """Of :data:`ATTENDING` requests whose caches are more than the machine's caches hold."""
     block = (model.num_kv_heads, *kv_format.head_shape(BLOCK_SIZE, model.head_dim))
-    block_bytes = kv_format.block_bytes(model, BLOCK_SIZE) // model.num_layers
+    block_bytes = math.prod(block) * kv_format.dtype.itemsize
     blocks_each = max(1, ATTENDED_BYTES // block_bytes // ATTENDING)
     pool = torch.zeros(ATTENDING * blocks_each, *block, dtype=kv_format.dtype, device=where)
     counts = model.num_heads, model.num_kv_heads, model.num_kv_heads  # of Q, K and V

@@ -59,7 +59,7 @@ def build_simulated(
         remote_hosts: CPU hosts beside the GPUs' own, see :mod:`apex.simulator.virtual.cpu_hosts`.
         weights: where the weights are, if not all on the GPU; needs ``interconnect``.
         cached_tiers: where prefixes are cached; by default nowhere, since simulated prompts are placeholders.
-        windows: see :attr:`swiftllm.model.config.ModelConfig.windows`. With any, no prefix is cached.
+        windows: see :attr:`swiftllm.model.config.model_config.ModelConfig.windows`. With any, no prefix is cached.
         scheduler_table: what the scheduler predicts from in place of ``table``, to see what a wrong one costs.
         runtime: what runs the iterations; with the default `vllm` is what the papers compared with.
 

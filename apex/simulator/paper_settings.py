@@ -23,7 +23,7 @@ from apex.source_tree import CONFIGS
 from swiftllm.config import CpuKVDtype
 from swiftllm.kv.budget import blocks_in
 from swiftllm.kv.format import cpu_format
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.scheduling.admission import SchedulerLimits
 
 PAPERS_FILE = CONFIGS / "experiments" / "papers.yaml"

@@ -155,7 +155,7 @@ def run_case(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[
 
 def most_cpu_blocks(model: Path) -> int:
     """Blocks of 16-bit values that half of this machine's memory holds."""
-    from swiftllm.model.config import ModelConfig  # loads torch
+    from swiftllm.model.config.model_config import ModelConfig  # loads torch
 
     return host_memory_bytes() // 2 // (ModelConfig.from_folder(model).kv_bytes_per_token(2) * EngineConfig.block_size)
 

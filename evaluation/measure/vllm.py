@@ -16,7 +16,7 @@ from typing import Any
 from apex.simulator.prediction.calibrated_profile import ITEMSIZES
 from evaluation.measure.server import ServerCommand
 from swiftllm.files import cache_dir, write_atomically
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.config.model_config import ModelConfig
 
 INSTALL_SCRIPT = "scripts/install_vllm.sh"
 BUILDS = {"cuda": "gpu", "cpu": "cpu"}

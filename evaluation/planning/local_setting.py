@@ -18,8 +18,8 @@ from swiftllm.config import EngineConfig
 from swiftllm.files import cache_dir, write_atomically
 from swiftllm.kv.budget import MemoryBudget, blocks_in
 from swiftllm.machine import Card, InsufficientMemory
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.hub import model_folder
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.folder.hub import model_folder
 from swiftllm.runtime.memory_estimate import estimate_memory
 
 GB = 1e9

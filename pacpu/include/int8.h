@@ -51,8 +51,8 @@ struct Int8Kernels {
     Int8Codec codecs[num_dtypes];  // by DType
 };
 
-// Those of the instruction set in use.
-const Int8Kernels& int8_kernels();
+// Those of the instruction set in use, or AVX2's in place of VNNI's.
+const Int8Kernels& int8_kernels(bool is_narrow = false);
 
 extern const Int8Kernels int8_portable;
 #if defined(__x86_64__)

@@ -34,7 +34,6 @@ constexpr int num_isas = 5;
 // guess, or all, into the second or the first level of the cache. Which is fastest depends on the processor and on the
 // kernel's arithmetic. Results are the same.
 enum class Prefetch { none, level2, level1 };
-constexpr int num_prefetches = 3;
 
 // A stretch of one sequence's context under `num_kv_heads` neighbouring KV heads, each attended by the `group` query
 // heads that share it: those of one row, or of several rows that have these blocks in common.

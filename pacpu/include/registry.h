@@ -25,11 +25,22 @@ static_assert(static_cast<int>(CacheType::bfloat16) == static_cast<int>(DType::b
 
 const char* cache_type_name(CacheType type);
 
-// How calls prefetch with the instruction set in use, by the cache's type and by whether query heads share KV heads: into
-// the first level until set_prefetch says otherwise. Not to be set during a call.
-Prefetch prefetch(CacheType type, bool is_shared);
-void set_prefetch(CacheType type, bool is_shared, Prefetch prefetch);
-const char* prefetch_name(Prefetch prefetch);
+// How calls read K and V: what they prefetch, and whether those over codes multiply in AVX2's vectors, although there is
+// VNNI: their prefetches are further apart, which suits some processors where a KV head has a single query head.
+struct Way {
+    const char* name;
+    Prefetch prefetch;
+    bool is_narrow;
+};
+
+// Names of those that there are for calls, by the cache's type and by whether query heads share KV heads. The narrow ones,
+// for int8 where none are shared, come last.
+std::vector<std::string> way_names(CacheType type, bool is_shared);
+
+// With the instruction set in use, by the same: L1 until set_way says otherwise. Not to be set during a call.
+const Way& way(CacheType type, bool is_shared);
+// Throws std::invalid_argument if there is no such way.
+void set_way(CacheType type, bool is_shared, const std::string& name);
 
 // What calls take for Problem::shared_row_cost, by the same: 8 until set_shared_row_cost says otherwise. Not to be set
 // during a call.

@@ -161,6 +161,9 @@ struct RowKernels {
     void (*pack_panel)(const Prompt&, int kv_head, int panel);
     void (*attend_prompt)(const Prompt&, int kv_head, int begin_row, int end_row, float* scratch);
     CodeKernels codes;
+    // y = x * factor, elements to floats in whole vectors, up to 16, of which the last is filled with zeros; and back.
+    void (*widen[num_dtypes])(const void* x, int count, float factor, float* y);
+    void (*narrow[num_dtypes])(const float* x, int count, float factor, void* y);
 };
 
 // From a widened row to the next: whole cache lines, and one more, which keeps a tile's rows apart in the cache.

@@ -99,6 +99,7 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
         refuse(std::string("kernel '") + kernel->name + "' does not compute in int8; 'native' does");
 
     const CacheType cache_type = is_int8 ? CacheType::int8 : static_cast<CacheType>(*dtype);
+    const Way& way_in_use = way(cache_type, num_heads > num_kv_heads);
     const Problem problem = {*dtype,
                              static_cast<int>(batch),
                              static_cast<int>(num_heads),
@@ -114,7 +115,7 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
                              row_stride(v),
                              row_stride(out),
                              kv_cache.data,
-                             is_int8 ? &int8_kernels() : nullptr,
+                             is_int8 ? &int8_kernels(way_in_use.is_narrow) : nullptr,
                              static_cast<const int32_t*>(block_tables.data),
                              row_stride(block_tables),
                              static_cast<const int32_t*>(seq_lens.data),
@@ -122,7 +123,7 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
                              window,
                              sinks ? static_cast<const float*>(sinks->data) : nullptr,
                              num_threads,
-                             prefetch(cache_type, num_heads > num_kv_heads),
+                             way_in_use.prefetch,
                              shared_row_cost(cache_type, num_heads > num_kv_heads)};
     check_tables(problem, max_blocks, num_blocks);
     py::gil_scoped_release release;
@@ -155,14 +156,16 @@ bool is_shared_in(const std::string& heads) {
     return heads == "GQA";
 }
 
+std::vector<std::string> get_prefetches(const std::string& dtype, const std::string& heads) {
+    return way_names(cache_type_named(dtype), is_shared_in(heads));
+}
+
 const char* get_prefetch(const std::string& dtype, const std::string& heads) {
-    return prefetch_name(prefetch(cache_type_named(dtype), is_shared_in(heads)));
+    return way(cache_type_named(dtype), is_shared_in(heads)).name;
 }
 
 void choose_prefetch(const std::string& dtype, const std::string& heads, const std::string& name) {
-    for (const Prefetch way : {Prefetch::none, Prefetch::level2, Prefetch::level1})
-        if (name == prefetch_name(way)) return set_prefetch(cache_type_named(dtype), is_shared_in(heads), way);
-    refuse("prefetch must be none, L2 or L1, not " + name);
+    set_way(cache_type_named(dtype), is_shared_in(heads), name);
 }
 
 double get_shared_row_cost(const std::string& dtype, const std::string& heads) {
@@ -216,6 +219,7 @@ PYBIND11_MODULE(_pacpu, module) {
     module.def("default_kernel", &pacpu::default_kernel_name);
     module.def("isa", [] { return pacpu::isa_name(pacpu::current_isa()); });
     module.def("select_isa", &pacpu::select_isa);
+    module.def("prefetches", &pacpu::get_prefetches);
     module.def("prefetch", &pacpu::get_prefetch);
     module.def("set_prefetch", &pacpu::choose_prefetch);
     module.def("rows_per_read", &pacpu::rows_per_read);

@@ -17,7 +17,7 @@
 
 #include "contexts.h"
 #include "int8.h"
-#include "numbers.h"
+#include "rows.h"
 #include "scratch.h"
 #include "thread_team.h"
 
@@ -43,7 +43,7 @@ class Call {
 public:
     Call(const Problem& problem, const Kernel& kernel)
         : p_(problem),
-          attend_(problem.int8 ? problem.int8->attend : kernel.attend[static_cast<int>(problem.dtype)]),
+          attend_(problem.int8 ? problem.int8->attend : kernel.attend[dtype_]),
           slot_bytes_(int64_t{sizeof(T)} * p_.head_dim),
           group_(p_.num_heads / p_.num_kv_heads),
           padded_dim_(static_cast<int>(div_up(p_.head_dim, 32) * 32)),
@@ -97,7 +97,7 @@ private:
             slot += p_.int8 ? at / tile_tokens * tile_bytes(p_.head_dim) : at * slot_bytes_;
             for (int head = 0; head < p_.num_kv_heads; ++head, k += slot_bytes_, v += slot_bytes_, slot += head_bytes_) {
                 if (p_.int8) {
-                    p_.int8->codecs[static_cast<int>(p_.dtype)].store(k, v, p_.head_dim, slot, at % tile_tokens);
+                    p_.int8->codecs[dtype_].store(k, v, p_.head_dim, slot, at % tile_tokens);
                     continue;
                 }
                 std::memcpy(slot, k, slot_bytes_);
@@ -209,8 +209,8 @@ private:
                 const T* query = query_row(row, piece.slice) + int64_t{first} * p_.head_dim;
                 if (run.rows() > 1) to = std::copy_n(query, group_ * p_.head_dim, to);
                 for (int h = 0; h < group_; ++h, query += p_.head_dim, queries += padded_dim_) {
-                    for (int d = 0; d < p_.head_dim; ++d) queries[d] = widen(query[d]) * p_.scale;
-                    for (int d = p_.head_dim; d < padded_dim_; ++d) queries[d] = 0;
+                    std::fill_n(queries + p_.head_dim, padded_dim_ - p_.head_dim, 0.0f);
+                    rows_.widen[dtype_](query, p_.head_dim, p_.scale, queries);
                 }
             }
         return run.rows() > 1 ? raw : query_row(run.begin_row, piece.slice);
@@ -273,11 +273,13 @@ private:
             const float* output = state.output + size_t(i) * padded_dim_;
             const float sink = p_.sinks ? std::exp(p_.sinks[piece.slice * heads_ + h] - state.max[i]) : 0;
             const float factor = 1 / (state.sum[i] + sink);
-            for (int d = 0; d < p_.head_dim; ++d) narrow(output[d] * factor, out[d]);
+            rows_.narrow[dtype_](output, p_.head_dim, factor, out);
         }
     }
 
     const Problem& p_;
+    const int dtype_ = static_cast<int>(p_.dtype);
+    const RowKernels& rows_ = row_kernels();
     const AttendSegment attend_;
     const int64_t slot_bytes_;  // one token's K of one head
     const int group_, padded_dim_;

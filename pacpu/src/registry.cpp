@@ -1,5 +1,6 @@
 #include "registry.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "contexts.h"
@@ -9,7 +10,11 @@ namespace pacpu {
 namespace {
 
 constexpr const char* cache_type_names[num_cache_types] = {"float32", "float16", "bfloat16", "int8"};
-constexpr const char* prefetch_names[num_prefetches] = {"none", "L2", "L1"};
+constexpr Way ways[] = {{"none", Prefetch::none, false},
+                        {"L2", Prefetch::level2, false},
+                        {"L1", Prefetch::level1, false},
+                        {"L2 AVX2", Prefetch::level2, true},
+                        {"L1 AVX2", Prefetch::level1, true}};
 constexpr const char* isa_names[num_isas] = {"portable", "avx2", "avx512", "avx512bf16", "amx"};
 
 #if defined(__x86_64__)
@@ -54,7 +59,7 @@ Registry& registry() {
 }
 
 struct Setting {
-    Prefetch prefetch = Prefetch::level1;
+    const Way* way = &ways[2];
     int shared_row_cost = block_cost;
 };
 
@@ -87,24 +92,35 @@ void select_isa(const std::string& name) {
     throw std::invalid_argument("unknown instruction set '" + name + "'; use portable, avx2, avx512, avx512bf16 or amx");
 }
 
-Prefetch prefetch(CacheType type, bool is_shared) { return setting(type, is_shared).prefetch; }
+std::vector<std::string> way_names(CacheType type, bool is_shared) {
+    std::vector<std::string> names;
+    for (const Way& way : ways)
+        if (!way.is_narrow || (type == CacheType::int8 && !is_shared)) names.push_back(way.name);
+    return names;
+}
 
-void set_prefetch(CacheType type, bool is_shared, Prefetch prefetch) { setting(type, is_shared).prefetch = prefetch; }
+const Way& way(CacheType type, bool is_shared) { return *setting(type, is_shared).way; }
+
+void set_way(CacheType type, bool is_shared, const std::string& name) {
+    const std::vector<std::string> names = way_names(type, is_shared);
+    const auto found = std::find(names.begin(), names.end(), name);
+    if (found == names.end())
+        throw std::invalid_argument("prefetch must be none, L2 or L1, for int8 MHA also L2 AVX2 or L1 AVX2, not " + name);
+    setting(type, is_shared).way = &ways[found - names.begin()];
+}
 
 int shared_row_cost(CacheType type, bool is_shared) { return setting(type, is_shared).shared_row_cost; }
 
 void set_shared_row_cost(CacheType type, bool is_shared, int cost) { setting(type, is_shared).shared_row_cost = cost; }
 
-const Int8Kernels& int8_kernels() {
+const Int8Kernels& int8_kernels(bool is_narrow) {
 #if defined(__x86_64__)
     static const bool has_vnni = __builtin_cpu_supports("avx512vnni");
-    if (current_isa() >= Isa::avx512 && has_vnni) return int8_avx512vnni;
+    if (current_isa() >= Isa::avx512 && has_vnni && !is_narrow) return int8_avx512vnni;
     if (current_isa() >= Isa::avx2) return int8_avx2;
 #endif
     return int8_portable;
 }
-
-const char* prefetch_name(Prefetch prefetch) { return prefetch_names[static_cast<int>(prefetch)]; }
 
 const std::vector<Kernel>& all_kernels() { return registry().kernels; }
 

@@ -20,7 +20,7 @@ from swiftllm.scheduling.policy import Policy
 from swiftllm.scheduling.residents import Residents
 
 if TYPE_CHECKING:
-    from swiftllm.model.tokenizer import Tokenizer
+    from swiftllm.model.folder.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

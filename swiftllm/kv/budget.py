@@ -15,9 +15,9 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB, InsufficientMemory
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.placement import Placement
-from swiftllm.model.sizes import WeightSizes, boundary_bytes, embedding_bytes, weight_bytes
+from swiftllm.model.boundaries.placement import Placement
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.weights.sizes import WeightSizes, boundary_bytes, embedding_bytes, weight_bytes
 
 HOST_HEADROOM_BYTES = GIB // 2  # left free for activations and other processes
 CPU_TIER_SHARE = 0.5  # of host memory, by default: page caches and other programs grow meanwhile

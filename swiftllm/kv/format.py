@@ -16,7 +16,7 @@ import torch
 from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.kv.layer_groups import LayerGroups
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.config.model_config import ModelConfig
 
 LEAST_BLOCK = 16
 """Tokens of the smallest block that every format has."""

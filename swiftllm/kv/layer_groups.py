@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from swiftllm.model.config import ModelConfig
+    from swiftllm.model.config.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from swiftllm.core.request import Tier
 from swiftllm.kv.budget import KVPlan
 from swiftllm.kv.format import KVFormat
 from swiftllm.kv.layer_groups import LayerGroups
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.config.model_config import ModelConfig
 
 
 class KVPools:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.loaded_weights import LoadedWeights
-from swiftllm.model.providers import BoundaryWeights, FfnWeights
-from swiftllm.model.rope import rotary_table
+from swiftllm.model.boundaries.loaded_weights import LoadedWeights
+from swiftllm.model.boundaries.providers import BoundaryWeights, FfnWeights
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.config.rope import rotary_table
 from swiftllm.ops.interface import Ops
 
 FFN_ELEMENTS_AT_ONCE = 1 << 27  # of gate and up: some thousand rows, enough for efficient GEMMs, in 256 MiB of 16 bits
@@ -22,7 +22,7 @@ class LlamaModel:
     """All tensors live on one device in one dtype, except the rotary table, which is float32.
 
     The caller enters a boundary's ``weights`` before it computes one; see
-    :class:`~swiftllm.model.loaded_weights.LoadedWeights`.
+    :class:`~swiftllm.model.boundaries.loaded_weights.LoadedWeights`.
     """
 
     def __init__(self, config: ModelConfig, weights: LoadedWeights, ops: Ops, max_model_len: int | None = None) -> None:

@@ -26,7 +26,7 @@ from swiftllm.engine.backend import RankFailed, Ticket, TicketTimes
 from swiftllm.kv.budget import plan_blocks
 from swiftllm.kv.format import check_kv
 from swiftllm.machine import available_host_bytes
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.parallel.group import Group
 from swiftllm.parallel.launch import SpawnedRanks
 from swiftllm.parallel.loading import load_rank

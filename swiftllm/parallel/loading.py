@@ -5,9 +5,9 @@ from __future__ import annotations
 from swiftllm.config import EngineConfig
 from swiftllm.device.device import Device
 from swiftllm.kv.budget import check_weights
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.loaded_weights import read_weights
-from swiftllm.model.placement import all_resident
+from swiftllm.model.boundaries.loaded_weights import read_weights
+from swiftllm.model.boundaries.placement import all_resident
+from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.parallel.group import Group
 from swiftllm.parallel.shards import Shard, ShardedWeights
 from swiftllm.runtime.loaded_model import LoadedModel

@@ -15,11 +15,11 @@ from dataclasses import replace
 
 import torch
 
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.loaded_weights import LoadedWeights
-from swiftllm.model.providers import BoundaryWeights
-from swiftllm.model.quantised.readers import IN, OUT, Axis
-from swiftllm.model.weights import LlamaWeights, ModelPart
+from swiftllm.model.boundaries.loaded_weights import LoadedWeights
+from swiftllm.model.boundaries.providers import BoundaryWeights
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.weights.llama_weights import LlamaWeights, ModelPart
+from swiftllm.model.weights.quantised.readers import IN, OUT, Axis
 from swiftllm.ops.interface import Linear, Ops
 from swiftllm.parallel.group import Group
 
@@ -30,7 +30,7 @@ BY_TOKENS = ("embed_tokens", "lm_head")
 
 
 class Shard(ModelPart):
-    """See :class:`swiftllm.model.weights.ModelPart`."""
+    """See :class:`swiftllm.model.weights.llama_weights.ModelPart`."""
 
     def __init__(self, model: ModelConfig, rank: int, size: int) -> None:
         """``model``: the whole one.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from swiftllm.config import EngineConfig
-from swiftllm.model.hub import model_folder
+from swiftllm.model.folder.hub import model_folder
 from swiftllm.server.settings import ServerSettings
 
 try:

@@ -1,7 +1,7 @@
 """How CPU attention is fastest on this machine: measured at the first start, then read from the cache directory.
 
-How it prefetches, and what a further row costs in blocks that rows share. Both depend on the processor, and not by its
-maker: they are timed. Every way of prefetching gives the same results; shared blocks change their last bits.
+How it prefetches, for int8 MHA also how wide its vectors are, and what a further row costs in blocks that rows share.
+This depends on the processor, and not by its maker: it is timed. Prefetches change no result, the others its last bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swiftllm.machine import available_host_bytes, cpu_model, last_level_cache_b
 logger = logging.getLogger(__name__)
 Way = TypeVar("Way")
 
-FORMAT = 3
+FORMAT = 4
 INT8 = "int8"
 DTYPES = ("float16", "bfloat16", "float32", INT8)
 NUM_HEADS, HEAD_DIM, BLOCK_SIZE, BATCH = 32, 128, 16, 8
@@ -39,6 +39,9 @@ CACHES = 3
 """The calls go round in so many times the last-level cache."""
 MIN_BYTES = 128 << 20
 ROUNDS = 15
+SETTLED_S = 1e-3
+"""After a call: pacpu's helpers sleep by then. While a thread runs, the system counts its time tick by tick, and a call
+takes less than a tick."""
 NOISE = 0.02
 """Of a rate: ways that differ by less count as equal, and the one that asks for most comes first."""
 LEAST_COST = 1 / 8
@@ -65,7 +68,7 @@ class Measured:
 def use_fastest_attention(*, measure_again: bool = False) -> None:
     """Have CPU attention of this process work in the way that is fastest here: from the cache, else measured now.
 
-    Measuring takes about a second, once for each processor and instruction set. Where it would take more than a
+    Measuring takes a few seconds, once for each processor and instruction set. Where it would take more than a
     quarter of the memory that is available, nothing changes.
     """
     measured = None if measure_again else kept()
@@ -86,7 +89,7 @@ def use_fastest_attention(*, measure_again: bool = False) -> None:
 
 def fastest(by_way: Mapping[str, float]) -> str:
     enough = (1 - NOISE) * max(by_way.values())
-    return next(way for way in reversed(pacpu.PREFETCHES) if by_way[way] >= enough)
+    return next(way for way in reversed(by_way) if by_way[way] >= enough)
 
 
 def identity() -> dict[str, str]:
@@ -107,7 +110,7 @@ def kept() -> Measured | None:
         rates, costs = found["rates"], found["shared_row_costs"]
         kinds = [f"{dtype} {heads}" for dtype in DTYPES for heads in KV_HEADS]
         return Measured(
-            {kind: {way: float(rates[kind][way]) for way in pacpu.PREFETCHES} for kind in kinds},
+            {kind: {way: float(rates[kind][way]) for way in pacpu.prefetches(*kind.split())} for kind in kinds},
             {kind: _cost_within_limits(float(costs[kind])) for kind in kinds},
         )
     except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is damaged
@@ -140,7 +143,7 @@ def _rates_of(memory: torch.Tensor, dtype: str, heads: str, num_threads: int, ro
     cache = _cache_in(memory, KV_HEADS[heads])
     per_request = max(1, min(SAMPLE_BYTES // cache[0].nbytes, len(cache)) // BATCH)
     tables = [table.view(BATCH, per_request) for table in _scattered(len(cache), BATCH * per_request)]
-    ways = {way: lambda way=way: pacpu.set_prefetch(dtype, heads, way) for way in pacpu.PREFETCHES}
+    ways = {way: lambda way=way: pacpu.set_prefetch(dtype, heads, way) for way in pacpu.prefetches(dtype, heads)}
     seconds = _fastest_s(ways, cache, tables, num_threads, rounds)
     return {way: tables[0].numel() * cache[0].nbytes / seconds[way] / 1e9 for way in ways}
 
@@ -195,5 +198,6 @@ def _fastest_s(
             table, turn = tables[turn % len(tables)], turn + 1
             start_s = time.process_time()
             pacpu.paged_attention(q, k, k, cache, table, seq_lens, out, 1.0, num_threads=num_threads)
+            time.sleep(SETTLED_S)
             seconds[way].append((time.process_time() - start_s) / num_threads)
     return {way: min(taken) for way, taken in seconds.items()}

@@ -10,8 +10,8 @@ import pacpu
 from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
 from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.model.placement import Placement
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.boundaries.placement import Placement
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.runtime.attention_choices import use_fastest_attention
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
 from swiftllm.runtime.workers import InlineWorker, MakeWorker

@@ -28,8 +28,8 @@ import torch
 
 from swiftllm.device.device import Device, Graph
 from swiftllm.kv.layer_groups import LayerGroups
+from swiftllm.model.boundaries.placement import Place, Placement
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.placement import Place, Placement
 from swiftllm.runtime.batch import LaneBatch, Rows
 from swiftllm.sampling.draws import most_likely
 

@@ -8,10 +8,10 @@ from functools import partial
 from swiftllm.config import EngineConfig
 from swiftllm.kv.format import block_bytes, tier_formats
 from swiftllm.kv.layer_groups import LayerGroups
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.boundaries.loaded_weights import LoadedWeights
+from swiftllm.model.boundaries.placement import Placement
+from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.loaded_weights import LoadedWeights
-from swiftllm.model.placement import Placement
 from swiftllm.runtime.graphs import LayerGraphs
 from swiftllm.runtime.processors import Processors
 from swiftllm.runtime.widest_iteration import widest_iteration

@@ -11,10 +11,10 @@ from swiftllm.config import EngineConfig
 from swiftllm.device.cuda import CONTEXT_BYTES, DEVICE_HEADROOM
 from swiftllm.kv.budget import HOST_HEADROOM_BYTES, MemoryBudget
 from swiftllm.kv.format import KVFormat, cpu_format
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.llama import FFN_ELEMENTS_AT_ONCE
-from swiftllm.model.sizes import WeightSizes
-from swiftllm.model.weights import fused_matrices
+from swiftllm.model.weights.llama_weights import fused_matrices
+from swiftllm.model.weights.sizes import WeightSizes
 from swiftllm.ops.interface import MASK_ELEMENTS_AT_ONCE, QUERY_BLOCK
 from swiftllm.runtime.graphs import ROW_BUCKETS
 from swiftllm.runtime.kv_transfers import SNAPSHOTS

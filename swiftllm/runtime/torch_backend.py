@@ -18,9 +18,9 @@ from swiftllm.kv.budget import KVPlan, check_weights, plan_blocks
 from swiftllm.kv.format import check_kv
 from swiftllm.kv.pools import KVPools
 from swiftllm.machine import available_host_bytes
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.loaded_weights import open_weights
-from swiftllm.model.placement import Placement, all_resident
+from swiftllm.model.boundaries.loaded_weights import open_weights
+from swiftllm.model.boundaries.placement import Placement, all_resident
+from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.ops.interface import ChunkAttention
 from swiftllm.runtime.batch import BatchBuilder, CohortBatch, LaneBatch, PrefillChunk, PrefillGroup, Rows, concatenate
 from swiftllm.runtime.cores import CoreDivision

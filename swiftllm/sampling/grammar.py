@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from swiftllm.model.tokenizer import Tokenizer
+    from swiftllm.model.folder.tokenizer import Tokenizer
 
 Kind = Literal["json_schema", "regex", "choice", "grammar"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from swiftllm.model.generation import sampling_defaults
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.folder.generation import sampling_defaults
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.server.formats.calls import FORMATS, format_of
 from swiftllm.server.formats.formats import Formats
 from swiftllm.server.formats.harmony import is_harmony

@@ -13,10 +13,10 @@ from quantise import write_folder
 from safetensors.torch import load_file, save_file
 
 from apex.systems import build_system
-from swiftllm.model.checkpoint import WeightsError
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.placement import Place
-from swiftllm.model.weights import load_weights
+from swiftllm.model.boundaries.placement import Place
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.folder.checkpoint import WeightsError
+from swiftllm.model.weights.llama_weights import load_weights
 from swiftllm.ops import experts
 from tests.apex.placement.placements import give_times
 from tests.apex.placement.test_measured import config_for
@@ -55,7 +55,7 @@ def test_tokens_are_those_of_transformers_under_every_system(models) -> None:
 
 def test_graphs_and_placed_weights_give_the_tokens_of_a_host(models) -> None:
     """With less memory than the weights take, boundaries are streamed, or computed by the CPU."""
-    for name in KINDS:
+    for name in ("Qwen3Moe", "Mixtral"):
         folder, prompts, _ = models[name]
         placed = ((2.5, {Place.STREAMED}), (1.5, {Place.CPU})) if name == "Mixtral" else ()
         for boundaries, places in ((9.0, set()), *placed):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftllm.config import EngineConfig
-from swiftllm.model.placement import Place, Placement
+from swiftllm.model.boundaries.placement import Place, Placement
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime import torch_backend
 from swiftllm.runtime.torch_backend import open_torch_backend
@@ -23,8 +23,8 @@ from tests.reference.tiny_gpt_oss import make_folders
 from tests.swiftllm.remote.test_tokens import MAX_TOKENS, tokens_beside_a_host
 
 POOLS = {"block_size": 4, "num_gpu_blocks": 40, "num_cpu_blocks": 400}
-TOKENS = 10
-PROMPTS = some_prompts(8)
+TOKENS = 7
+PROMPTS = some_prompts(6)
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +71,13 @@ def test_neither_graphs_nor_placed_weights_change_a_token(folders) -> None:
 
     def tokens(folder: Path, placement: Placement | None = None) -> list[list[int]]:
         config = EngineConfig(str(folder), dtype="float32", **sizes)
-        return tokens_of_both_tiers(open_torch_backend(config, placement=placement), range(3, 22), 5, 4)
+        return tokens_of_both_tiers(open_torch_backend(config, placement=placement), range(3, 15), 5, 4)
 
-    for name, placements in (("plain", (None, placed)), ("packed", (placed,))):
+    for name, placement in (("plain", None), ("packed", placed)):
         expected = tokens(folders[name])
-        for placement in placements:
-            with fake_gpu(0) as cuda:
-                assert tokens(folders[name], placement) == expected, (name, placement)
-            assert cuda.replays
+        with fake_gpu(0) as cuda:
+            assert tokens(folders[name], placement) == expected, (name, placement)
+        assert cuda.replays
 
 
 def test_sinks_are_needed_wherever_there_is_attention(folders, expected, monkeypatch) -> None:

@@ -40,7 +40,7 @@ LAYOUTS = {  # name: layout, symmetric, act-order
     "gptq act-order": ("gptq", False, True),
     "compressed-tensors": ("compressed-tensors", True, False),
 }
-NUM_TOKENS = 64
+NUM_TOKENS = 32
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +100,9 @@ def test_captured_graphs_change_no_token(tiny, name, tmp_path) -> None:
         return [request.output_token_ids for request in requests]
 
     expected = tokens()
-    for can_capture in (False, True):
-        with fake_gpu(0, can_capture=can_capture) as cuda:
-            assert tokens() == expected
-        assert bool(cuda.replays) == can_capture
+    with fake_gpu(0) as cuda:
+        assert tokens() == expected
+    assert cuda.replays
 
 
 @SLOW

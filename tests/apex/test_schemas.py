@@ -14,7 +14,7 @@ import pytest
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.sampling_params import SamplingParams
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import GrammarCompiler
 from swiftllm.sampling.trial import TriedGrammar
 from swiftllm.server.service.limits import NewRequest, ServiceLimits

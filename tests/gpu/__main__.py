@@ -28,6 +28,8 @@ def checks(seconds: float) -> dict[str, Check]:
         "graphs": tokens.check_graphs,
         "tokens-float32": tokens.check_tokens_float32,
         "tokens-float16": tokens.check_tokens_float16,
+        "tokens-windows": tokens.check_tokens_windows,
+        "tokens-gpt-oss": tokens.check_tokens_gpt_oss,
         "tokens-eager": tokens.check_eager_tokens,
         "tokens-streamed": tokens.check_streamed_tokens,
         "random-load": partial(random_load.check_random_load, seconds=seconds),

@@ -1,4 +1,4 @@
-"""A tiny model that needs no files, and what it thinks of a text: a plain forward pass on the CPU in float32.
+"""Tiny models that need no files, and what they think of a text: a plain forward pass on the CPU in float32.
 
 Elsewhere the tests hold this pass against transformers; a machine with a GPU may have none.
 """
@@ -6,17 +6,18 @@ Elsewhere the tests hold this pass against transformers; a machine with a GPU ma
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.boundaries.loaded_weights import LoadedWeights
+from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.loaded_weights import LoadedWeights
-from swiftllm.model.weights import dummy_weights
+from swiftllm.model.weights.llama_weights import dummy_weights
 from swiftllm.ops.interface import Ops
 from tests.reference.paged_attention import attend_chunk
 
@@ -36,14 +37,34 @@ CONFIG = {
     "eos_token_id": 2,
     "initializer_range": 0.15,  # large enough for greedy tokens to differ from step to step
 }
+OF_FOUR_LAYERS = {**CONFIG, "num_hidden_layers": 4, "sliding_window": 24}
+WINDOWS = {
+    "of all layers": {**OF_FOUR_LAYERS, "architectures": ["MistralForCausalLM"], "model_type": "mistral"},
+    "of half of the layers": {
+        **OF_FOUR_LAYERS,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+    },
+}
+GPT_OSS = {
+    **OF_FOUR_LAYERS,
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
 SEED = 0
 
 
 @contextmanager
-def tiny_model() -> Iterator[Path]:
+def tiny_model(config: Mapping[str, Any] = CONFIG) -> Iterator[Path]:
     """A folder for ``load_format="dummy"`` and ``seed=SEED``."""
     with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+        (Path(folder) / "config.json").write_text(json.dumps(config))
         yield Path(folder)
 
 
@@ -59,9 +80,11 @@ class Judge:
         model, scale = self._model, self._config.head_dim**-0.5
         residual, rotary_rows = model.embed(torch.tensor(tokens)), model.rotary_table[: len(tokens)]
         qkv = model.enter(residual, rotary_rows)
-        for layer in range(self._config.num_layers):
+        windows = self._config.windows or (None,) * self._config.num_layers
+        for layer, window in enumerate(windows):
             q, k, v = model.split_qkv(qkv)
-            out = attend_chunk(model.ops, q, k.transpose(0, 1), v.transpose(0, 1), None, scale)
+            keys = k.transpose(0, 1), v.transpose(0, 1)
+            out = attend_chunk(model.ops, q, *keys, None, scale, window, model.sinks(layer))
             if layer < self._config.num_layers - 1:
                 qkv = model.cross(layer, out, residual, rotary_rows)
         return model.leave(out, residual)

@@ -8,7 +8,7 @@ import torch
 
 from swiftllm.core.request import Request, SamplingParams
 from swiftllm.device import open_device
-from swiftllm.model.quantised.readers import sort_into_runs
+from swiftllm.model.weights.quantised.readers import sort_into_runs
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.library import MOST_ERROR, LibraryLinear, installed_version
 from swiftllm.ops.quantised_matrix import QuantisedMatrix

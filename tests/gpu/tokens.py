@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -18,9 +19,9 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.device import CudaDevice, Device, open_device
 from swiftllm.engine.engine import Engine
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.placement import spread
-from tests.gpu.judge import SEED, Judge, tiny_model
+from swiftllm.model.boundaries.placement import spread
+from swiftllm.model.config.model_config import ModelConfig
+from tests.gpu.judge import CONFIG, GPT_OSS, SEED, WINDOWS, Judge, tiny_model
 from tests.reference.fake_engine import flat_table
 
 # System, strategy, synchronous CPU attention.
@@ -107,8 +108,19 @@ def check_eager_tokens(device: torch.device) -> None:
     assert len(opened) == len(VARIANTS) and not any(device.can_capture for device in opened)
 
 
-def check_tokens(device: torch.device, dtype: str, near_tie: float) -> None:
-    with tiny_model() as model:
+def check_tokens_windows(device: torch.device) -> None:
+    """As float32's, with attention windows that are shorter than most prompts."""
+    for config in WINDOWS.values():
+        check_tokens(device, "float32", near_tie=0.0, config=config)
+
+
+def check_tokens_gpt_oss(device: torch.device) -> None:
+    """As float32's: experts in MXFP4, sinks, and windows of half of the layers."""
+    check_tokens(device, "float32", near_tie=0.0, config=GPT_OSS)
+
+
+def check_tokens(device: torch.device, dtype: str, near_tie: float, config: Mapping[str, Any] = CONFIG) -> None:
+    with tiny_model(config) as model:
         judge, prompts = Judge(model), make_prompts()
         for variant in VARIANTS:
             with closing(build(model, variant, device, dtype)) as engine:

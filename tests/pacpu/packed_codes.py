@@ -1,4 +1,4 @@
-"""Random 4-bit matrices, packed element by element as `pacpu.rows.PackedCodes` describes the layout."""
+"""Random 4-bit matrices, packed input by input as `pacpu.rows.PackedCodes` describes the layout."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def random_matrix(
     else:
         scales = ((torch.rand(out_features, groups) + 0.2) / 8 / in_features**0.5).to(scale_dtype)
     words = np.random.default_rng(int(codes.sum())).integers(0, 1 << 32, (panels, blocks, columns, WORDS), np.uint32)
-    for column in range(out_features):
-        for i, code in enumerate(codes[column].tolist()):
-            place = column // columns, i // 128, column % columns, i % RUN
-            shift = 4 * (i % 128 // RUN)
-            words[place] = words[place] & ~np.uint32(15 << shift) | np.uint32(code << shift)
+    column = np.arange(out_features)
+    for i, codes_of_input in enumerate(codes.t().numpy().astype(np.uint32)):
+        place = column // columns, i // 128, column % columns, i % RUN
+        shift = 4 * (i % 128 // RUN)
+        words[place] = words[place] & ~np.uint32(15 << shift) | codes_of_input << np.uint32(shift)
     packed_scales = torch.full((panels, groups, columns), 255 if is_mxfp4 else torch.nan).to(scale_dtype)
     packed_zeros = torch.full((panels, groups, columns), 255, dtype=torch.uint8)
     for column in range(out_features):

@@ -94,8 +94,8 @@ def test_many_calls_do_not_leak():
 
     call_often(20_000)
     before = resident_bytes()
-    call_often(200_000)
-    assert resident_bytes() - before < 2**21
+    call_often(100_000)
+    assert resident_bytes() - before < 2**20
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

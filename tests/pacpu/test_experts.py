@@ -67,7 +67,7 @@ def test_experts(isa, dtype):
     for hidden, ffn, group_size, scale_dtype in ((272, 48, 16, torch.float16), (160, 96, 32, torch.uint8)):
         for is_clamped in (False, True):
             layer = Layer(7, hidden, ffn, group_size, dtype, scale_dtype, is_clamped=is_clamped)
-            for num_rows, num_threads in ((0, 1), (1, 3), (5, 1), (23, 3)):
+            for num_rows, num_threads in ((0, 1), (1, 3), (13, 2)):
                 ids, likelihoods = routing(7, num_rows, 3, padding=num_rows // 5)
                 x = Rows.random(num_rows, hidden, dtype=dtype)
                 if num_rows // 5:
@@ -90,7 +90,7 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_threads(isa, dtype):
     ids[300:600] = 4
     together, alone = torch.full((2, 2100, 80), torch.nan, dtype=dtype)
     layer.packed(x, ids, likelihoods, together, num_threads=3)
-    for row in (*range(0, 2100, 7), 2047, 2048, 2049, 2099):
+    for row in (*range(0, 2100, 21), 2047, 2048, 2049, 2099):
         own = slice(row, row + 1)
         layer.packed(x[own], ids[own], likelihoods[own], alone[own])
         assert torch.equal(alone[own], together[own])

@@ -9,6 +9,7 @@ import torch
 
 import pacpu
 from pacpu import int8, rows
+from swiftllm.machine import cpu_flags
 from swiftllm.ops.int8_blocks import codes_and_scales, pack, unpack
 from tests.pacpu.cases import DTYPES, HALF_DTYPES, check_at_the_same_time, every_dtype, make_case, shared_case, use
 from tests.pacpu.int8_cases import as_int8, make_int8_case, relative_error
@@ -40,13 +41,13 @@ def test_groups_and_head_dims(isa, head_dim):
 
 
 @every_isa
-@pytest.mark.parametrize("way", pacpu.PREFETCHES)
+@pytest.mark.parametrize("way", pacpu.prefetches("int8", "MHA"))
 def test_ways_of_prefetching_and_shared_blocks(isa, way):
     use(isa, "native")
     float_way = pacpu.prefetch("float16", "GQA")
     for heads, group in zip(pacpu.HEADS, (1, 3), strict=True):
         before = pacpu.prefetch("int8", heads), pacpu.shared_row_cost("int8", heads)
-        pacpu.set_prefetch("int8", heads, way)
+        pacpu.set_prefetch("int8", heads, way if way in pacpu.prefetches("int8", heads) else "L1")
         pacpu.set_shared_row_cost("int8", heads, 1 / 8)
         try:
             as_int8(shared_case(torch.float16, num_heads=2 * group, num_kv_heads=2, head_dim=40)).check(num_threads=3)
@@ -56,11 +57,24 @@ def test_ways_of_prefetching_and_shared_blocks(isa, way):
     assert pacpu.prefetch("float16", "GQA") == float_way
 
 
+def test_narrow_ways_have_the_bits_of_avx2():
+    case, outputs = make_int8_case(torch.float32, num_heads=3, num_kv_heads=3, seq_lens=(300,)), []
+    for isa, way in (("avx2", "L1"), ("avx512", "L1 AVX2"), ("avx512", "L1")):
+        use(isa, "native")
+        before = pacpu.prefetch("int8", "MHA")
+        pacpu.set_prefetch("int8", "MHA", way)
+        case.run()
+        pacpu.set_prefetch("int8", "MHA", before)
+        outputs.append(case.case.out.clone())
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2]) == ("avx512_vnni" not in cpu_flags())
+
+
 @every_isa
 @pytest.mark.parametrize("num_kv_heads", [2, 8])
 def test_error_on_random_normal_numbers_is_below_one_percent(isa, num_kv_heads):
     use(isa, "native")
-    case = make_case(torch.float16, 8, num_kv_heads, 128, seq_lens=(1024, 1000))
+    case = make_case(torch.float16, 8, num_kv_heads, 128, seq_lens=(1024, 1000) * 3)
     as_int8(case).run()
     reference.store_new_tokens(case.k, case.v, case.kv_cache, case.block_tables, case.seq_lens)
     exact = reference.paged_attention(case.q, case.kv_cache, case.block_tables, case.seq_lens, case.scale)

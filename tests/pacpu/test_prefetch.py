@@ -71,7 +71,9 @@ def test_a_choice_holds_for_its_type_heads_and_instruction_set():
     [
         (("int4", "MHA", "L1"), "dtype must be float32, float16 or bfloat16, not int4"),
         (("float16", "MQA", "L1"), "heads must be MHA or GQA, not MQA"),
-        (("float16", "MHA", "L3"), "prefetch must be none, L2 or L1, not L3"),
+        (("float16", "MHA", "L3"), "prefetch must be none, L2 or L1, for int8 MHA also L2 AVX2 or L1 AVX2, not L3"),
+        (("float16", "MHA", "L1 AVX2"), "prefetch must be none, L2 or L1, .* not L1 AVX2"),
+        (("int8", "GQA", "L1 AVX2"), "prefetch must be none, L2 or L1, .* not L1 AVX2"),
     ],
 )
 def test_a_choice_that_there_is_not_is_refused(arguments, message):

@@ -26,6 +26,7 @@ from dataclasses import replace
 from tests.pacpu.cases import DTYPES, make_case, shared_case, windowed_case
 from tests.pacpu.int8_cases import as_int8, make_int8_case
 from tests.pacpu.packed_codes import random_matrix
+from tests.pacpu.test_experts import Layer, routing
 
 torch.manual_seed(0)
 for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
@@ -80,6 +81,14 @@ for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
             x, out = torch.ones(num_rows, 1040, dtype=dtype), torch.empty(num_rows, 50, dtype=dtype)
             matrix.packed.linear(x, torch.ones(50, dtype=dtype), out, num_threads=2)
             assert out.isfinite().all()
+        for scale_dtype in (torch.float16, torch.uint8):
+            layer = Layer(3, 96, 32, 32, dtype, scale_dtype, is_clamped=scale_dtype is torch.uint8)
+            for num_rows in (1, 23):
+                ids, likelihoods = routing(3, num_rows, 2, padding=num_rows // 5)
+                x = torch.randn(num_rows, 96).to(dtype)
+                out = torch.empty_like(x)
+                layer.packed(x, ids, likelihoods, out, num_threads=2)
+                assert out.isfinite().all()
     print("ran", isa, "rows")
 print(pacpu.read_bandwidth(torch.ones(1001), num_threads=3) > 0, _pacpu.__file__)
 """

@@ -40,6 +40,7 @@ REDRAW = 40  # host actions after which the streams' speeds change
 MOVES = ("to.", "_to_copy", "cpu")
 EFFICIENT_ATTENTION = "aten::_scaled_dot_product_efficient_attention"  # not there for host memory
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
+SHAPES_OF: dict[object, Any] = {}  # results without content, of every fake: torch takes long to find them
 
 
 class _Again(TorchDispatchMode):
@@ -77,7 +78,6 @@ class FakeCuda(TorchDispatchMode):
         self.total_bytes, self.allocated, self.peak = total_bytes, 0, 0
         self._pinned: dict[int, torch.Tensor] = {}  # kept, so that no other memory comes to lie there
         self._advancing = False
-        self._shapes_of: dict[object, Any] = {}
 
     # -- what torch.cuda is inside ----------------------------------------------------------------------------------
 
@@ -257,9 +257,11 @@ class FakeCuda(TorchDispatchMode):
     def _enqueue(self, work: Callable[[], object]) -> None:
         inference = torch.is_inference_mode_enabled()
 
-        def later() -> None:
+        def later() -> object:
+            if torch.is_inference_mode_enabled() is inference:
+                return work()
             with torch.inference_mode(inference):
-                work()
+                return work()
 
         self.current.put(later)
         self.advance()
@@ -364,10 +366,10 @@ class FakeCuda(TorchDispatchMode):
     def _shapes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Tensors without content, like those that an operation will return."""
         key = (func, key_of(args), key_of(kwargs))
-        if key not in self._shapes_of:
+        if key not in SHAPES_OF:
             args, kwargs = replaced(torch.Tensor, shape_of, (args, kwargs))
-            self._shapes_of[key] = func(*args, **({**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
-        return self._shapes_of[key]
+            SHAPES_OF[key] = func(*args, **({**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
+        return SHAPES_OF[key]
 
 
 # Torch would wrap a method of that name, at a cost above that of most operations.

@@ -18,6 +18,7 @@ from transformers import (
     Phi3Config,
     PixtralVisionConfig,
     PreTrainedModel,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -34,6 +35,16 @@ YARN = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+LONGROPE = {
+    "partial_rotary_factor": 0.5,
+    "original_max_position_embeddings": 256,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.2, 1.5, 2.0],
+        "long_factor": [1.0, 3.0, 6.0, 9.0],
+    },
+}
 GRANITE = {
     "embedding_multiplier": 6.0,
     "attention_multiplier": 0.11,
@@ -48,8 +59,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Ministral3 alone": {"kind": Ministral3Config, "head_dim": 16, "rope_parameters": YARN},
     "Phi3": {"kind": Phi3Config, "pad_token_id": None, "partial_rotary_factor": 0.5},
     "Phi3 whole": {"kind": Phi3Config, "pad_token_id": None},
+    "Phi3 long": {"kind": Phi3Config, "pad_token_id": None, **LONGROPE},
     "Glm": {"kind": GlmConfig, **GLM, "head_dim": 16, "num_attention_heads": 32},  # 16 on each KV head
     "Glm4": {"kind": Glm4Config, **GLM, "partial_rotary_factor": 0.25},
+    "SeedOss": {"kind": SeedOssConfig, "head_dim": 16, "pad_token_id": None},
     "SmolLM3": {"kind": SmolLM3Config, "no_rope_layers": [1, 0, 1], "pad_token_id": None, "tie_word_embeddings": True},
     "Granite": {"kind": GraniteConfig, **GRANITE, "tie_word_embeddings": True},
     "Granite untied": {"kind": GraniteConfig, **GRANITE, "mlp_bias": True, "attention_bias": True},

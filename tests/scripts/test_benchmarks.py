@@ -10,7 +10,7 @@ import pytest
 
 from apex.cli.parser import parse_options
 from benchmarks.bench_server_overhead import COLUMNS, Options, TooFewTokens, main, summarise
-from benchmarks.overhead_clients import Stream
+from benchmarks.overhead_clients import ClientStream
 from evaluation.results.folder import markdown_table
 from evaluation.results.kinds import MEASURED, kind_of
 from evaluation.results.paths import REPO_ROOT
@@ -44,13 +44,13 @@ def test_help_shows_no_default_that_is_none(name, capsys):
     assert not any(nothing in words for nothing in ("(default: None)", "(default: )", "{None}|"))
 
 
-def stream(name: str, times_s: list[float]) -> Stream:
+def stream(name: str, times_s: list[float]) -> ClientStream:
     """A stream that was sent at 0 s, with tokens arriving at these times."""
     parts = [
         f'data: {{"id": "{name}", "choices": [0], "usage": {{"completion_tokens": {number}}}}}\n\n'.encode()
         for number in range(1, len(times_s) + 1)
     ]
-    return Stream(connection=None, times_s=times_s, parts=parts)
+    return ClientStream(connection=None, times_s=times_s, parts=parts)
 
 
 def test_added_is_counted_while_all_streams_are_open():

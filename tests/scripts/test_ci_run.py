@@ -17,7 +17,8 @@ def run_ci(bare_path: Path, cache: Path, **variables: str) -> subprocess.Complet
     add_tool(
         bare_path,
         "make",
-        f"""echo "required: ${{APEX_REQUIRE_BROWSER:-no}}"
+        f"""[ "$1" != setup ] || exit 0
+        echo "required: ${{APEX_REQUIRE_BROWSER:-no}}"
         [ "$APEX_REQUIRE_BROWSER" ] || echo "{SKIPPED}"
         echo "=== short test summary info ==="
         echo "FAILED tests/test_page.py::test_a"
@@ -42,7 +43,7 @@ def test_without_a_browser_it_lists_what_was_skipped(bare_path, tmp_path):
     add_tool(bare_path, "uname", "echo aarch64")  # for which there is no recipe
     done = run_ci(bare_path, tmp_path / "cache")
     lines = done.stdout.splitlines()
-    assert "required: no" in lines and "chromium: not installed" in done.stderr
+    assert "required: no" in lines and any(line.startswith("chromium: not installed") for line in lines)
     failed, told, skipped, end = lines[lines.index("----") + 1 :]
     assert failed.startswith("FAILED") and "no browser could be installed" in told
     assert (skipped, end) == (SKIPPED, TESTS_END)

@@ -28,8 +28,8 @@ from tests.triton.memory_check import watch_memory
 repair_bfloat16()
 watch_memory()
 
-NUM_TOKENS = 6
-PROMPT_LENS = (1, 17, 40, 23, 5)
+NUM_TOKENS = 5
+PROMPT_LENS = (1, 17, 37, 5)
 CHUNK = 16
 # How far below the highest logit a chosen token's may lie, in standard deviations of the judge's float32 logits. Two
 # layers in float16 move logits by some thousandths of that.
@@ -94,7 +94,7 @@ def test_so_are_those_of_a_quantised_model(generate, model_folder, tmp_path, ops
     """With act-order, so that each product takes its inputs in an order of its own, and Q, K and V stay apart."""
     for layout in ("gptq", "dequantised"):
         write_folder(model_folder, tmp_path / layout, layout, 32, act_order=True)
-    check(generate(OPS[ops], dtype, tmp_path / "gptq", most=3), tmp_path / "dequantised", dtype)
+    check(generate(OPS[ops], dtype, tmp_path / "gptq", most=2), tmp_path / "dequantised", dtype)
 
 
 def check(requests: list[Request], model_folder: Path, dtype: str) -> None:

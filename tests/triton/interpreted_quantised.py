@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swiftllm.model.quantised.readers import sort_into_runs
+from swiftllm.model.weights.quantised.readers import sort_into_runs
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.triton.ops import MOST_QUANTISED_ROWS, TritonOps
@@ -18,7 +18,7 @@ repair_bfloat16()
 watch_memory()
 
 HOST = torch.device("cpu")
-ROWS = (1, 2, 7, 16, 33, 128, 200)
+ROWS = (1, 7, 17, 33, 70)
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +125,7 @@ def test_products_with_the_matrix_written_out(capability, dtype, rows) -> None:
 
 
 @pytest.mark.parametrize("capability, dtype", [(75, torch.float16), (80, torch.float32)], ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.filterwarnings("ignore:Triton has no tensor cores")
 def test_very_few_rows_need_no_written_matrix_without_tensor_cores(capability, dtype, rows, monkeypatch) -> None:
     for name in ("mm", "addmm"):

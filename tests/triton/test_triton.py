@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: interpreted in one process, compiled ahead of time in another.
+"""The Triton kernels without a GPU: interpreted in some processes, compiled ahead of time in another.
 
 Triton decides when a kernel is imported whether it interprets or compiles it, so neither can happen in the process of
 the other tests. By hand: ``TRITON_INTERPRET=1 pytest tests/triton/interpreted*.py`` and
@@ -10,34 +10,37 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.sampled_cases import MOST_CASES
+
 pytest.importorskip("triton", reason="Triton is not installed: the kernels for GPUs are not checked")
 
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 480  # of each process; alone on a core either takes about a minute
+HERE = Path(__file__).parent
+LIMIT_S = 600  # of each process; alone on a core it takes about half a minute
+PROCESSES = {
+    "attention": ("interpreted", "interpreted_faults", "interpreted_wide"),
+    "weights": ("interpreted_experts", "interpreted_model", "interpreted_quantised"),
+    "compiled": ("compiled", "compiled_experts", "compiled_quantised"),
+}
 
 
-@pytest.fixture(scope="module")
-def processes() -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Both at once: each computes on one core."""
-    started = {}
-    for what in ("interpreted", "compiled"):
-        files = sorted(str(file.relative_to(ROOT)) for file in Path(__file__).parent.glob(f"{what}*.py"))
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5", *files]
-        environment = {**os.environ, "TRITON_INTERPRET": "1" if what == "interpreted" else "0"}
-        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started[what] = subprocess.Popen(command, cwd=ROOT, env=environment, **streams)
-    yield started
-    for process in started.values():
-        process.kill()
+def test_every_file_is_run() -> None:
+    files = {path.stem for kind in ("interpreted", "compiled") for path in HERE.glob(f"{kind}*.py")}
+    assert files == {name for names in PROCESSES.values() for name in names}
+    assert len(PROCESSES) <= MOST_CASES  # more would be sampled
 
 
-@pytest.mark.parametrize("what", ["interpreted", "compiled"])
-def test_kernels(processes, what: str) -> None:
-    output, _ = processes[what].communicate(timeout=LIMIT_S)
-    print(output[-20_000:])
-    assert processes[what].returncode == 0 and " skipped" not in output
+@pytest.mark.timeout(LIMIT_S + 30)
+@pytest.mark.parametrize("what", PROCESSES)
+def test_kernels(what: str) -> None:
+    files = [str(HERE / f"{name}.py") for name in PROCESSES[what]]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5", *files]
+    environment = {**os.environ, "TRITON_INTERPRET": str(int(what != "compiled"))}
+    done = subprocess.run(
+        command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    print(done.stdout[-20_000:], done.stderr[-2000:])
+    assert done.returncode == 0 and " skipped" not in done.stdout

@@ -301,7 +301,7 @@ def quantisation(model: Path) -> str:
     """What to add to the line of a model folder with quantised weights."""
     if try_import("torch")[0] is None:
         return ""
-    from swiftllm.model.config import ModelConfig
+    from swiftllm.model.config.model_config import ModelConfig
 
     try:
         scheme = ModelConfig.from_folder(model).quantisation

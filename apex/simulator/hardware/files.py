@@ -20,8 +20,8 @@ import yaml
 from apex.perf.model import Curve
 from apex.simulator.hardware.operator_files import Operators, read_operators
 from apex.source_tree import CONFIGS, configs_folder
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.hub import model_folder
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.folder.hub import model_folder
 
 HARDWARE_DIR = CONFIGS / "hardware"
 MODELS_DIR = CONFIGS / "models"

@@ -40,7 +40,7 @@ from apex.simulator.virtual.cpu_hosts import RemoteHosts
 from swiftllm.config import CpuKVDtype
 from swiftllm.kv.format import cpu_format
 from swiftllm.kv.layer_groups import LayerGroups
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.config.model_config import ModelConfig
 
 BITS_PER_BYTE = 8
 ITEMSIZES = {"float16": 2, "bfloat16": 2}

@@ -6,7 +6,7 @@ from apex.perf.experts import ExpertTimes, touched_experts
 from apex.perf.model import Curve
 from apex.simulator.hardware.files import Gpu, LayerShape
 from apex.simulator.prediction.quantised_weights import bits_per_element
-from swiftllm.model.quantised.scheme import QuantisationScheme
+from swiftllm.model.config.quantisation import QuantisationScheme
 
 FEW_TOKENS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """Between which the number of experts that are touched is no straight line."""

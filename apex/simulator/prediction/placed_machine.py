@@ -26,9 +26,9 @@ from apex.simulator.virtual.weight_path import CHUNK_BYTES, SimulatedWeights
 from swiftllm.kv.budget import CPU_TIER_SHARE, SIMULATED_HOST_SHARE, blocks_in, choose_blocks
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB
-from swiftllm.model.placement import Place, Placement
-from swiftllm.model.quantised.scheme import QuantisationScheme
-from swiftllm.model.sizes import boundary_bytes, embedding_bytes
+from swiftllm.model.boundaries.placement import Place, Placement
+from swiftllm.model.config.quantisation import QuantisationScheme
+from swiftllm.model.weights.sizes import boundary_bytes, embedding_bytes
 
 CPU_ROWS = tuple(1 << power for power in range(13))
 """At which the time of a layer with experts is predicted."""

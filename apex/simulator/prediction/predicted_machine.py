@@ -32,9 +32,9 @@ from apex.simulator.virtual.cpu_hosts import RemoteHosts
 from swiftllm.config import CpuKVDtype
 from swiftllm.kv.budget import CPU_TIER_SHARE, SIMULATED_GPU_SHARE, MemoryBudget, choose_blocks
 from swiftllm.kv.format import KVFormat, cpu_format
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.quantised.scheme import AWQ, QuantisationScheme
-from swiftllm.model.sizes import weight_bytes as bytes_of_weights
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.config.quantisation import AWQ, QuantisationScheme
+from swiftllm.model.weights.sizes import weight_bytes as bytes_of_weights
 
 Weights = Literal["auto", "int4"]
 INT4 = QuantisationScheme(AWQ, group_size=128)  # the most common one

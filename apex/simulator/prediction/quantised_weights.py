@@ -14,7 +14,7 @@ from math import ceil, hypot
 
 from apex.perf.model import Curve
 from apex.simulator.hardware.files import Gpu, Host, LayerShape, closest_layer
-from swiftllm.model.quantised.scheme import MXFP4, QuantisationScheme
+from swiftllm.model.config.quantisation import MXFP4, QuantisationScheme
 
 MOST_QUANTISED_ROWS = 512  # as in swiftllm.ops.triton.ops, which needs Triton
 ROWS_OF_A_READ = 128

@@ -37,7 +37,7 @@ from apex.simulator.virtual.weight_path import SimulatedWeights, StreamingLink, 
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
 from swiftllm.engine.backend import SwapTimes, TicketTimes
-from swiftllm.model.placement import Place
+from swiftllm.model.boundaries.placement import Place
 
 PLACEHOLDER_TOKEN = 0
 """Every sampled token. Nothing is computed, so only ``max_tokens`` ends a request."""

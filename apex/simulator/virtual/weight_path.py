@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from apex.perf.model import Curve
 from apex.simulator.virtual.cpu_path import Link, SimulatedWorker
-from swiftllm.model.placement import SLOTS, Place, Placement
+from swiftllm.model.boundaries.placement import SLOTS, Place, Placement
 
 CHUNK_BYTES = 8e6
 """A copy is divided into pieces of this size, so that it delays other transfers by a third of a millisecond."""

@@ -16,7 +16,7 @@ from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import bases, frame_of, over, with_columns
-from swiftllm.model import placement as model_placement
+from swiftllm.model.boundaries import placement as model_placement
 from swiftllm.scheduling.admission import SchedulerLimits
 from swiftllm.systems import find_system
 

@@ -12,7 +12,7 @@ from typing import Any
 from evaluation.experiments.quality.text import read_text, token_sequences
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.llm import LLM
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.folder.tokenizer import Tokenizer
 
 SYSTEM = "fastdecode"
 """Decodes all requests on the CPU."""

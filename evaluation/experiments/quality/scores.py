@@ -17,10 +17,10 @@ from evaluation.experiments.quality.formats import EXACT, TierCache
 from evaluation.experiments.quality.text import read_text, token_sequences
 from swiftllm.config import EngineConfig
 from swiftllm.device import open_device
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.boundaries.loaded_weights import open_weights
+from swiftllm.model.boundaries.placement import all_resident
+from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.loaded_weights import open_weights
-from swiftllm.model.placement import all_resident
 from swiftllm.runtime.attention_choices import use_fastest_attention
 from swiftllm.runtime.processors import Processors
 

@@ -138,6 +138,16 @@ void argmax(const Argmax& p, int begin, int end) {
     }
 }
 
+template <typename T>
+void widen_row(const void* x, int count, float factor, float* y) {
+    for (int i = 0; i < count; i += width) store(y + i, load_some((const T*)x + i, count - i) * factor);
+}
+
+template <typename T>
+void narrow_row(const float* x, int count, float factor, void* y) {
+    for (int i = 0; i < count; i += width) store_some((T*)y + i, load_some(x + i, count - i) * factor, count - i);
+}
+
 #define PACPU_ROW_KERNELS(linear, pack_panel, attend_prompt, codes) {        \
     linear,                                                                  \
     {rms_norm<float>, rms_norm<Half>, rms_norm<BFloat16>},                   \
@@ -149,6 +159,8 @@ void argmax(const Argmax& p, int begin, int end) {
     pack_panel,                                                              \
     attend_prompt,                                                           \
     codes,                                                                   \
+    {widen_row<float>, widen_row<Half>, widen_row<BFloat16>},                \
+    {narrow_row<float>, narrow_row<Half>, narrow_row<BFloat16>},             \
 }
 
 }  // namespace

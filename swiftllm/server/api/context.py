@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, TypeVar
 
-from swiftllm.model.hub import model_name
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.folder.hub import model_name
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.sampling.trial import GrammarTrials, TriedGrammar
 from swiftllm.scheduling.admission import Admission, context_limit
 from swiftllm.server.api.contract.protocol import ChatMessage, GenerationRequest, TemplateOptions

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import BLANKS, without_exclusive
 from swiftllm.server.formats.calls import CallFormat
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from swiftllm.core.request import TokenLogprob
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.server.formats.parts import Part, Reader, begun
 from swiftllm.server.service.token_streams import Delta
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from swiftllm.core.request import Request, RequestRefused
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.scheduling.admission import as_token_array
 from swiftllm.server.service.front_end_link import SERVED
 from swiftllm.server.service.limits import NewRequest, ServiceLimits

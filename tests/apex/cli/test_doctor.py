@@ -18,6 +18,7 @@ from rich.console import Console
 from apex.cli import doctor, main
 from apex.cli.doctor import Finding
 from pacpu import HEADS
+from tests.gpu.judge import GPT_OSS
 from tests.reference.tiny_model import make_tiny_llama
 
 REPO = Path(__file__).resolve().parents[3]
@@ -87,9 +88,14 @@ def test_models_are_listed_with_their_quantisation(monkeypatch, tmp_path):
     shutil.copytree(source, tmp_path / "models" / "fp8")
     config = json.loads((source / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "models" / "fp8" / "config.json").write_text(json.dumps(config))
+    for name, layer_types in (("gpt-oss", None), ("gpt-oss odd", ["sliding_attention"] + 3 * ["full_attention"])):
+        (tmp_path / "models" / name).mkdir()
+        (tmp_path / "models" / name / "config.json").write_text(json.dumps(GPT_OSS | {"layer_types": layer_types}))
     lines = [finding.found for finding in doctor.files() if finding.what == "model"]
-    assert lines[0].endswith("awq (4-bit AWQ, groups of 32)") and lines[2].endswith("plain")
+    assert lines[0].endswith("awq (4-bit AWQ, groups of 32)") and lines[4].endswith("plain")
     assert "fp8 (not supported: " in lines[1] and "quant_method='fp8'" in lines[1]
+    assert lines[2].endswith("gpt-oss (4-bit MXFP4, groups of 32)")
+    assert "gpt-oss odd (not supported: " in lines[3] and "a window in 1 of 4 layers (none, half or all" in lines[3]
 
 
 def test_a_compiler_that_does_not_run_is_said(monkeypatch, tmp_path):
@@ -142,11 +148,13 @@ def test_the_measured_choices_of_cpu_attention_are_told(monkeypatch, tmp_path):
     kinds = [f"{dtype} {heads}" for dtype in attention_choices.DTYPES for heads in HEADS]
     costs = {kind: 0.25 if kind.endswith("MHA") else 0.95 for kind in kinds}
     rates = {kind: {"none": 3.0, "L2": 21.0, "L1": 20.5} for kind in kinds}
+    rates["int8 MHA"] = rates["int8 MHA"] | {"L2 AVX2": 20.0, "L1 AVX2": 25.0}
     path = attention_choices.kept_path()
     path.parent.mkdir()
     path.write_text(json.dumps({"rates": rates, "shared_row_costs": costs}))
     measured = found(list(doctor.cpu_kernels()))
     assert measured["prefetch, float16 MHA"].found == "L2: measured 21.0 GB/s of K and V; none 3.0, L1 20.5"
+    assert measured["prefetch, int8 MHA"].found.startswith("L1 AVX2: measured 25.0 GB/s")
     told = measured["shared blocks, float16 MHA"].found
     assert told == "read once: a further row costs 0.25 of a row's own block"
     assert measured["shared blocks, float16 GQA"].found.startswith("read by each row: ")

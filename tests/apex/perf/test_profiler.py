@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
 
+from apex.perf.experts import touched_experts
 from apex.perf.model import ProfileMismatch
 from apex.perf.profile_cache import load_or_measure, make_workbench, profile_identity
 from apex.perf.workbench import Workbench
@@ -15,9 +17,11 @@ from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.kv.layer_groups import LayerGroups
+from swiftllm.ops import experts
 from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import FakeWorker
+from tests.reference.tiny_experts import make_tiny_experts
 from tests.reference.tiny_model import make_tiny_llama
 
 
@@ -135,4 +139,26 @@ def test_rows_that_are_timed_differ_so_that_experts_would_too(model_dir: Path, m
     assert len(wide) >= 4
     for batch in wide:  # of 24 draws from some hundred tokens, few are drawn twice
         assert len(set(batch.token_ids.tolist())) > batch.num_rows // 2
+    backend.close()
+
+
+def test_rows_of_a_timed_boundary_pick_as_many_experts_as_a_batch_of_decodes(tmp_path: Path, monkeypatch) -> None:
+    """Rows of one prompt would attend to the same tokens, and pick three quarters of them."""
+    folder, picked = make_tiny_experts(tmp_path / "model", "Qwen3Moe", num_experts=64), []
+    choose = experts.choose_experts
+
+    def noted(logits, per_token: int, normalises: bool):
+        ids, likelihoods = choose(logits, per_token, normalises)
+        picked.append(len(ids.unique()))
+        return ids, likelihoods
+
+    monkeypatch.setattr(experts, "choose_experts", noted)
+    options = config(folder, 40, 200)
+    backend = open_torch_backend(options)
+    bench = make_workbench(options, backend)
+    with bench.in_use():
+        time_boundary = bench.linear(8)
+        picked.clear()
+        time_boundary()
+    assert fmean(picked) > 0.8 * touched_experts(8, 64, 3)
     backend.close()

@@ -15,8 +15,8 @@ from apex.simulator.prediction.placed_machine import WeightPlacer
 from apex.simulator.prediction.predicted_machine import predict_machine
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.engine.engine import Engine
-from swiftllm.model.placement import Placement
-from swiftllm.model.sizes import boundary_bytes
+from swiftllm.model.boundaries.placement import Placement
+from swiftllm.model.weights.sizes import boundary_bytes
 
 BLOCK = 16
 ITERATIONS = 8

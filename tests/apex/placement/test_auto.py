@@ -22,8 +22,8 @@ from swiftllm import LLM
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.machine import GIB
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.placement import Place, all_resident
+from swiftllm.model.boundaries.placement import Place, all_resident
+from swiftllm.model.config.model_config import ModelConfig
 from tests.apex.placement.placements import give_times
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu

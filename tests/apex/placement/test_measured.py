@@ -18,9 +18,9 @@ from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.machine import GIB
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.placement import Place, Placement, all_resident
-from swiftllm.model.sizes import boundary_bytes, embedding_bytes, weight_bytes
+from swiftllm.model.boundaries.placement import Place, Placement, all_resident
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.weights.sizes import boundary_bytes, embedding_bytes, weight_bytes
 from swiftllm.systems import systems
 from tests.apex.placement.placements import give_times
 from tests.reference.fake_engine import flat_table

@@ -16,7 +16,7 @@ from apex.placement.search import PlacementProblem, TimedPlacement, fastest_plac
 from apex.simulator.prediction.placed_machine import WeightPlacer
 from apex.simulator.prediction.predicted_machine import predict_machine
 from swiftllm.machine import GIB
-from swiftllm.model.placement import SLOTS, Place, Placement, all_resident, spread
+from swiftllm.model.boundaries.placement import SLOTS, Place, Placement, all_resident, spread
 from tests.apex.placement.placements import BLOCK, MACHINES, decode, placer_of
 
 LAYERS = 4

@@ -9,7 +9,7 @@ from apex.placement.costs import batch_s
 from apex.placement.search import PlacementProblem, iteration_s
 from apex.simulator.prediction.placed_machine import WeightPlacer
 from swiftllm.core.request import Tier
-from swiftllm.model.placement import Place, Placement, spread
+from swiftllm.model.boundaries.placement import Place, Placement, spread
 from tests.apex.placement.placements import MACHINES, decode, placer_of
 
 PROMPT = 2000

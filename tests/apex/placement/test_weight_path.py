@@ -13,7 +13,7 @@ from apex.simulator.virtual.cpu_path import Interconnect
 from apex.simulator.virtual.weight_path import CHUNK_BYTES, SimulatedWeights
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
-from swiftllm.model.placement import Place, Placement
+from swiftllm.model.boundaries.placement import Place, Placement
 from tests.apex.placement.placements import decode, placer_of
 from tests.reference.linear_profile import LAYERS, flat_ends_table, linear_s
 

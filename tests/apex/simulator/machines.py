@@ -13,7 +13,7 @@ from apex.simulator.hardware.files import (
     load_model_config,
 )
 from apex.simulator.prediction.calibrated_profile import hardware_profile
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.config.model_config import ModelConfig
 
 GPUS = (
     "a10", "a100", "a30", "a40", "a6000", "h100", "h200", "rtx-3090", "rtx-4090", "rtx-a4000", "rtx-pro-6000", "t4",

@@ -28,7 +28,7 @@ from apex.simulator.prediction.calibrated_profile import (
     sheet_linear_s,
 )
 from apex.simulator.prediction.host_times import cpu_attention_gb_s
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.config.model_config import ModelConfig
 from tests.apex.simulator.machines import GPUS, LLAMA_2_7B, LLAMA_3_8B, profile, write_gpu
 
 # -- linear layers ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from apex.simulator.prediction.quantised_weights import (
     with_quantised_weights,
     with_quantised_weights_on_cpu,
 )
-from swiftllm.model.sizes import weight_bytes
+from swiftllm.model.weights.sizes import weight_bytes
 
 LLAMA_7B = load_model_config("llama-2-7b")
 SHAPE = LayerShape.from_config(LLAMA_7B)

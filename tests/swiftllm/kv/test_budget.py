@@ -21,9 +21,9 @@ from swiftllm.kv.format import INT8, block_bytes, tier_formats
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.kv.pools import KVPools
 from swiftllm.machine import GIB, InsufficientMemory
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.sizes import weight_bytes
-from swiftllm.model.weights import load_weights
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.weights.llama_weights import load_weights
+from swiftllm.model.weights.sizes import weight_bytes
 from swiftllm.runtime.memory_estimate import estimate_memory
 from swiftllm.runtime.torch_backend import open_torch_backend
 from swiftllm.runtime.widest_iteration import widest_iteration

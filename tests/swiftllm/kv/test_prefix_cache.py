@@ -171,7 +171,7 @@ def test_copies_that_may_have_failed_are_forgotten() -> None:
 
 @pytest.mark.parametrize("hosts", [(), (9, 12)], ids=["one host", "three hosts"])
 def test_random_operations(hosts: tuple[int, ...]) -> None:
-    """100,000 of them: every block is free, held or cached, and what a block holds is what its name stands for."""
+    """30,000 of them: every block is free, held or cached, and what a block holds is what its name stands for."""
     rng, running, texts = random.Random(1), [], [[7] * 9]
     kv = KVCacheManager(24, 30, SIZE, hosts, cached_tiers=tuple(Tier))
     content: dict[tuple[Tier, int], tuple] = {}
@@ -193,7 +193,7 @@ def test_random_operations(hosts: tuple[int, ...]) -> None:
             text = request.token_ids(0, min(request.num_tokens, (place + 1) * SIZE))
             content[request.tier, table[place]] = (request.cache_salt, *text)
 
-    for step in range(100_000):
+    for step in range(30_000):
         kv.begin_plan()
         kv.most_copies = rng.choice((0, 1, 100))
         kind = rng.random()
@@ -233,7 +233,7 @@ def test_random_operations(hosts: tuple[int, ...]) -> None:
             kv.reset_cache()
         if step % 20 == 0:
             kv.check_blocks()
-    assert counts["found"] > 10_000 and counts["copied", GPU] > 1000 and counts["copied", CPU] > 1000
+    assert counts["found"] > 3000 and counts["copied", GPU] > 300 and counts["copied", CPU] > 300
 
 
 def test_a_million_names_take_little_memory() -> None:

@@ -11,9 +11,9 @@ import torch
 from quantise import write_folder
 from safetensors.torch import load_file, save_file
 
-from swiftllm.model import llama_tensors
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.weights import LlamaWeights, WeightsError, load_weights
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.weights import llama_tensors
+from swiftllm.model.weights.llama_weights import LlamaWeights, WeightsError, load_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
@@ -63,6 +63,11 @@ def test_without_any_one_part_of_a_row_the_logits_are_others(folders, expected, 
             "Ministral3",
             {"rope_scaling": replace(ModelConfig.from_folder(folders["Ministral3"]).rope_scaling, factor=1)},
         ),
+        (
+            "Phi3 long",
+            {"rope_scaling": replace(ModelConfig.from_folder(folders["Phi3 long"]).rope_scaling, amplitude=1.0)},
+        ),
+        ("Phi3 long", {"max_position_embeddings": 512}),  # the long factors
         ("SmolLM3", {"layers_without_rotary": frozenset()}),
         ("SmolLM3", {"layers_without_rotary": frozenset({0})}),
         *(("Granite", {part: 1.0}) for part in ("embedding_multiplier", "score_multiplier", "logits_multiplier")),

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from swiftllm.model import llama_tensors
-from swiftllm.model.checkpoint import WeightsError
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.config.quantisation import MXFP4
+from swiftllm.model.folder.checkpoint import WeightsError
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.packed_tensor import PackedTensor, in_chunks
-from swiftllm.model.quantised.scheme import MXFP4
-from swiftllm.model.sizes import WeightSizes, boundary_bytes, weight_bytes
-from swiftllm.model.weights import LlamaWeights, dummy_weights, load_weights
+from swiftllm.model.weights import llama_tensors
+from swiftllm.model.weights.llama_weights import LlamaWeights, dummy_weights, load_weights
+from swiftllm.model.weights.packed_tensor import PackedTensor, in_chunks
+from swiftllm.model.weights.sizes import WeightSizes, boundary_bytes, weight_bytes
 from swiftllm.ops import experts
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
@@ -246,7 +246,10 @@ def test_what_there_is_no_code_for_is_refused(folders, tmp_path) -> None:
         ({"attention_bias_scale": 2.0}, "attention_bias_scale=2.0 in GptOssForCausalLM is not supported"),
         ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
         ({"quantization_config": {**scheme, "modules_to_not_convert": ["model.layers.0.mlp.experts"]}}, "mlp.experts"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}, "gpt_oss in 4-bit AWQ"),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}},
+            "gpt_oss in 4-bit AWQ.*for gpt-oss MXFP4",
+        ),
         ({"intermediate_size": 80}, "groups of 32 do not divide 80 inputs"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(raw | change))

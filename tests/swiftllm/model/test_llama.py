@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.model import llama
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.boundaries.loaded_weights import LoadedWeights
+from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.loaded_weights import LoadedWeights
-from swiftllm.model.weights import load_weights
+from swiftllm.model.weights.llama_weights import load_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
 from swiftllm.runtime.torch_backend import open_torch_backend
@@ -120,14 +120,13 @@ def test_smollm2_greedy_tokens_equal_transformers(smollm2_dir):
         [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198],
     )
     requests = [
-        driver.admit(f"r{i}", p, Tier.GPU, SamplingParams(max_tokens=24, ignore_eos=True))
-        for i, p in enumerate(prompts)
+        driver.admit(f"r{i}", p, Tier.GPU, SamplingParams(max_tokens=8, ignore_eos=True)) for i, p in enumerate(prompts)
     ]
     driver.prefill(requests)
-    for _ in range(23):
+    for _ in range(7):
         driver.decode(requests)
     for request, prompt in zip(requests, prompts, strict=True):
         generated = judge.generate(
-            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         assert request.output_token_ids == generated[0, len(prompt) :].tolist()

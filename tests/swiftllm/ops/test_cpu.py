@@ -5,7 +5,7 @@ import torch
 
 import pacpu
 from pacpu import rows
-from swiftllm.model.quantised.readers import sort_into_runs
+from swiftllm.model.weights.quantised.readers import sort_into_runs
 from swiftllm.ops import cpu, interface
 from swiftllm.ops.cpu import CpuOps, torch_threads
 from swiftllm.ops.interface import CrossingParts, Linear, Ops

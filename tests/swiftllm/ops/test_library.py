@@ -16,8 +16,8 @@ import torch
 from quantise import write_folder
 
 from swiftllm.config import EngineConfig
-from swiftllm.model.placement import Place, Placement
-from swiftllm.model.quantised.readers import sort_into_runs
+from swiftllm.model.boundaries.placement import Place, Placement
+from swiftllm.model.weights.quantised.readers import sort_into_runs
 from swiftllm.ops import library
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.library import LibraryLinears, library_tensors
@@ -212,7 +212,7 @@ def test_resident_boundaries_are_the_librarys_and_streamed_ones_are_not(tiny_mod
         assert fake.packed == 1 + 3  # QKV of the first layer, the last layer; the vocabulary has 16 bits
         assert backend.weights_name == "4-bit AWQ, groups of 32, by a library"
         before = fake.products
-        assert all(len(tokens) for tokens in outputs(DRIVES["swaps"](BackendDriver(backend))))
+        assert all(len(tokens) for tokens in outputs(DRIVES["few swaps"](BackendDriver(backend))))
         assert fake.products > before
     finally:
         backend.close()

@@ -88,12 +88,3 @@ def _state(pid: int) -> str:
             return file.read().rpartition(") ")[2][0]
     except FileNotFoundError:
         return "Z"
-
-
-def test_one_rank_loads_nothing_of_several() -> None:
-    program = (
-        "import sys, swiftllm, apex, swiftllm.llm, apex.systems, swiftllm.runtime.build\n"
-        "print([name for name in sys.modules if name.startswith(('swiftllm.parallel', 'ray'))])"
-    )
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert answer.stdout.strip() == "[]"

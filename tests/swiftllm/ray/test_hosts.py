@@ -55,7 +55,7 @@ def test_without_ray_the_message_names_the_extra(capsys, monkeypatch, tmp_path) 
 def test_flags_that_cannot_work_are_said(capsys, monkeypatch, tmp_path, flags, words) -> None:
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
     model = str(make_tiny_llama(tmp_path / "tiny"))
-    assert main(["serve", model, "--port", "0", "--num-gpu-blocks", "4", "--lane-threads", "1", *flags]) == 2
+    assert main(["generate", model, "a prompt", "--num-gpu-blocks", "4", "--lane-threads", "1", *flags]) == 2
     assert words in capsys.readouterr().err
 
 

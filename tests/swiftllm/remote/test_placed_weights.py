@@ -17,8 +17,8 @@ from apex.placement.search import TimedPlacement
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.sampling_params import SamplingParams
-from swiftllm.model.placement import Place, Placement
-from swiftllm.model.sizes import boundary_bytes
+from swiftllm.model.boundaries.placement import Place, Placement
+from swiftllm.model.weights.sizes import boundary_bytes
 from swiftllm.remote.channel import Channel, RemoteTicket
 from tests.apex.test_end_to_end import MADE_UP_PROFILE, VARIANTS, judge
 from tests.reference.fake_device import FakeCuda

@@ -19,7 +19,7 @@ from tests.reference.int8_tier import poison_of
 from tests.reference.tiny_model import make_tiny_llama
 from tests.swiftllm.remote.hosts import SECRET, host_in_thread
 
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 BLOCK_BYTES = 3 * 2 * 2 * 4 * 16 * 4  # of the tiny model's blocks of 4 tokens in float32
 LOCKSTEP = ("neo", "neo-synchronous")
 """The variants whose swaps do not depend on how fast the hosts and the lane are on this machine."""
@@ -30,7 +30,7 @@ POOLS = {"block_size": 4, "num_gpu_blocks": 25, "num_cpu_blocks": 26}
 def tiny(tmp_path_factory: pytest.TempPathFactory):
     model_dir = make_tiny_llama(tmp_path_factory.mktemp("tiny"))
     rng = random.Random(5)
-    prompts = [[rng.randrange(3, 128) for _ in range(rng.randint(1, 60))] for _ in range(24)]
+    prompts = [[rng.randrange(3, 128) for _ in range(rng.randint(1, 60))] for _ in range(16)]
     return model_dir, prompts, judge(model_dir, prompts, MAX_TOKENS)
 
 

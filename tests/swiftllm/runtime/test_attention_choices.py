@@ -9,6 +9,7 @@ import torch
 
 import pacpu
 from swiftllm.config import EngineConfig
+from swiftllm.files import write_atomically
 from swiftllm.runtime import attention_choices
 from swiftllm.runtime.attention_choices import fastest, kept, measure, use_fastest_attention
 from swiftllm.runtime.build import make_backend
@@ -24,6 +25,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_choices, "MIN_BYTES", 8 << 20)
     monkeypatch.setattr(attention_choices, "SAMPLE_BYTES", 4 << 20)
     monkeypatch.setattr(attention_choices, "last_level_cache_bytes", lambda: 0)
+    monkeypatch.setattr(attention_choices, "SETTLED_S", 0)
+    monkeypatch.setattr(attention_choices, "measure", measure)
+    monkeypatch.setattr(attention_choices, "write_atomically", write_atomically)
     before = {kind: (pacpu.prefetch(*kind), pacpu.shared_row_cost(*kind)) for kind in KINDS}
     yield
     for kind, (way, cost) in before.items():
@@ -38,9 +42,9 @@ def the_file(cache: Path) -> Path:
 
 def pretend(path: Path, best: str, cost: float = 0.5) -> None:
     """Have the cache say that one way is the fastest in every kind of call, and what a further row costs."""
-    rates = {way: 2.0 if way == best else 1.0 for way in pacpu.PREFETCHES}
     kinds = [" ".join(kind) for kind in KINDS]
-    measured = {"rates": dict.fromkeys(kinds, rates), "shared_row_costs": dict.fromkeys(kinds, cost)}
+    rates = {kind: {way: 1.0 for way in pacpu.prefetches(*kind.split())} | {best: 2.0} for kind in kinds}
+    measured = {"rates": rates, "shared_row_costs": dict.fromkeys(kinds, cost)}
     path.write_text(json.dumps(json.loads(path.read_text()) | measured))
 
 
@@ -58,7 +62,7 @@ def test_the_fastest_way_is_measured_once_and_then_read(tmp_path):
     assert set(rates) == {f"{dtype} {heads}" for dtype, heads in KINDS}
     for kind in KINDS:
         by_way = rates[" ".join(kind)]
-        assert set(by_way) == set(pacpu.PREFETCHES) and min(by_way.values()) > 0
+        assert set(by_way) == set(pacpu.prefetches(*kind)) and min(by_way.values()) > 0
         assert pacpu.prefetch(*kind) == fastest(by_way) and by_way[fastest(by_way)] >= 0.98 * max(by_way.values())
         cost = kept().shared_row_costs[" ".join(kind)]
         assert 1 / 8 <= cost <= 1 and pacpu.shared_row_cost(*kind) == round(cost * 8) / 8
@@ -68,6 +72,9 @@ def test_the_fastest_way_is_measured_once_and_then_read(tmp_path):
         use_fastest_attention()
         assert ways() == {way} and costs() == {round(cost * 8) / 8}
         assert the_file(tmp_path).read_text() == content
+    pretend(the_file(tmp_path), "L2 AVX2")
+    use_fastest_attention()
+    assert pacpu.prefetch("int8", "MHA") == "L2 AVX2" and ways() == {"L1", "L2 AVX2"}
     use_fastest_attention(measure_again=True)
     assert the_file(tmp_path).read_text() != content
 

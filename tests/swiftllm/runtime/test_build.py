@@ -26,6 +26,15 @@ except ValueError as error:
 print([name for name in sys.modules if name.split(".")[0] == "apex"])
 """
 
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import swiftllm, apex, apex.cli, apex.systems, swiftllm.llm, swiftllm.remote.connect, swiftllm.runtime.build
+from swiftllm.ops.select import why_no_triton
+print([name for name in sys.modules if name.startswith(("swiftllm.parallel", "ray"))])
+print(why_no_triton(90))
+"""
+
 
 @pytest.mark.parametrize("at", ["scheduler", "this_machine", "build"])
 def test_a_start_that_fails_closes_the_backend(at: str, tiny_model_dir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +57,9 @@ def test_systems_that_use_the_gpu_only_need_no_apex(tiny_model_dir) -> None:
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     refusal = "weights_gpu_memory needs the package apex, which places weights: install it or drop it"
     assert answer.stdout.splitlines() == ["4", refusal, "[]"], answer.stderr
+
+
+def test_an_engine_of_one_process_loads_without_triton_and_nothing_of_several_ranks() -> None:
+    answer = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=True)
+    loaded, reason = answer.stdout.splitlines()
+    assert loaded == "[]" and "pip install triton" in reason

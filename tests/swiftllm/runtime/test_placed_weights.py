@@ -18,10 +18,10 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.kv.budget import check_weights
 from swiftllm.machine import InsufficientMemory
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.placement import Place, Placement, all_resident, spread
-from swiftllm.model.sizes import boundary_bytes, weight_bytes
-from swiftllm.model.weight_slots import WeightSlots
+from swiftllm.model.boundaries.placement import Place, Placement, all_resident, spread
+from swiftllm.model.boundaries.weight_slots import WeightSlots
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.weights.sizes import boundary_bytes, weight_bytes
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
 from swiftllm.runtime.workers import InlineWorker
 from tests.reference.backend_driver import BackendDriver
@@ -51,7 +51,7 @@ def model_dir(tiny_model_dir) -> Path:
 
 @pytest.fixture(autouse=True)
 def matrices_span_chunks(monkeypatch):
-    monkeypatch.setattr("swiftllm.model.loaded_weights.CHUNK_BYTES", 10_000)
+    monkeypatch.setattr("swiftllm.model.boundaries.loaded_weights.CHUNK_BYTES", 10_000)
 
 
 def backend(model_dir: Path, placement: Placement, make_worker=InlineWorker) -> TorchBackend:
@@ -61,7 +61,7 @@ def backend(model_dir: Path, placement: Placement, make_worker=InlineWorker) -> 
 
 
 def tokens(backend: TorchBackend) -> list[list[int]]:
-    return outputs(DRIVES["swaps"](BackendDriver(backend)))
+    return outputs(DRIVES["few swaps"](BackendDriver(backend)))
 
 
 @pytest.fixture(scope="module")

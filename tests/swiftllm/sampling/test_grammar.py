@@ -12,7 +12,7 @@ import torch
 
 from swiftllm.core.request import Request
 from swiftllm.core.sampling_params import SamplingParams
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import MAX_CACHED, GrammarCompiler, without_exclusive
 from swiftllm.sampling.sampler import Sampler
 from swiftllm.sampling.trial import GrammarTrials

@@ -98,7 +98,7 @@ def test_frequencies_follow_the_distribution(sampling, kept):
     expected[order[kept:]] = 0
     expected /= expected.sum()
 
-    draws = 4000
+    draws = 2000
     counts = Counter(draw(Sampler(), probabilities.log()[None].float(), request(seed=11, **sampling), draws))
     for token, probability in enumerate(expected.tolist()):
         spread = (draws * probability * (1 - probability)) ** 0.5

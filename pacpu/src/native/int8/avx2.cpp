@@ -18,15 +18,13 @@ struct Avx2 {
         alignas(32) char quads[chunk_quads][16];  // tokens 0 and 2, then 1 and 3; the rest is not read
     };
 
-    static PACPU_INLINE void pack_four(const int32_t* four, char* to, int32_t* offsets) {
-        const int16_t ordered[4] = {(int16_t)four[0], (int16_t)four[2], (int16_t)four[1], (int16_t)four[3]};
-        __builtin_memcpy(to, ordered, sizeof ordered);
-        for (int j = 0; j < 4; ++j) offsets[0] += four[j];
+    static PACPU_INLINE void put_query(char (*fours)[16], Ints x) {
+        const __m256i bytes = _mm256_set_epi32(0, 0, 0x0d0c0504, 0x09080100, 0, 0, 0x0d0c0504, 0x09080100);
+        _mm256_store_si256((__m256i*)fours, _mm256_shuffle_epi8((__m256i)x, bytes));
     }
 
     static PACPU_INLINE void put_weights(Weights& weights, int vector, Floats x) {
-        const __m256i bytes = _mm256_set_epi32(0, 0, 0x0d0c0504, 0x09080100, 0, 0, 0x0d0c0504, 0x09080100);
-        _mm256_store_si256((__m256i*)weights.quads[2 * vector], _mm256_shuffle_epi8(_mm256_cvtps_epi32(x), bytes));
+        put_query(weights.quads + 2 * vector, (Ints)_mm256_cvtps_epi32(x));
     }
 
     template <int heads, int way>
@@ -39,7 +37,7 @@ struct Avx2 {
 #pragma GCC unroll 4
             for (int h = 0; h < heads; ++h)
 #pragma GCC unroll 2
-                for (int i = 0; i < halves; ++i) sums[h][i] = _mm256_set1_epi32(queries[h].offsets[0]);
+                for (int i = 0; i < halves; ++i) sums[h][i] = _mm256_set1_epi32(queries[h].offset);
             for (ptrdiff_t at = 0; at < dim; at += 4) {
                 prefetch_line<way>(ahead + at * tile_tokens);
                 __m256i even[halves], odd[halves];

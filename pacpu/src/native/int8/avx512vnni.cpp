@@ -12,9 +12,9 @@ PACPU_INLINE void dot(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes
 
 PACPU_INLINE __m512i splat_four(const void* p) { return _mm512_set1_epi32(load_bits<int32_t>(p)); }
 
-// high * 2^shift + low, which fits 32 bits.
+// high * 2^shift + low, which fits 32 bits, while its parts may not.
 PACPU_INLINE Floats as_floats(__m512i high, int shift, __m512i low) {
-    return __builtin_convertvector((Ints)((Words)high << shift) + (Ints)low, Floats);
+    return __builtin_convertvector((Ints)(((Words)high << shift) + (Words)low), Floats);
 }
 
 struct Vnni {
@@ -23,19 +23,19 @@ struct Vnni {
         alignas(64) char quads[chunk_quads][16];  // four high bytes, four low ones; the rest is not read
     };
 
-    static PACPU_INLINE void pack_four(const int32_t* four, char* to, int32_t* offsets) {
-        for (int j = 0; j < 4; ++j) {
-            const int32_t high = (four[j] + 64) >> 7, low = four[j] - high * 128;
-            to[j] = (char)high;
-            to[4 + j] = (char)low;
-            offsets[0] += high;
-            offsets[1] += low;
-        }
+    // Of each four words the second bytes, then the first ones.
+    static PACPU_INLINE void put_bytes(char (*fours)[16], __m512i words) {
+        const __m512i bytes = _mm512_set4_epi32(0, 0, 0x0c080400, 0x0d090501);
+        _mm512_store_si512(fours, _mm512_shuffle_epi8(words, bytes));
+    }
+
+    static PACPU_INLINE void put_query(char (*fours)[16], Ints x) {
+        const Ints high = (x + 64) >> 7, low = x - high * 128;
+        put_bytes(fours, (__m512i)(high << 8 | (low & 0xff)));
     }
 
     static PACPU_INLINE void put_weights(Weights& weights, int vector, Floats x) {
-        const __m512i bytes = _mm512_set4_epi32(0, 0, 0x0c080400, 0x0d090501);
-        _mm512_store_si512(weights.quads[4 * vector], _mm512_shuffle_epi8(_mm512_maskz_cvtps_epi32((__mmask16)-1, x), bytes));
+        put_bytes(weights.quads + 4 * vector, _mm512_maskz_cvtps_epi32((__mmask16)-1, x));
     }
 
     template <int heads, int way>
@@ -45,8 +45,8 @@ struct Vnni {
         for (int h = 0; h < heads; ++h)
 #pragma GCC unroll 2
             for (int i = 0; i < chunk_tiles; ++i) {
-                high[h][i] = _mm512_set1_epi32(queries[h].offsets[0]);
-                low[h][i] = _mm512_set1_epi32(queries[h].offsets[1]);
+                high[h][i] = _mm512_setzero_si512();
+                low[h][i] = _mm512_set1_epi32(queries[h].offset);
             }
         for (ptrdiff_t at = 0; at < dim; at += 4) {
             __m512i keys[chunk_tiles];
@@ -129,16 +129,8 @@ struct Vnni {
     }
 };
 
-// With a single query head to a KV head memory is the limit. Of the two kernels AVX2's, whose prefetches are further apart,
-// comes nearer to it on AMD's processors: on a Zen 4 92% for 75% of what can be read, on a Zen 5 by 7% more. On an Emerald
-// Rapids this one does: 99% for 93%.
-void attend_by_group(const Segment& segment, const Segment* next, SoftmaxState state) {
-    static const bool is_intel = __builtin_cpu_is("intel");
-    (segment.group == 1 && !is_intel ? int8_avx2.attend : attend_int8<Vnni>)(segment, next, state);
-}
-
 }  // namespace
 
-const Int8Kernels int8_avx512vnni = {attend_by_group, {codec<float>, codec<Half>, codec<BFloat16>}};
+const Int8Kernels int8_avx512vnni = {attend_int8<Vnni>, {codec<float>, codec<Half>, codec<BFloat16>}};
 
 }  // namespace pacpu

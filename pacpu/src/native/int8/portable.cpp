@@ -10,12 +10,9 @@ struct Portable {
         int32_t weights[chunk_tokens];
     };
 
-    static PACPU_INLINE void pack_four(const int32_t* four, char* to, int32_t* offsets) {
-        for (int j = 0; j < 4; ++j) {
-            const auto element = (int16_t)four[j];
-            __builtin_memcpy(to + 2 * j, &element, sizeof element);
-            offsets[0] += four[j];
-        }
+    static PACPU_INLINE void put_query(char (*fours)[16], Ints x) {
+        const auto elements = __builtin_convertvector(x, Shorts);
+        __builtin_memcpy(fours, &elements, sizeof elements);
     }
 
     static PACPU_INLINE void put_weights(Weights& weights, int vector, Floats x) {
@@ -29,7 +26,7 @@ struct Portable {
         for (int tile = 0; tile < chunk_tiles; ++tile) {
             uint32_t sums[heads][tile_tokens];  // which may wrap around on their way
             for (int h = 0; h < heads; ++h)
-                for (uint32_t& sum : sums[h]) sum = queries[h].offsets[0];
+                for (uint32_t& sum : sums[h]) sum = queries[h].offset;
             for (ptrdiff_t at = 0; at < dim; at += 4) {
                 prefetch_line<way>(chunk.ahead[tile] + at * tile_tokens);
                 const auto* keys = (const uint8_t*)chunk.tiles[tile] + at * tile_tokens;

@@ -23,18 +23,18 @@ PACPU_INLINE void prefetch_line(const char* p) {
 }
 
 // A query as integers, where its floats were: for each four elements eight bytes of the instruction set's own, behind
-// them the scale and what the 128 that K's codes are too large by adds to each sum.
+// them the scale and minus what the 128 that K's codes are too large by adds to the sum.
 struct Query {
     const char* fours;
     float scale;
-    int32_t offsets[2];
+    int32_t offset;
 };
 
 PACPU_INLINE Query query_of(const Segment& segment, int head) {
-    Query query{(const char*)(segment.queries + (ptrdiff_t)head * segment.padded_dim), 0, {}};
+    Query query{(const char*)(segment.queries + (ptrdiff_t)head * segment.padded_dim), 0, 0};
     const char* const behind = query.fours + 2 * segment.head_dim;
     __builtin_memcpy(&query.scale, behind, sizeof query.scale);
-    __builtin_memcpy(query.offsets, behind + sizeof query.scale, sizeof query.offsets);
+    __builtin_memcpy(&query.offset, behind + sizeof query.scale, sizeof query.offset);
     return query;
 }
 
@@ -49,15 +49,20 @@ void pack_queries(const Segment& segment) {
         const bool is_finite = most < __builtin_inff(), is_nothing = !is_finite || most < 1e-30f;
         const float inverse = is_nothing ? 0 : largest / most;
         const float scale = is_finite ? (is_nothing ? 0 : most / largest / log_2) : __builtin_nanf("");
-        int32_t offsets[2] = {};
-        for (int i = 0; i < dim; i += 4) {  // eight bytes take the place of sixteen: reading stays ahead
-            int32_t four[4];
-            for (int j = 0; j < 4; ++j) four[j] = is_nothing ? 0 : (int32_t)__builtin_lrintf(query[i + j] * inverse);
-            Math::pack_four(four, (char*)query + 2 * i, offsets);
+        const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+        Ints total{};
+        for (int i = 0; i < dim; i += width) {  // eight bytes take the place of sixteen: reading stays ahead
+            const Floats quotient = is_nothing ? Floats{} : load(query + i) * inverse;
+            const Ints whole = (Ints)(quotient + magic) - (Ints)magic;
+            total += whole;
+            alignas(64) char fours[width / 4][16];
+            Math::put_query(fours, whole);
+            for (int j = 0; j < width / 4; ++j) __builtin_memcpy((char*)query + 2 * i + 8 * j, fours[j], 8);
         }
-        for (int32_t& offset : offsets) offset *= -128;
+        int32_t offset = 0;
+        for (int lane = 0; lane < width; ++lane) offset -= 128 * total[lane];
         __builtin_memcpy((char*)query + 2 * dim, &scale, sizeof scale);
-        __builtin_memcpy((char*)query + 2 * dim + sizeof scale, offsets, sizeof offsets);
+        __builtin_memcpy((char*)query + 2 * dim + sizeof scale, &offset, sizeof offset);
     }
 }
 
@@ -110,7 +115,7 @@ PACPU_INLINE Floats exp2_nonpositive(Floats x) {
     p = p * r + 0.242210975f;
     p = p * r + 0.693282898f;
     p = p * r + 1.0f;
-    return (Floats)((Ints)p + ((Ints)shifted << 23));
+    return (Floats)((Words)p + ((Words)shifted << 23));
 }
 
 // Lane i of the result is made of all lanes of x[i % 4], of the first so many; with a single one every lane is.

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from swiftllm.core.request import TokenLogprob
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.server.api.answers.event_writer import SERVER_SEND, EventWriter
 from swiftllm.server.api.answers.generation import Choice, Generation
 from swiftllm.server.api.errors import as_api_error

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from swiftllm.core.request import SamplingParams, ServiceClass
 from swiftllm.core.sampling_params import MAX_LOGPROBS
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import Kind
 from swiftllm.server.api.contract.parsing import Flag, Lenient, null_is_left_out, with_token_ids
 from swiftllm.server.api.contract.structured import ResponseFormat, StructuredOutputs

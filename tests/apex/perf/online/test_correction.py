@@ -56,7 +56,7 @@ def test_factors_converge_within_a_window(system: str, lane: float, cpu_attentio
 @pytest.mark.parametrize(("lane", "cpu_attention"), WRONG)
 def test_with_a_wrong_table_throughput_is_that_of_a_right_one(system: str, lane: float, cpu_attention: float) -> None:
     def rate(engine: Engine) -> float:
-        add_requests(engine, 200)
+        add_requests(engine, 120)
         return run(engine)
 
     corrected = rate(simulated_engine(system, lane=lane, cpu_attention=cpu_attention))

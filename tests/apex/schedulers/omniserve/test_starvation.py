@@ -41,12 +41,12 @@ def test_best_effort_goes_on_while_others_hold_most_of_the_gpu_pool(system: str)
     assert all(r.token_times_s[-1] - r.token_times_s[0] < 0.11 * 249 for r in ended)
 
 
-@pytest.mark.parametrize("num_gpu_blocks", [20, 200])
-@pytest.mark.parametrize("system", [*OMNISERVE, "sarathi"])
+@pytest.mark.parametrize(  # with 20 the best-effort requests need a CPU tier
+    ("system", "num_gpu_blocks"),
+    [*((system, 20) for system in OMNISERVE), *((s, 200) for s in (*OMNISERVE, "sarathi"))],
+)
 def test_best_effort_goes_on_where_the_target_leaves_no_time(system: str, num_gpu_blocks: int) -> None:
     """Every iteration alone is longer than the target, so only those that wait too long go on, one after the other."""
-    if system == "sarathi" and num_gpu_blocks == 20:
-        pytest.skip("the best-effort requests need a CPU tier there")
     engine = simulated_engine(
         system, num_gpu_blocks=num_gpu_blocks, tpot_slo_s=0.01, ttft_slo_s=1e9, max_wait_iterations=20
     )
@@ -120,7 +120,7 @@ def test_a_seat_that_best_effort_holds_counts_as_free(system: str) -> None:
 def test_an_iteration_that_makes_room_keeps_the_target(system: str) -> None:
     """Best-effort blocks leave the GPU, and the prompt that they make room for gets the time that is left."""
     with_swaps = 0
-    for seed in range(3):
+    for seed in range(2):
         engine = simulated_engine(
             system, num_gpu_blocks=100, table=STEEP, tpot_slo_s=0.06, disable_online_correction=True
         )
@@ -135,7 +135,7 @@ def test_an_iteration_that_makes_room_keeps_the_target(system: str) -> None:
                 assert least or plan.predicted["iteration_s"] <= limit_s + 1e-9
 
         random_load(engine, random.Random(seed), 300, check=check, arrival_share=0.3)
-    assert with_swaps >= 10
+    assert with_swaps >= 7
 
 
 @pytest.mark.parametrize("system", [*OMNISERVE, "sarathi"])
@@ -154,7 +154,7 @@ def test_iterations_of_prompts_take_as_long_as_predicted(system: str) -> None:
 @pytest.mark.parametrize("option", [{"strategy": "gpu-only"}, {"disable_asynchronous_overlap": True}])
 @pytest.mark.parametrize("system", OMNISERVE)
 def test_it_serves_both_classes_when_the_cpu_is_not_to_decode(system: str, option: dict[str, object]) -> None:
-    for seed in range(3):
+    for seed in range(2):
         engine = simulated_engine(system, num_gpu_blocks=40, **option)
-        random_load(engine, random.Random(seed), 200, arrival_share=0.3)
+        random_load(engine, random.Random(seed), 150, arrival_share=0.3)
         assert engine.stats().preemptions > 0 and engine.stats().swapped_blocks == 0

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from swiftllm import SamplingParams
-from swiftllm.model.tokenizer import LONG_TOKENS, Tokenizer
+from swiftllm.model.folder.tokenizer import LONG_TOKENS, Tokenizer
 from swiftllm.server.api.context import LONG_TEXT_CHARS
 from tests.swiftllm.server.http_server import TIMEOUT_S
 

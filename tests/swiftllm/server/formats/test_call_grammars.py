@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import CompiledGrammar, GrammarCompiler, GrammarDeadEnd
 from swiftllm.server.formats.call_grammars import AnswerGrammar
 from swiftllm.server.formats.calls import FORMATS, CallReader

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftllm.core.request import TokenLogprob
-from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.server.formats.output_text import OutputText, StopStrings
 from swiftllm.server.service.token_streams import Delta
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer

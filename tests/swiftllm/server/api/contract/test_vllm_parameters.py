@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swiftllm import LLM, SamplingParams
-from swiftllm.model.generation import sampling_defaults
+from swiftllm.model.folder.generation import sampling_defaults
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 from tests.reference.fake_engine import fake_engine

@@ -1,0 +1,374 @@
+"""Weights of a Llama-family model: fused matrices, filled from safetensors or with random numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.folder.checkpoint import WeightsError, read_tensors
+from swiftllm.model.weights.llama_tensors import Folding, as_llama
+from swiftllm.model.weights.packed_tensor import Allocate, PackedTensor, write_rows
+from swiftllm.model.weights.quantised.collector import QuantisedCollector
+from swiftllm.model.weights.quantised.fused import FusedTarget
+from swiftllm.model.weights.quantised.readers import IN, OUT, Axis
+from swiftllm.ops.quantised_matrix import MXFP4_NUMBERS, Matrix, QuantisedMatrix
+
+STD_OF_CODES = (255 / 12) ** 0.5  # of 0 to 15, equally likely
+STD_OF_MXFP4 = (sum(number**2 for number in MXFP4_NUMBERS) / 16) ** 0.5
+NONE_ON_HOST: Mapping[int, Allocate] = MappingProxyType({})
+EMBEDDING = -2  # among boundaries, of which it comes before the first
+DUMMY_PERIOD = (1 << 20) + 7  # elements; odd, so that no two rows of a matrix start alike
+
+LinearTensors = tuple[Matrix, torch.Tensor | None]
+"""A matrix and its bias."""
+
+
+class FusedMatrix(NamedTuple):
+    """A matrix of a layer: the field of :class:`LayerWeights`, and the modules whose outputs it stacks."""
+
+    name: str
+    block: str
+    modules: tuple[str, ...]
+    out_features: tuple[int, ...]
+    in_features: int
+    has_bias: bool
+    is_quantised: bool
+
+    def boundary(self, layer: int) -> int:
+        """The boundary that uses the matrix of a layer."""
+        return layer - 1 if self.name == "qkv" else layer
+
+
+def fused_matrices(config: ModelConfig) -> tuple[FusedMatrix, ...]:
+    """The matrices of each layer."""
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv_sizes = q_size, kv_size, kv_size
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    gate_up, down, of_ffn = ("gate_proj", "up_proj"), ("down_proj",), 1
+    if config.experts is not None:  # expert below expert
+        of_ffn = config.experts.num_experts
+        gate_up, down = (
+            tuple(f"experts.{expert}.{module}" for expert in range(of_ffn) for module in modules)
+            for modules in (gate_up, down)
+        )
+    is_quantised = config.quantisation is not None
+    of_attention = is_quantised and not config.quantisation.experts_only
+    qkv = ("q_proj", "k_proj", "v_proj")
+    return (
+        FusedMatrix("qkv", "self_attn", qkv, qkv_sizes, hidden, config.qkv_bias, of_attention),
+        FusedMatrix("o", "self_attn", ("o_proj",), (hidden,), q_size, config.o_bias, of_attention),
+        FusedMatrix("gate_up", "mlp", gate_up, (ffn, ffn) * of_ffn, hidden, config.mlp_bias, is_quantised),
+        FusedMatrix("down", "mlp", down, (hidden,) * of_ffn, ffn, config.mlp_bias, is_quantised),
+    )
+
+
+class ModelPart:
+    """What one rank holds of each tensor of a checkpoint; as it is here, all of a model that is not divided.
+
+    Attributes:
+        sizes: of the matrices of the part.
+    """
+
+    def __init__(self, sizes: ModelConfig) -> None:
+        self.sizes = sizes
+
+    def slices(self, name: str, shape: Sequence[int], axes: Sequence[Axis] = (OUT, IN)) -> tuple[slice, ...]:
+        """The part of tensor ``name``, whose whole shape is ``shape``; where it has fewer rows than the matrix of the
+        part, the other rows are zero. ``axes``: those of a linear module's tensor.
+
+        Raises:
+            ValueError: the tensor cannot be divided so.
+        """
+        return (slice(None),)
+
+
+@dataclass
+class LayerWeights:
+    """One layer. Matrices are ``[out, in]``; ``qkv`` stacks Q, K, V rows, ``gate_up`` stacks gate and up rows.
+
+    The matrices of a quantised model are None until they are loaded, and all are once they are taken.
+    """
+
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o_norm: torch.Tensor | None = None
+    """Of attention's output, and ``down_norm`` of the FFN's, in models that norm these before they add them."""
+    down_norm: torch.Tensor | None = None
+    router: torch.Tensor | None = None
+    """``[num_experts, hidden_size]``, in models with experts; it stays on the device, as its bias does."""
+    router_bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    """float32 ``[num_heads]``, in models that have them."""
+    qkv: Matrix | PackedTensor | None = None
+    o: Matrix | PackedTensor | None = None
+    gate_up: Matrix | PackedTensor | None = None
+    down: Matrix | PackedTensor | None = None
+    qkv_bias: torch.Tensor | PackedTensor | None = None
+    o_bias: torch.Tensor | PackedTensor | None = None
+    gate_up_bias: torch.Tensor | PackedTensor | None = None
+    down_bias: torch.Tensor | PackedTensor | None = None
+
+    def take(self, name: str) -> LinearTensors:
+        """A matrix and its bias, which the layer lets go."""
+        taken = getattr(self, name), getattr(self, f"{name}_bias")
+        setattr(self, name, None)
+        setattr(self, f"{name}_bias", None)
+        return taken
+
+
+@dataclass
+class LlamaWeights:
+    """All weights; ``lm_head`` is ``embedding`` itself where the model ties them."""
+
+    embedding: torch.Tensor
+    lm_head: torch.Tensor
+    final_norm: torch.Tensor
+    layers: list[LayerWeights]
+
+    @classmethod
+    def empty(
+        cls,
+        config: ModelConfig,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        on_host: Mapping[int, Allocate] = NONE_ON_HOST,
+    ) -> LlamaWeights:
+        """Allocate without filling; not the layers' matrices of a quantised model.
+
+        ``on_host``: boundaries whose linears are in host memory, and what allocates it; see :class:`FusedMatrix`. At
+        :data:`EMBEDDING` what allocates an embedding that the vocabulary's matrix is not tied to.
+        """
+        new = partial(torch.empty, device=device, dtype=dtype)
+        hidden, vocabulary = config.hidden_size, config.vocab_size
+        embedding = on_host.get(EMBEDDING, new)((vocabulary, hidden), dtype=dtype)
+        lm_head = embedding if config.tie_word_embeddings else new((vocabulary, hidden))
+        layers = []
+        for index in range(config.num_layers):
+            of_heads = [new(config.head_dim) if config.norms_heads else None for _ in "qk"]
+            of_outputs = [new(hidden) if config.norms_outputs else None for _ in ("o", "down")]
+            layer = LayerWeights(new(hidden), new(hidden), *of_heads, *of_outputs)
+            if config.experts is not None:
+                layer.router = new((config.experts.num_experts, hidden))
+            if config.has_swiglu_limit:
+                layer.router_bias = new((config.experts.num_experts,))
+            if config.has_sinks:
+                layer.sinks = new((config.num_heads,), dtype=torch.float32)
+            layers.append(layer)
+            for matrix in fused_matrices(config):
+                allocate, rows = on_host.get(matrix.boundary(index), new), sum(matrix.out_features)
+                if not matrix.is_quantised:
+                    setattr(layer, matrix.name, allocate((rows, matrix.in_features), dtype=dtype))
+                if matrix.has_bias:
+                    setattr(layer, f"{matrix.name}_bias", allocate((rows,), dtype=dtype))
+        return cls(embedding, lm_head, new(hidden), layers)
+
+    def take_linears(self, boundary: int) -> dict[str, LinearTensors]:
+        """Matrices and biases of a boundary by name, in the order of their use, but for the vocabulary's. The layers
+        let them go."""
+        taken = {}
+        if boundary >= 0:
+            taken = {name: self.layers[boundary].take(name) for name in ("o", "gate_up", "down")}
+        if boundary + 1 < len(self.layers):
+            taken["qkv"] = self.layers[boundary + 1].take("qkv")
+        return taken
+
+    def by_checkpoint_name(self, config: ModelConfig) -> dict[str, torch.Tensor | PackedTensor]:
+        """The place of each tensor of a Hugging Face checkpoint, as a view of the fused matrices."""
+        places = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
+        if not config.tie_word_embeddings:
+            places["lm_head.weight"] = self.lm_head
+        for index, layer in enumerate(self.layers):
+            prefix = f"model.layers.{index}."
+            places[prefix + "input_layernorm.weight"] = layer.input_norm
+            places[prefix + "post_attention_layernorm.weight"] = layer.post_norm
+            if config.norms_heads:
+                places[prefix + "self_attn.q_norm.weight"] = layer.q_norm
+                places[prefix + "self_attn.k_norm.weight"] = layer.k_norm
+            if config.norms_outputs:
+                places[prefix + "post_self_attn_layernorm.weight"] = layer.o_norm
+                places[prefix + "post_mlp_layernorm.weight"] = layer.down_norm
+            if layer.router is not None:
+                places[prefix + "mlp.gate.weight"] = layer.router
+            if layer.router_bias is not None:
+                places[prefix + "mlp.gate.bias"] = layer.router_bias
+            if layer.sinks is not None:
+                places[prefix + "self_attn.sinks"] = layer.sinks
+            for matrix in fused_matrices(config):
+                for kind, name in (("weight", matrix.name), ("bias", f"{matrix.name}_bias")):
+                    tensor = getattr(layer, name)
+                    if isinstance(tensor, torch.Tensor | PackedTensor):
+                        parts = zip(matrix.modules, tensor.split(matrix.out_features), strict=True)
+                        places |= {f"{prefix}{matrix.block}.{module}.{kind}": part for module, part in parts}
+        return places
+
+    def empty_quantised(
+        self, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
+    ) -> list[QuantisedMatrix]:
+        """Allocate the matrices of a quantised model without filling them."""
+        matrices = []
+        for target in self.fused_targets(config, device):
+            matrices.append(target.empty(config.quantisation, dtype))
+            target.put(matrices[-1])
+        return matrices
+
+    def fused_targets(
+        self, config: ModelConfig, device: torch.device | str, on_host: Mapping[int, Allocate] = NONE_ON_HOST
+    ) -> list[FusedTarget]:
+        """Where the layers' matrices go that come quantised; ``on_host``: see :meth:`empty`."""
+        targets = []
+        for index, layer in enumerate(self.layers):
+            for matrix in filter(lambda matrix: matrix.is_quantised, fused_matrices(config)):
+                modules = [f"model.layers.{index}.{matrix.block}.{module}" for module in matrix.modules]
+                allocate = on_host.get(matrix.boundary(index))
+                target = FusedTarget(
+                    dict(zip(modules, matrix.out_features, strict=True)),
+                    matrix.in_features,
+                    matrix.in_features * (config.quantisation.parts if matrix.name in ("o", "down") else 1),
+                    allocate or partial(torch.empty, device=device),
+                    partial(setattr, layer, matrix.name),
+                    device if allocate is None else "cpu",
+                )
+                targets.append(target)
+        return targets
+
+
+def load_weights(
+    folder: str | Path,
+    config: ModelConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    part: ModelPart | None = None,
+    on_host: Mapping[int, Allocate] = NONE_ON_HOST,
+) -> LlamaWeights:
+    """Read a folder's safetensors, converting to ``dtype``; one tensor at a time beside the result.
+
+    Quantised matrices stay packed, with the dtype of their scales.
+
+    Of each tensor only ``part`` is read, by default all. ``on_host``: see :meth:`LlamaWeights.empty`.
+
+    Raises:
+        FileNotFoundError: no safetensors in the folder, or a shard of the index is missing.
+        WeightsError: a tensor is missing, unknown, or of the wrong shape, or a file is damaged.
+    """
+    part = part or ModelPart(config)
+    weights = LlamaWeights.empty(part.sizes, device, dtype, on_host)
+    places, shapes = weights.by_checkpoint_name(part.sizes), _whole_shapes(config)
+    quantised, folding = None, Folding(config)
+    if config.quantisation is not None:
+        targets = weights.fused_targets(part.sizes, device, on_host)
+        quantised = QuantisedCollector(config.quantisation, targets, dtype, part.slices, folding.matrix)
+        for name, tensor in as_llama(config, read_tensors(Path(folder))):
+            quantised.look_ahead(name, tensor)
+    # Old checkpoints hold recomputed buffers, or a copy of tied embeddings: neither is needed.
+    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    seen: set[str] = set()
+    unknown: list[str] = []
+    for name, tensor in as_llama(config, read_tensors(Path(folder))):
+        if name in ignored or name.endswith("rotary_emb.inv_freq"):
+            continue
+        try:
+            if name in places:
+                shape = tensor.get_shape()
+                if shape != shapes[name]:
+                    raise ValueError(f"{name} has shape {shape}, config.json asks for {shapes[name]}")
+                rows = folding.rows(name, tensor[part.slices(name, shape)])
+                write_rows(places[name], 0, rows)
+                _zero(places[name], len(rows))
+                seen.add(name)
+            elif quantised is None or not quantised.take(name, tensor):
+                unknown.append(name)
+        except ValueError as error:
+            raise WeightsError(f"{folder}: {error}") from None
+    missing = sorted((places.keys() - seen) | set(quantised.missing() if quantised else ()))
+    for problem, names in (("lacks", missing), ("has unknown", sorted(unknown))):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise WeightsError(f"{folder}: the checkpoint {problem} tensors {', '.join(names[:5])}{more}")
+    return weights
+
+
+def dummy_weights(
+    config: ModelConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int = 0,
+    part: ModelPart | None = None,
+    on_host: Mapping[int, Allocate] = NONE_ON_HOST,
+) -> LlamaWeights:
+    """Normal random weights with the model's initial standard deviation, norms 1, biases and sinks 0.
+
+    They are equal for equal seeds. All tensors repeat one sequence of random numbers, each from another offset. So
+    filling takes no longer than writing the memory: seconds for billions of parameters. The numbers of a ``part`` are
+    those that the whole model has there; not so in quantised matrices, whose words hold inputs of several parts.
+    """
+    part = part or ModelPart(config)
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw_offset() -> int:
+        return int(torch.randint(DUMMY_PERIOD, (), generator=generator))
+
+    own_noise = torch.randn(DUMMY_PERIOD, generator=generator).mul_(config.initializer_range).to(dtype)
+    noise = {True: own_noise, False: own_noise.to(device)}  # by whether it is in host memory
+    weights, shapes = LlamaWeights.empty(part.sizes, device, dtype, on_host), _whole_shapes(config)
+    for name, tensor in weights.by_checkpoint_name(part.sizes).items():
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+        elif name.endswith(("bias", "sinks")):
+            _zero(tensor, 0)
+        else:
+            slices = part.slices(name, shapes[name])
+            _fill(tensor, noise[tensor.device.type == "cpu"], draw_offset(), shapes[name], slices)
+    if config.quantisation is not None:
+        own_words = torch.randint(-(2**31), 2**31, (DUMMY_PERIOD,), dtype=torch.int32, generator=generator)
+        words = {True: own_words, False: own_words.to(device)}
+        for target in weights.fused_targets(part.sizes, device, on_host):
+            matrix = target.empty(part.sizes.quantisation, dtype)
+            codes, scale = matrix.codes, config.initializer_range / STD_OF_CODES
+            if matrix.is_mxfp4:
+                scale = 127 + round(math.log2(config.initializer_range / STD_OF_MXFP4))
+            _fill(codes, words[codes.device.type == "cpu"], draw_offset(), codes.shape, (slice(None),))
+            for tensor, value in ((matrix.scales, scale), (matrix.zeros, 8)):
+                if tensor is not None:
+                    write_rows(tensor, 0, torch.full(tensor.shape, value, dtype=tensor.dtype))
+            target.put(matrix)
+    return weights
+
+
+def _fill(
+    target: torch.Tensor | PackedTensor,
+    noise: torch.Tensor,
+    offset: int,
+    shape: Sequence[int],
+    slices: Sequence[slice],
+) -> None:
+    """Fill a matrix with the ``slices`` of one of ``shape``, which repeats ``noise`` from ``offset`` on row by row."""
+    period, (height, width) = len(noise), shape
+    rows, columns = (range(height)[slices[0]], slices[1] if len(slices) > 1 else slice(None))
+    step = max(1, period // width)
+    for first in range(0, len(rows), step):
+        count = min(step, len(rows) - first)
+        numbers = noise.roll(offset - (rows.start + first) * width)[: count * width]
+        write_rows(target, first, numbers.view(count, width)[:, columns])
+    _zero(target, len(rows))
+
+
+def _zero(place: torch.Tensor | PackedTensor, first: int) -> None:
+    """From row ``first`` on; packed memory is zero from the start."""
+    if isinstance(place, torch.Tensor):
+        place[first:].zero_()
+
+
+def _whole_shapes(config: ModelConfig) -> dict[str, list[int]]:
+    """The shape of each tensor of a checkpoint."""
+    whole = LlamaWeights.empty(config, "meta", torch.float32).by_checkpoint_name(config)
+    return {name: list(tensor.shape) for name, tensor in whole.items()}
