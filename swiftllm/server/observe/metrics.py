@@ -9,12 +9,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from swiftllm.server.service.histograms import LATENCY_SENSITIVE, TOKEN_S, Histogram
 
@@ -100,9 +100,7 @@ class Metrics:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     def _text(self, families: Sequence[Metric]) -> bytes:
-        registry = CollectorRegistry()
-        registry.register(Families(families))
-        return generate_latest(registry) + generate_latest(self._process)
+        return generate_latest(SimpleNamespace(collect=lambda: families)) + generate_latest(self._process)
 
     def families(self, report: Report) -> list[Metric]:
         """All series, with those of the engine as it reports them."""
@@ -121,16 +119,6 @@ class Metrics:
                     family.add_metric([*self._labels.values(), *of_labels], float(value))
                 families.append(family)
         return families
-
-
-class Families(Collector):
-    """Series that are known already."""
-
-    def __init__(self, families: Sequence[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
 
 
 def by_label(name: str, values: Mapping[str, float]) -> tuple[tuple[str], Values]:

@@ -20,11 +20,7 @@ TEXT_FIELDS = {"content": ("content",), "reasoning": ("reasoning_content", "reas
 
 
 async def answer_chat(context: ServingContext, body: ChatRequest, request: Request) -> Response:
-    """Answer a request for the next message of a conversation.
-
-    Raises:
-        ApiError, QueueFull, ServiceStopping, RequestFailed: see :class:`Generation`.
-    """
+    """Answer a request for the next message. Raises what :class:`Generation` and :meth:`AnyAnswer.respond` raise."""
     return await ChatAnswer(await start_chat(context, body)).respond(request)
 
 

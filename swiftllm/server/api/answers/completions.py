@@ -18,11 +18,7 @@ from swiftllm.server.formats.output_text import Piece, TokenTexts
 
 
 async def answer_completion(context: ServingContext, body: CompletionRequest, request: Request) -> Response:
-    """Answer a request for completions.
-
-    Raises:
-        ApiError, QueueFull, ServiceStopping, RequestFailed: see :class:`Generation`.
-    """
+    """Answer a request for completions. Raises what :class:`Generation` and :meth:`AnyAnswer.respond` raise."""
     prompts = []
     for given in body.prompts:
         is_text = isinstance(given, str)

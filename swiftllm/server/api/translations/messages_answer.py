@@ -18,11 +18,7 @@ STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 async def answer_message(context: ServingContext, body: MessagesRequest, request: Request) -> Response:
-    """Answer a request.
-
-    Raises:
-        ApiError, QueueFull, ServiceStopping, RequestFailed: see :class:`Generation`.
-    """
+    """Answer a request. Raises what :class:`Generation` and :meth:`AnyAnswer.respond` raise."""
     with body.own_names():
         generation = await start_chat(context, body.as_chat(), "msg")
     return await MessageAnswer(generation).respond(request)

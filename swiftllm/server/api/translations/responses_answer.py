@@ -19,11 +19,7 @@ PART_TYPES = {"content": "output_text", "reasoning": "reasoning_text"}
 
 
 async def answer_response(context: ServingContext, body: ResponsesRequest, request: Request) -> Response:
-    """Answer a request.
-
-    Raises:
-        ApiError, QueueFull, ServiceStopping, RequestFailed: see :class:`Generation`.
-    """
+    """Answer a request. Raises what :class:`Generation` and :meth:`AnyAnswer.respond` raise."""
     with body.own_names():
         generation = await start_chat(context, body.as_chat(), "resp")
     return await ResponseAnswer(generation, body).respond(request)
