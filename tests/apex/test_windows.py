@@ -47,12 +47,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_tokens_equal_transformers_under_every_system(folders) -> None:
     """In pools so small that requests are preempted and swapped, with cohorts under way; NaN where nobody wrote."""
-    variants, pools, prompts = cycle(VARIANTS), cycle(POOLS), some_prompts(8)
+    variants, pools, prompts = cycle(VARIANTS), cycle(POOLS), some_prompts(10)
     preemptions = on_cpu = swapped = 0
     for name, folder in folders.items():
-        expected = greedy(tiny_judge(folder, name), prompts, 10)
+        expected = greedy(tiny_judge(folder, name), prompts, 12)
         for variant in islice(variants, len(VARIANTS) if name == "alternating" else 4):
-            tokens, stats = serve(folder, variant, prompts, 10, **next(pools))
+            tokens, stats = serve(folder, variant, prompts, 12, **next(pools))
             assert tokens == expected, (name, variant)
             preemptions += stats.preemptions
             swapped += stats.swapped_blocks
