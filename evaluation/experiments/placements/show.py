@@ -41,9 +41,9 @@ def draw_weights(rows: Sequence[FlatRecord]) -> Figure:
     lengths, systems = distinct(rows, "mean_lengths"), {row["run"]: row["system"] for row in rows}
     # Two runs have one system: the one that uses more of the machine is darker.
     colours = [IDLE_CPU if run == "GPU-only" else system_colour(systems[run]) for run in runs]
-    width = max(7.0, PANEL_WIDTH * len(machines))
+    width = max(7.0, PANEL_WIDTH * len(machines) + 1.0)
     text = replace(WEIGHTS_TEXT, notes="\n".join([WEIGHTS_TEXT.notes, *known_notes(rows)]))
-    figure, axes = sheet(text, len(lengths), len(machines), width=width, height=1.9, left=0.5, below=0.7)
+    figure, axes = sheet(text, len(lengths), len(machines), width=width, height=1.9, left=0.6, right=0.3, below=0.7)
     legend(figure, runs, colours)
     for line, wanted in zip(axes, lengths, strict=True):
         for ax, ((gpu, host, model), here) in zip(line, machines.items(), strict=True):
@@ -56,7 +56,7 @@ def draw_weights(rows: Sequence[FlatRecord]) -> Figure:
                     for run, colour in zip(runs, colours, strict=True)
                 ]
                 groups.append((weights, bars))
-            draw_bars(ax, BarPanel(f"{gpu}, {model}", f"weights; requests of {wanted}\n{host}", groups), size=6.3)
+            draw_bars(ax, BarPanel(f"{gpu}, {model}", f"requests of {wanted}\n{host}", groups), size=6.3)
             ax.set_xlim(-0.5, max(1.5, len(groups) - 0.5))
         line[0].set_ylabel("tokens/s")
     return figure
