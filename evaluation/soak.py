@@ -86,7 +86,7 @@ class Options:
 
 
 @dataclass
-class Report:
+class SoakReport:
     """The result of a soak."""
 
     ends: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -153,9 +153,9 @@ def build_service(model: str, system: str) -> EngineService:
 # -- the clients -------------------------------------------------------------------------------------------------------
 
 
-async def soak(options: Options, running: LaunchedServer, source: RequestSource) -> Report:
+async def soak(options: Options, running: LaunchedServer, source: RequestSource) -> SoakReport:
     """Send all requests. A failing request does not stop the others."""
-    report = Report()
+    report = SoakReport()
     start_s = time.monotonic()
     left = iter(range(options.requests))
     every = max(1, options.requests // REPORTS)
@@ -185,14 +185,14 @@ async def soak(options: Options, running: LaunchedServer, source: RequestSource)
     return report
 
 
-def print_progress(number: int, total: int, seconds: float, report: Report) -> None:
+def print_progress(number: int, total: int, seconds: float, report: SoakReport) -> None:
     rate = number / seconds
     left = format_s((total - number) / rate)
     text = f"{number}/{total} requests, {rate:.0f}/s, server {report.resident_mib[-1]:.0f} MiB, {left} left"
     print(f"soak: {text}" + (f", {len(report.problems)} problems" if report.problems else ""), flush=True)
 
 
-async def check_idle_server(client: httpx.AsyncClient, source: RequestSource, report: Report) -> None:
+async def check_idle_server(client: httpx.AsyncClient, source: RequestSource, report: SoakReport) -> None:
     """Check that the server becomes idle with empty pools, and still serves."""
     deadline_s = time.monotonic() + IDLE_TIMEOUT_S
     while held := held_resources(now := (await client.get("/status.json")).json()["now"]):
@@ -226,7 +226,7 @@ def held_resources(now: dict[str, Any]) -> dict[str, int]:
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
-def run_soak(options: Options) -> Report:
+def run_soak(options: Options) -> SoakReport:
     """Start a server, soak it, stop it.
 
     Raises:
@@ -250,7 +250,7 @@ def run_soak(options: Options) -> Report:
     return report
 
 
-def memory_problems(options: Options, report: Report) -> list[str]:
+def memory_problems(options: Options, report: SoakReport) -> list[str]:
     """A problem if memory grew too much; none for runs that are too short."""
     grown = growth_mib(report)
     if options.requests < MEMORY_FROM or grown <= options.memory_allowance_mib:
@@ -258,7 +258,7 @@ def memory_problems(options: Options, report: Report) -> list[str]:
     return [f"memory grew by {grown:.0f} MiB, more than {options.memory_allowance_mib:g}"]
 
 
-def growth_mib(report: Report) -> float:
+def growth_mib(report: SoakReport) -> float:
     """Growth of resident memory (MiB) since the first quarter of the run."""
     return report.resident_mib[-1] - report.resident_mib[int(len(report.resident_mib) * WARM)]
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from evaluation.measure.soak_requests import KINDS, QUEUE_FULL, SERVED, RequestSource, Unexpected, send_request
-from evaluation.soak import MEMORY_FROM, Options, Report, memory_problems, run_soak
+from evaluation.soak import MEMORY_FROM, Options, SoakReport, memory_problems, run_soak
 from tests.evaluation.fake_server import FakeServer
 
 SHORT = Options(requests=200)
@@ -31,7 +31,7 @@ def test_a_short_soak(system, tmp_path, monkeypatch):
 
 
 def test_memory_is_judged_in_long_runs_from_the_first_quarter_on():
-    grown = Report(resident_mib=[100.0, 400.0, 410.0, 420.0, 450.0])
+    grown = SoakReport(resident_mib=[100.0, 400.0, 410.0, 420.0, 450.0])
     assert memory_problems(Options(requests=MEMORY_FROM, memory_allowance_mib=50), grown) == []
     (problem,) = memory_problems(Options(requests=MEMORY_FROM, memory_allowance_mib=49), grown)
     assert "memory grew by 50 MiB, more than 49" in problem

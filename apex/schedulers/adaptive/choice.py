@@ -48,7 +48,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenStrategy:
     """A strategy in its steady state, what it needs of prompts, and the sizes on which this rests."""
 
     strategy: Strategy
@@ -82,7 +82,7 @@ def compare(
 
 def choose(
     times: OperationTimes, chunk_sizes: ChunkSizes, load: Load, strategies: Sequence[Strategy], max_cohorts: int
-) -> Choice:
+) -> ChosenStrategy:
     """The best of the strategies for a load."""
     steady, layers, numbers = load.steady, times.num_layers, [load.cpu_decodes, *load.larger_cpu_decodes()]
     strategy, rates, reachable_per_s = compare(times, steady, numbers, strategies, max_cohorts)
@@ -101,4 +101,4 @@ def choose(
         grows=load.has_room or exceeds or not waits,
         hurries=exceeds and gain > HURRY_GAIN / (1 + steady.prompt_per_output),
     )
-    return Choice(strategy, riders, int(rates.num_cohorts[0]), float(rates.steps_s[0]), need, load.sizes())
+    return ChosenStrategy(strategy, riders, int(rates.num_cohorts[0]), float(rates.steps_s[0]), need, load.sizes())

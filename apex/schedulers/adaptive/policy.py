@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from apex.perf.lane_load import LaneLoad, context_tokens
 from apex.perf.model import PerfModel
-from apex.schedulers.adaptive.choice import Choice, Load, choose
+from apex.schedulers.adaptive.choice import ChosenStrategy, Load, choose
 from apex.schedulers.adaptive.chunks import ChunkSizes, is_short_queue, prompt_chunk
 from apex.schedulers.adaptive.rates import SteadyLoad
 from apex.schedulers.adaptive.split import best_split
@@ -52,7 +52,7 @@ class Adaptive(Hybrid):
         super().use_model(model)
         self.times = OperationTimes(model)
         self._chunk_sizes: ChunkSizes | None = None
-        self._choice: Choice | None = None
+        self._choice: ChosenStrategy | None = None
 
     def emptied(self) -> None:
         self._choice = None

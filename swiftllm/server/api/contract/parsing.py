@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError, PydanticUseDefault
 from swiftllm.core.request import first_of
 from swiftllm.server.api.errors import ApiError
 
-UNION_MEMBERS = ("str", "int", "TextPart", "Function")
+UNION_MEMBERS = ("str", "int", "TextPart", "ResponsesTool")
 REFERENCE = "#/components/schemas/{model}"
 TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
 

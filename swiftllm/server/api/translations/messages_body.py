@@ -43,7 +43,7 @@ class ToolChoice(Lenient):
         return {"type": "function", "function": {"name": name}}
 
 
-class Tool(Lenient):
+class MessagesTool(Lenient):
     name: str
     type: str | None = None
     description: str | None = None
@@ -88,7 +88,7 @@ class MessagesRequest(TranslatedRequest):
     messages: Annotated[list[InputMessage], Field(min_length=1)]
     system: str | list[Block] | None = None
     stop_sequences: list[str] | None = None
-    tools: list[Tool] | None = None
+    tools: list[MessagesTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

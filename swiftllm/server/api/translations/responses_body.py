@@ -42,7 +42,7 @@ class TextFormat(Lenient):
         return {"type": self.type, "json_schema": {"schema": schema}}
 
 
-class TextOptions(Lenient):
+class ResponsesText(Lenient):
     format: TextFormat | None = None
 
 
@@ -50,7 +50,7 @@ class ReasoningOptions(Lenient):
     effort: str | None = None
 
 
-class Function(Lenient):
+class ResponsesTool(Lenient):
     """A tool: a function, as its fields are beside its type and not below it."""
 
     type: str
@@ -78,10 +78,10 @@ class ResponsesRequest(TranslatedRequest):
     input: str | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    text: TextOptions | None = None
+    text: ResponsesText | None = None
     reasoning: ReasoningOptions | None = None
-    tools: list[Function] | None = None
-    tool_choice: str | Function | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: str | ResponsesTool | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
     include: list[str] | None = None
@@ -108,7 +108,7 @@ class ResponsesRequest(TranslatedRequest):
             name = required(tool.name, f"tools.{number}.name", "tools")
             tools.append({"type": "function", "function": {"name": name, **(tool.model_extra or {})}})
         choice: Any = self.tool_choice
-        if isinstance(choice, Function):
+        if isinstance(choice, ResponsesTool):
             if choice.type != "function":
                 raise not_implemented("tool_choice", choice.type, "tool_choice")
             choice = {"type": "function", "function": {"name": choice.name}}
