@@ -146,11 +146,12 @@ class LlamaWeights:
         """Allocate without filling; not the layers' matrices of a quantised model.
 
         ``on_host``: boundaries whose linears are in host memory, and what allocates it; see :class:`FusedMatrix`. At
-        :data:`EMBEDDING` what allocates an embedding that the vocabulary's matrix is not tied to.
+        :data:`EMBEDDING` what allocates the embedding, unless the vocabulary's matrix is tied to it.
         """
         new = partial(torch.empty, device=device, dtype=dtype)
         hidden, vocabulary = config.hidden_size, config.vocab_size
-        embedding = on_host.get(EMBEDDING, new)((vocabulary, hidden), dtype=dtype)
+        allocate = new if config.tie_word_embeddings else on_host.get(EMBEDDING, new)
+        embedding = allocate((vocabulary, hidden), dtype=dtype)
         lm_head = embedding if config.tie_word_embeddings else new((vocabulary, hidden))
         layers = []
         for index in range(config.num_layers):
