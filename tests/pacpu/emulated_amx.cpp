@@ -3,6 +3,10 @@
 #include "../../pacpu/src/native/amx.cpp"
 
 #include "paged_attention.h"
+#include "rows.h"
+
+// Queries and outputs change their format with these.
+const pacpu::RowKernels& pacpu::row_kernels() { return rows_avx512; }
 
 extern "C" void emulated_amx(int batch, int num_heads, int num_kv_heads, int head_dim, int block_size, const void* q,
                              const void* k, const void* v, void* out, void* kv_cache, const int32_t* block_tables,

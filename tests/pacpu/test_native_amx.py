@@ -20,7 +20,10 @@ from tests.reference.tolerances import assert_close
 ROOT = Path(__file__).parents[2]
 FLAGS = "-std=gnu++17 -O1 -fno-math-errno -shared -fPIC -pthread -DPACPU_EMULATE_AMX -Ipacpu/include"
 AVX512_BF16 = "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl -mavx512bf16"
-SOURCES = "tests/pacpu/emulated_amx.cpp pacpu/src/paged_attention.cpp pacpu/src/contexts.cpp pacpu/src/thread_team.cpp"
+SOURCES = (
+    "tests/pacpu/emulated_amx.cpp pacpu/src/paged_attention.cpp pacpu/src/contexts.cpp pacpu/src/thread_team.cpp "
+    "pacpu/src/rows/avx512.cpp"
+)
 
 
 @pytest.fixture(scope="module")
