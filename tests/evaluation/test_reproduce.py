@@ -151,6 +151,7 @@ def test_sensitivity_varies_the_cpu_and_nothing_else(tmp_path, capsys):
     assert {r["sensitivity"] for r in summary} == {"cpu_bandwidth"} and (folder / "figure.png").is_file()
 
 
+@pytest.mark.thorough
 def test_sensitivity_varies_the_gpu_pool_of_every_system(tmp_path, capsys):
     assert reproduce_fig7.main(options(tmp_path, num_requests=3, sensitivity="gpu_blocks=1280..4000")) == 0
     folder, summary = latest(tmp_path, "fig7_sensitivity")
@@ -166,6 +167,7 @@ def test_sensitivity_varies_the_gpu_pool_of_every_system(tmp_path, capsys):
     assert {line[4] for line in baselines} == {"1.00"}  # each ratio is to the same pool
 
 
+@pytest.mark.thorough
 def test_sensitivity_of_the_pool_changes_what_a_gpu_only_system_reaches(tmp_path, capsys):
     """The ratios on the T4 depend on the pool: a larger one raises the baseline, not the offloading systems."""
     systems = ("swiftllm", "apex")

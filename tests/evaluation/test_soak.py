@@ -14,7 +14,7 @@ from evaluation.measure.soak_requests import KINDS, QUEUE_FULL, SERVED, RequestS
 from evaluation.soak import MEMORY_FROM, Options, SoakReport, memory_problems, run_soak
 from tests.evaluation.fake_server import FakeServer
 
-SHORT = Options(requests=200)
+SHORT = Options(requests=120)
 
 
 @pytest.mark.parametrize("system", ["apex", "omniserve"])

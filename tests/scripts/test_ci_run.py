@@ -47,11 +47,3 @@ def test_without_a_browser_it_lists_what_was_skipped(bare_path, tmp_path):
     failed, told, skipped, end = lines[lines.index("----") + 1 :]
     assert failed.startswith("FAILED") and "no browser could be installed" in told
     assert (skipped, end) == (SKIPPED, TESTS_END)
-
-
-def test_requirements_that_cannot_be_resolved_fail_the_run(bare_path, tmp_path):
-    add_tool(bare_path, "chromium", 'echo "<p>rendered</p>"')
-    add_tool(bare_path, "python3", 'case "$*" in *--isolated*install*) echo ERROR: conflict; exit 1 ;; esac')
-    done = run_ci(bare_path, tmp_path / "cache", TESTS_STATUS="0")
-    assert "requirements, public index: they cannot be resolved" in done.stdout
-    assert done.returncode == 1 and done.stdout.splitlines()[-1] == TESTS_END

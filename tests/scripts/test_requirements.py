@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.scripts.conftest import SCRIPTS, add_tool, run_script
+from tests.scripts.conftest import SCRIPTS
 
 REQUIREMENTS = SCRIPTS.parent / "requirements.txt"
 NO_SOLUTION = "No solution found"
@@ -47,19 +47,3 @@ def test_a_gpu_machine_can_install_the_requirements(python_version):
 def test_a_machine_without_a_gpu_can_install_the_requirements():
     packages = resolve("3.11", "--torch-backend=cpu")
     assert not any(package.startswith("nvidia-") for package in packages)
-
-
-@pytest.mark.parametrize(
-    ("resolution", "index", "status", "told"),
-    [
-        ("echo Would install torch-2.13.0 triton-3.7.1 numpy-2.4.6", "", 0, "index: torch-2.13.0 triton-3.7.1"),
-        ("echo ERROR: ResolutionImpossible; exit 1", "", 1, "they cannot be resolved\nERROR: ResolutionImpossible"),
-        ("echo ERROR: no answer; exit 1", "exit 1", 0, "not checked, since no package index answers"),
-    ],
-    ids=["resolved", "conflict", "no index"],
-)
-def test_what_the_check_says(bare_path, tmp_path, resolution, index, status, told):
-    (bare_path / "tr").symlink_to("/usr/bin/tr")
-    add_tool(bare_path, "python3", f'case "$*" in *download*) {index or ":"} ;; *) {resolution} ;; esac')
-    done = run_script("check_requirements.sh", bare_path, tmp_path)
-    assert done.returncode == status and told in done.stdout

@@ -29,7 +29,14 @@ from swiftllm.ops.triton.ops import DOT_SHARED_BYTES, LANES_SHARED_BYTES, Triton
 # Most that one program may have, in KiB (compute capabilities in the CUDA programming guide).
 SHARED_KIB = {75: 64, 86: 99, 90: 227}
 # T4, A10 and H100: another GPU's kernels are those of one of these, and its limits are no tighter.
-TARGETS = [(75, torch.float16), (75, torch.float32), (86, torch.float16), (86, torch.bfloat16), (90, torch.bfloat16)]
+TARGETS = [
+    (75, torch.float16),
+    (86, torch.bfloat16),
+    *(
+        pytest.param(*target, marks=pytest.mark.thorough)
+        for target in ((75, torch.float32), (86, torch.float16), (90, torch.bfloat16))
+    ),
+]
 # What the number of programs that run at once is derived from.
 EXPECTED_SHARED_BYTES = {
     "decode_partials_dot_kernel": DOT_SHARED_BYTES,

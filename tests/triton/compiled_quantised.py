@@ -25,7 +25,11 @@ __all__ = ["compiled"]  # the fixture
 
 ROWS = (1, 2, 3, 32, 33, MOST_QUANTISED_ROWS + 1)  # each tile, and the matrix written out
 # bfloat16 differs in conversions alone.
-TARGETS = [(capability, torch.float16) for capability in (75, 90)] + [(86, torch.bfloat16)]
+TARGETS = [
+    (75, torch.float16),
+    (86, torch.bfloat16),
+    pytest.param(90, torch.float16, marks=pytest.mark.thorough),
+]
 
 
 def multiply(ops: TritonOps, out: int, inputs: int, dtype: torch.dtype, has_runs: bool) -> None:

@@ -35,9 +35,10 @@ def test_every_file_is_run() -> None:
 
 @pytest.mark.timeout(LIMIT_S + 30)
 @pytest.mark.parametrize("what", PROCESSES)
-def test_kernels(what: str) -> None:
+def test_kernels(what: str, pytestconfig: pytest.Config) -> None:
     files = [str(HERE / f"{name}.py") for name in PROCESSES[what]]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5", *files]
+    cases = "--all-cases" if pytestconfig.getoption("--all-cases") else "--sample"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=5", cases, *files]
     environment = {**os.environ, "TRITON_INTERPRET": str(int(what != "compiled"))}
     done = subprocess.run(
         command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
