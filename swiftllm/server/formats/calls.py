@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from swiftllm.server.formats.parts import HoldingReader, Part, Reader, begun
 
+# What comes before the arguments of a call that a grammar has made.
+HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+MISTRAL_HEAD = re.compile(HEAD.pattern + r"|([\w.:-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\{)")
 # Of ids of calls. A generator of its own, which no library seeds.
 ID_BITS = random.Random()
 Call = tuple[str, str]
@@ -29,6 +33,7 @@ class CallFormat:
     """The mark that ends calls; without one they go on to the end of the output."""
     read: Callable[[str], list[Call] | None]
     """The calls in a text; None if it holds none."""
+    head: re.Pattern[str] = HEAD
 
 
 def read_json(text: str) -> list[Call] | None:
@@ -118,7 +123,7 @@ FORMATS = {
     for found in (
         CallFormat("hermes", ("<tool_call>",), (), "</tool_call>", read_json),
         CallFormat("llama3_json", ("<|python_tag|>",), ("{",), None, read_json),
-        CallFormat("mistral", ("[TOOL_CALLS]",), ("[{",), None, read_mistral),
+        CallFormat("mistral", ("[TOOL_CALLS]",), ("[{",), None, read_mistral, MISTRAL_HEAD),
         CallFormat("json", (), ("{", "[{"), None, read_json),
     )
 }
@@ -132,12 +137,41 @@ def format_of(template: str) -> CallFormat | None:
     return next((FORMATS[name] for mark, name in marks.items() if mark in template and "tools" in template), None)
 
 
-class CallReader(HoldingReader):
-    """Reads text with calls. A call becomes a part once it is complete; what is no call stays content."""
+class GrowingObject:
+    """A JSON object that comes in pieces."""
 
-    def __init__(self, form: CallFormat) -> None:
+    def __init__(self) -> None:
+        self.is_over = False
+        self._depth = 0
+        self._is_in_string = self._is_escaped = False
+
+    def take(self, text: str) -> int:
+        """Number of characters of ``text``, which goes on with it, that belong to the object."""
+        for place, char in enumerate(text):
+            if self._is_in_string:
+                self._is_in_string = self._is_escaped or char != '"'
+                self._is_escaped = char == "\\" and not self._is_escaped
+            elif char == '"':
+                self._is_in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "]}":
+                self._depth -= 1
+                if not self._depth:
+                    self.is_over = True
+                    return place + 1
+        return len(text)
+
+
+class CallReader(HoldingReader):
+    """Reads text with calls. A call becomes a part once it is complete, and what is no call stays content. Where a
+    grammar makes calls what they must be, ``is_guided``, arguments become parts as they come."""
+
+    def __init__(self, form: CallFormat, is_guided: bool = False) -> None:
         super().__init__()
-        self._form = form
+        self._form, self._is_guided = form, is_guided
+        self._arguments: GrowingObject | None = None  # under way
+        self._has_begun = False  # a call, behind the mark
         self._mark: str | None = None  # that began the calls being read
         self._blanks = ""  # before it
         self._is_blank = True  # so far
@@ -145,7 +179,9 @@ class CallReader(HoldingReader):
 
     def finish(self) -> list[Part]:
         parts: list[Part] = []
-        if self._mark is not None:
+        if self._mark is not None and self._has_begun:
+            pass  # the text was cut
+        elif self._mark is not None:
             self._end_calls(self._held, "", parts)
         elif self._held.strip() or (self._held and not self.num_calls):
             parts.append(Part("content", self._held))
@@ -154,7 +190,7 @@ class CallReader(HoldingReader):
 
     def _advance(self, parts: list[Part]) -> bool:
         if self._mark is not None:
-            return self._read_to_end(parts)
+            return self._read_pieces(parts) if self._is_guided else self._read_to_end(parts)
         form, text = self._form, self._held
         blanks = len(text) - len(text.lstrip())
         if self._is_blank and form.opens:
@@ -180,6 +216,30 @@ class CallReader(HoldingReader):
         if content:
             self._add_content(content, parts)
         self._blanks, self._mark, self._held = before[len(content) :], mark, rest
+
+    def _read_pieces(self, parts: list[Part]) -> bool:
+        held = self._held
+        if self._arguments is not None:
+            taken = self._arguments.take(held)
+            if taken:
+                parts.append(Part("tool_call", held[:taken], self.num_calls - 1))
+            if self._arguments.is_over:
+                self._arguments = None
+            self._held = held[taken:]
+            return bool(self._held)
+        head = self._form.head.search(held)
+        if head is not None:
+            parts += new_call(self.num_calls, head[head.lastindex], "")
+            self.num_calls += 1
+            self._has_begun, self._is_blank = True, False
+            self._arguments, self._held = GrowingObject(), held[head.end() :]
+            return True
+        end = self._form.end
+        if not self._has_begun or end is None or end not in held:
+            return False
+        self._mark, self._has_begun = None, False
+        self._held = held.partition(end)[2]
+        return bool(self._held)
 
     def _read_to_end(self, parts: list[Part]) -> bool:
         end = self._form.end

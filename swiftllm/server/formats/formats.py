@@ -28,22 +28,31 @@ class Formats:
         return "harmony" if self.is_harmony else "think" if self.has_reasoning else None
 
     def reader(
-        self, prompt: str, *, has_tools: bool, named: str | None, is_required: bool, is_parallel: bool
+        self,
+        prompt: str,
+        *,
+        has_tools: bool,
+        named: str | None,
+        is_required: bool,
+        is_parallel: bool,
+        is_guided: bool = False,
     ) -> Reader | None:
         """What reads an answer to ``prompt``; None if all of it is content. A grammar makes the whole output the
         arguments of the tool ``named``, or calls in JSON where one ``is_required``. Of several calls only the first is
-        read unless they are ``is_parallel``."""
-        reader = self._reader(prompt, has_tools, named, is_required)
+        read unless they are ``is_parallel``. ``is_guided``: calls follow a grammar."""
+        reader = self._reader(prompt, has_tools, named, is_required, is_guided)
         return reader if is_parallel or reader is None else FirstCallReader(reader)
 
-    def _reader(self, prompt: str, has_tools: bool, named: str | None, is_required: bool) -> Reader | None:
+    def _reader(
+        self, prompt: str, has_tools: bool, named: str | None, is_required: bool, is_guided: bool
+    ) -> Reader | None:
         if named is not None:
             return ForcedCall(named)
         if is_required:
-            return CallReader(FORMATS["json"])
+            return CallReader(FORMATS["json"], is_guided)
         if self.is_harmony:
             return HarmonyReader(prompt, has_tools)
-        answer = CallReader(self.calls) if has_tools and self.calls is not None else ContentReader()
+        answer = CallReader(self.calls, is_guided) if has_tools and self.calls is not None else ContentReader()
         if self.has_reasoning:
             return ReasoningReader(answer, prompt.rstrip().endswith(BEGIN))
         return answer if has_tools else None

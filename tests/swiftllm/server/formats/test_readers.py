@@ -57,6 +57,45 @@ def test_calls_of_each_form(name: str, text: str, content: str) -> None:
         assert [part.index for part in calls] == [0, 1] and len({part.call_id for part in calls}) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        ("hermes", f"I look.\n<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{TWO}</tool_call>\n", "I look."),
+        ("llama3_json", f"<|python_tag|>{ONE}; {TWO}", ""),
+        ("mistral", f"[TOOL_CALLS][{ONE}, {TWO}]", ""),
+        ("mistral", 'Look[TOOL_CALLS]f[CALL_ID]x1[ARGS] {"a": "<x>"}[TOOL_CALLS]g[ARGS]{}', "Look"),
+        ("json", f"[{ONE}, {TWO}]", ""),
+        ("json", f"{ONE}\n{TWO}", ""),
+    ],
+)
+def test_where_calls_follow_a_grammar_their_arguments_come_as_they_are_written(name, text, content) -> None:
+    draw = random.Random(2)
+    for _ in range(20):
+        parts = read(CallReader(FORMATS[name], is_guided=True), cut(draw, text))
+        assert calls_in(parts) == CALLS and [part.index for part in parts if part.kind == "tool_call"] == [0, 1]
+        assert "".join(part.text for part in parts if part.kind == "content") == content
+    reader, end = CallReader(FORMATS[name], is_guided=True), text.index("<x>") + 2
+    parts = [part for char in text[:end] for part in reader.push(char)]
+    arguments = "".join(part.text for part in parts if part.kind == "tool_call")
+    assert arguments == '{"a": "<x' and [part.name for part in parts if part.call_id] == ["f"]
+    assert reader.finish() == [], "the text was cut within a call"
+
+
+def test_guided_arguments_end_where_their_object_does() -> None:
+    draw = random.Random(5)
+    for _ in range(200):
+        inner = "".join(draw.choices('{}[]",\\:é </tool_call>', k=draw.randrange(20)))
+        arguments = {"a": inner, inner: [{"b": {}}, [inner]]}
+        text = f"<tool_call>{json.dumps({'name': 'f', 'arguments': arguments}, indent=draw.choice((None, 1)))}</tool_call>ok"
+        parts = read(CallReader(FORMATS["hermes"], is_guided=True), cut(draw, text))
+        assert calls_in(parts) == [("f", arguments)] and parts[-1] == Part("content", "ok")
+
+
+def test_a_guided_text_that_is_cut_before_a_call_has_a_name_is_content() -> None:
+    text = '<tool_call>{"name": "f'
+    assert read(CallReader(FORMATS["hermes"], is_guided=True), [*text]) == [Part("content", text)]
+
+
 def test_arguments_may_hold_anything_that_json_can() -> None:
     draw, arguments = random.Random(4), {"a": '</tool_call> "é" \\', "b": "\ud800", "c": [{}, None, 1.5]}
     text = f"<tool_call>{json.dumps({'name': 'f', 'arguments': arguments})}</tool_call>"
