@@ -10,7 +10,7 @@ from collections import defaultdict
 
 import pytest
 
-MOST_CASES = 3
+MOST_CASES = 2
 """Of one test, where a case is fast."""
 MOST_SLOW_CASES = 1
 """Of one test in a file whose cases take a second or more."""

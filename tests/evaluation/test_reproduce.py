@@ -126,6 +126,7 @@ def test_a_workload_can_be_had_alone(tmp_path, capsys):
     assert {r["workload"] for r in summary} == {"livebench"} and len(summary) == len(SYSTEMS)
 
 
+@pytest.mark.thorough
 def test_repeats_of_a_simulation_have_seeds_of_their_own(tmp_path, capsys):
     chosen = {"gpu": "a10", "workloads": ("livebench",)}
     alone = {}

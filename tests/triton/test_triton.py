@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: interpreted in some processes, compiled ahead of time in another.
+"""The Triton kernels without a GPU: interpreted in one process, compiled ahead of time in another.
 
 Triton decides when a kernel is imported whether it interprets or compiles it, so neither can happen in the process of
 the other tests. By hand: ``TRITON_INTERPRET=1 pytest tests/triton/interpreted*.py`` and
@@ -21,8 +21,14 @@ pytest.importorskip("triton", reason="Triton is not installed: the kernels for G
 HERE = Path(__file__).parent
 LIMIT_S = 600  # of each process; alone on a core it takes about half a minute
 PROCESSES = {
-    "attention": ("interpreted", "interpreted_faults", "interpreted_wide"),
-    "weights": ("interpreted_experts", "interpreted_model", "interpreted_quantised"),
+    "interpreted": (
+        "interpreted",
+        "interpreted_experts",
+        "interpreted_faults",
+        "interpreted_model",
+        "interpreted_quantised",
+        "interpreted_wide",
+    ),
     "compiled": ("compiled", "compiled_experts", "compiled_quantised"),
 }
 

@@ -47,6 +47,7 @@ def test_offloading_never_loses_on_the_papers_workloads(figure: str, index: int,
             assert point[system] >= NEVER_BELOW * point["swiftllm"], (grid.panels, system, point)
 
 
+@pytest.mark.thorough
 def test_apex_gains_on_neo_with_the_output_length_when_the_cpu_is_slow() -> None:
     """An A10 with CPU attention below a tenth of its rate: APEX's own regime (its section 3.2)."""
     assert 0.1 * load_setting("apex-a10").gpu_attention_gb_s() > SLOW_CPU_GB_S
