@@ -2,8 +2,8 @@
 
 Coverage, the time to compile a schema, and the time of one mask: libraries that are not installed are left out. With
 `--serve` every system serves all schemas in tiny pools with a tiny model of random weights, with preemptions and
-killed CPU workers, and what ends by itself is validated. With `--masks` a step's rows are sampled, some of which follow
-a grammar: what they cost the launching thread, on the host.
+killed CPU workers, and what ends by itself is validated; with `--stream` as a server streams it. With `--masks` a
+step's rows are sampled, some of which follow a grammar: what they cost the launching thread, on the host.
 
 OMP_NUM_THREADS=1 python benchmarks/bench_grammars.py [--help]
 """
@@ -49,6 +49,8 @@ class Options:
     """Share of them with keywords that few libraries implement."""
     serve: bool = False
     """Serve them under every system instead."""
+    stream: bool = False
+    """Serve them over HTTP and validate the streams instead."""
     masks: bool = False
     """Show what grammars add to the sampling of a step instead."""
     model: Path = cache_dir() / "models" / "SmolLM2-135M-Instruct"
@@ -169,7 +171,7 @@ def serve(options: Options, schemas: list[Schema], console: Console) -> None:
     import logging
 
     from tests.apex.test_end_to_end import VARIANTS
-    from tests.apex.test_schemas import is_taken, serve_schemas
+    from tests.apex.test_schemas import is_taken, serve_schemas, stream_schemas
     from tests.reference.tiny_model import make_tiny_llama
     from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 
@@ -181,8 +183,9 @@ def serve(options: Options, schemas: list[Schema], console: Console) -> None:
         console.print(f"{len(schemas)} schemas, {len(taken)} taken")
         for variant in VARIANTS:
             found, start_s = Counter[str](), time.perf_counter()
+            of_variant = stream_schemas if options.stream else serve_schemas
             for start in range(0, len(taken), 50):
-                found += serve_schemas(model_dir, variant, taken[start : start + 50], start, range(20, 400, 90))
+                found += of_variant(model_dir, variant, taken[start : start + 50], start, range(20, 400, 90))
             console.print(f"{variant}: {dict(found)} in {time.perf_counter() - start_s:.0f} s")
 
 
@@ -224,7 +227,7 @@ def main(options: Options) -> int:
         sample_rows(options, console)
         return 0
     schemas = [random_schema(draw, refused=options.refused) for _ in range(options.schemas)]
-    (serve if options.serve else compare)(options, schemas, console)
+    (serve if options.serve or options.stream else compare)(options, schemas, console)
     return 0
 
 

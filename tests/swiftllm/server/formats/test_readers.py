@@ -86,7 +86,8 @@ def test_guided_arguments_end_where_their_object_does() -> None:
     for _ in range(200):
         inner = "".join(draw.choices('{}[]",\\:é </tool_call>', k=draw.randrange(20)))
         arguments = {"a": inner, inner: [{"b": {}}, [inner]]}
-        text = f"<tool_call>{json.dumps({'name': 'f', 'arguments': arguments}, indent=draw.choice((None, 1)))}</tool_call>ok"
+        call = json.dumps({"name": "f", "arguments": arguments}, indent=draw.choice((None, 1)))
+        text = f"<tool_call>{call}</tool_call>ok"
         parts = read(CallReader(FORMATS["hermes"], is_guided=True), cut(draw, text))
         assert calls_in(parts) == [("f", arguments)] and parts[-1] == Part("content", "ok")
 
