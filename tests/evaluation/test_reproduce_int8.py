@@ -38,7 +38,7 @@ def test_attention_over_int8_takes_the_measured_gain_where_cores_do_not_share_ba
         exact = replace(load_setting(name), cpu_kernels={"neo": "native"})
         int8 = replace(exact, cpu_kv_dtype="int8")
         tokens = int8.cpu_attention_gb_s("neo") / exact.cpu_attention_gb_s("neo") * 2 * 128 / 132
-        assert least < tokens <= 1.95
+        assert least < tokens <= 2.0
     with pytest.raises(ValueError, match="needs the cpu_kernel native, not ispc"):
         replace(load_setting("neo-t4"), cpu_kv_dtype="int8").cpu_attention_gb_s("neo")
 
