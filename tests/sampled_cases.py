@@ -43,7 +43,7 @@ SLOW_FILES = (
     "tests/swiftllm/runtime/",
 )
 THOROUGH = "thorough"
-"""Marks tests that take ten seconds or more and repeat at length what others check."""
+"""Marks tests that take five seconds or more and repeat at length what others check."""
 
 
 def add_option(parser: pytest.Parser) -> None:
