@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 
 import pytest
 
@@ -105,6 +106,15 @@ def test_arguments_may_hold_anything_that_json_can() -> None:
         assert part.text.encode() and json.loads(part.text) == arguments
     unsendable = '<tool_call>{"name": "\\ud800"}</tool_call>'
     assert read(CallReader(FORMATS["hermes"]), [unsendable]) == [Part("content", unsendable)]
+
+
+def test_arguments_are_json_where_python_is_more_lenient() -> None:
+    (part,) = read(CallReader(FORMATS["json"]), ['{"name": "f", "arguments": {"a": [1e999, -1e999, 1.5]}}'])
+    most = sys.float_info.max
+    assert json.loads(part.text, parse_constant=pytest.fail) == {"a": [most, -most, 1.5]}
+    for arguments in ('{"a": NaN}', '"{\\"a\\": Infinity}"'):
+        text = f'{{"name": "f", "arguments": {arguments}}}'
+        assert read(CallReader(FORMATS["json"]), [text]) == [Part("content", text)]
 
 
 @pytest.mark.parametrize("name", FORMATS)
