@@ -80,6 +80,8 @@ def call_of(item: Any) -> Call | None:
         return None
     if not is_text(item["name"]):
         return None
+    if not item.keys() & {"arguments", "parameters"} and item.keys() - {"name", "id", "type"}:
+        return None  # an answer about something that has a name
     arguments = item.get("arguments", item.get("parameters"))
     if isinstance(arguments, str):
         return (item["name"], arguments) if is_text(arguments) and object_of(arguments) is not None else None
