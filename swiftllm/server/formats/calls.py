@@ -288,13 +288,16 @@ class CallReader(HoldingReader):
 
 
 class ForcedCall:
-    """Reads an output that a grammar makes the arguments of one tool, as they come."""
+    """Reads an output that a grammar makes the arguments of one tool, as they come; the end of the output may be in it,
+    too."""
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._arguments = GrowingObject()
         self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:
+        text = "" if self._arguments.is_over else text[: self._arguments.take(text)]
         if not text:
             return []
         if self.num_calls:

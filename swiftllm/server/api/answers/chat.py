@@ -37,9 +37,7 @@ async def start_chat(context: ServingContext, body: ChatRequest, id_prefix: str 
     bound_by = None if body.must_call or body.grammar is None else body.grammar[0]
     has_tools = bool(body.tools_offered) and bound_by != "response_format"  # what has its form is no call
     if context.formats.is_harmony or body.tools_offered:  # marks may be special tokens
-        includes_stops = body.include_stop_str_in_output and not body.must_call  # arguments end as JSON
-        update = {"skip_special_tokens": False, "include_stop_str_in_output": includes_stops}
-        body = body.model_copy(update=update)
+        body = body.model_copy(update={"skip_special_tokens": False})
     how = {"named": body.named_tool, "is_required": body.tool_choice == "required", "is_parallel": body.is_parallel}
     how |= {"is_guided": grammar is not None and bound_by is None, "is_bound": bound_by is not None}
     reader = partial(context.formats.reader, text, has_tools=has_tools, **how)

@@ -192,6 +192,21 @@ def test_an_included_end_is_no_part_of_arguments(thinker) -> None:
     assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "news"}}])
+def test_a_call_that_a_stop_string_cuts_is_none_to_run(thinker, choice) -> None:
+    body = body_of(tool_choice=choice, parallel_tool_calls=False)
+    for stream in (False, True):
+        cut = thinker.post(CHAT, {**body, "stop": ["ity"], "stream": stream}).text
+        assert '"finish_reason":"stop","stop_reason":"ity"' in cut and "tool_calls" in cut
+    over = thinker.post(CHAT, {**body, "stop": ["}"], "include_stop_str_in_output": True}).json()["choices"][0]
+    assert over["finish_reason"] == "tool_calls", "the arguments are whole"
+    tools = [{"name": "news", "input_schema": PARAMETERS}]
+    wanted = {"type": "any"} if choice == "required" else {"type": "tool", "name": "news"}
+    body = {"messages": HELLO, "max_tokens": 60, "tools": tools, "tool_choice": wanted, "stop_sequences": ["ity"]}
+    message = thinker.post("/v1/messages", body).json()
+    assert message["stop_reason"] == "stop_sequence" and message["stop_sequence"] == "ity"
+
+
 PERSON = {
     "type": "object",
     "properties": {"name": {"const": "Ann"}},
