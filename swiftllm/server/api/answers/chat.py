@@ -36,7 +36,7 @@ async def start_chat(context: ServingContext, body: ChatRequest, id_prefix: str 
     grammar = await context.grammar_of(body, may_follow(body.tools_offered))
     bound_by = None if body.must_call or body.grammar is None else body.grammar[0]
     has_tools = bool(body.tools_offered) and bound_by != "response_format"  # what has its form is no call
-    if context.formats.is_harmony or body.tools_offered:  # marks may be special tokens
+    if context.formats.is_harmony or has_tools:  # marks may be special tokens
         body = body.model_copy(update={"skip_special_tokens": False})
     how = {"named": body.named_tool, "is_required": body.tool_choice == "required", "is_parallel": body.is_parallel}
     how |= {"is_guided": grammar is not None and bound_by is None, "is_bound": bound_by is not None}

@@ -218,8 +218,9 @@ PERSONS = {"type": "json_schema", "json_schema": {"name": "person", "schema": PE
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_in_a_given_form_is_content_whatever_it_looks_like(strict_caller, stream) -> None:
-    text = strict_caller.post(CHAT, body_of(response_format=PERSONS, stream=stream)).text
-    assert "tool_calls" not in text and '"finish_reason":"stop"' in text
+    body = body_of(response_format=PERSONS, stream=stream, include_stop_str_in_output=True)
+    text = strict_caller.post(CHAT, body).text
+    assert "tool_calls" not in text and "</s>" not in text and '"finish_reason":"stop"' in text
 
 
 def test_an_answer_in_a_given_form_does_not_go_on_with_reasoning(tiny_chat_dir, tmp_path) -> None:
