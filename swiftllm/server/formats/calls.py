@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,12 +38,25 @@ class CallFormat:
     head: re.Pattern[str] = HEAD
 
 
+def as_float(written: str) -> float:
+    """A number of JSON; what no float can hold is the largest one, as Python would write infinity, which is no JSON."""
+    value = float(written)
+    return value if math.isfinite(value) else math.copysign(sys.float_info.max, value)
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+DECODER = json.JSONDecoder(parse_float=as_float, parse_constant=refuse_constant)
+
+
 def read_json(text: str) -> list[Call] | None:
     """Calls written as JSON objects, one after another, in a list, or with semicolons between them.
 
     Of a list that was cut within a call, the calls before that one.
     """
-    decoder, place, found = json.JSONDecoder(), 0, list[Call]()
+    place, found = 0, list[Call]()
     is_list = text.lstrip().startswith("[")
     between = " \t\r\n;" + (",[]" if is_list else "")
     while place < len(text):
@@ -49,7 +64,7 @@ def read_json(text: str) -> list[Call] | None:
             place += 1
             continue
         try:
-            value, place = decoder.raw_decode(text, place)
+            value, place = DECODER.raw_decode(text, place)
         except (ValueError, RecursionError):
             return found if found and is_list and text[place] == "{" else None
         call = call_of(value)
@@ -65,6 +80,8 @@ def call_of(item: Any) -> Call | None:
         return None
     if not is_text(item["name"]):
         return None
+    if not item.keys() & {"arguments", "parameters"} and item.keys() - {"name", "id", "type"}:
+        return None  # an answer about something that has a name
     arguments = item.get("arguments", item.get("parameters"))
     if isinstance(arguments, str):
         return (item["name"], arguments) if is_text(arguments) and object_of(arguments) is not None else None
@@ -99,7 +116,7 @@ def ends_in_string(text: str) -> bool:
 def object_of(text: str) -> dict[str, Any] | None:
     """The JSON object that a text is, if it is one."""
     try:
-        value = json.loads(text)
+        value = DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -271,13 +288,16 @@ class CallReader(HoldingReader):
 
 
 class ForcedCall:
-    """Reads an output that a grammar makes the arguments of one tool, as they come."""
+    """Reads an output that a grammar makes the arguments of one tool, as they come; the end of the output may be in it,
+    too."""
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._arguments = GrowingObject()
         self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:
+        text = "" if self._arguments.is_over else text[: self._arguments.take(text)]
         if not text:
             return []
         if self.num_calls:

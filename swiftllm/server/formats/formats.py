@@ -36,15 +36,18 @@ class Formats:
         is_required: bool,
         is_parallel: bool,
         is_guided: bool = False,
+        is_bound: bool = False,
     ) -> Reader | None:
         """What reads an answer to ``prompt``; None if all of it is content. A grammar makes the whole output the
         arguments of the tool ``named``, or calls in JSON where one ``is_required``. Of several calls only the first is
-        read unless they are ``is_parallel``. ``is_guided``: calls follow a grammar."""
-        reader = self._reader(prompt, has_tools, named, is_required, is_guided)
+        read unless they are ``is_parallel``. ``is_guided``: calls follow a grammar. ``is_bound``: the whole
+        output follows another one, so that it goes on with nothing that the prompt has begun."""
+        has_begun = not is_bound and prompt.rstrip().endswith(BEGIN)
+        reader = self._reader(prompt, has_tools, named, is_required, is_guided, has_begun)
         return reader if is_parallel or reader is None else FirstCallReader(reader)
 
     def _reader(
-        self, prompt: str, has_tools: bool, named: str | None, is_required: bool, is_guided: bool
+        self, prompt: str, has_tools: bool, named: str | None, is_required: bool, is_guided: bool, has_begun: bool
     ) -> Reader | None:
         if named is not None:
             return ForcedCall(named)
@@ -52,7 +55,9 @@ class Formats:
             return CallReader(FORMATS["json"], is_guided)
         if self.is_harmony:
             return HarmonyReader(prompt, has_tools)
+        if self.has_reasoning and self.calls is not None and self.calls.opens:
+            is_guided = False  # behind reasoning the grammar does not see where calls begin
         answer = CallReader(self.calls, is_guided) if has_tools and self.calls is not None else ContentReader()
         if self.has_reasoning:
-            return ReasoningReader(answer, prompt.rstrip().endswith(BEGIN))
+            return ReasoningReader(answer, has_begun)
         return answer if has_tools else None

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from swiftllm.core.request import TokenLogprob
 from swiftllm.model.folder.tokenizer import Tokenizer
+from swiftllm.server.formats.calls import object_of
 from swiftllm.server.formats.parts import Part, Reader, begun
 from swiftllm.server.service.token_streams import Delta
 
@@ -142,11 +143,12 @@ class NoOutput(OutputText):
 
 
 class ReadText:
-    """The growing text of one output, in parts that a reader finds. A call ends it with the reason ``tool_calls``."""
+    """The growing text of one output, in parts that a reader finds. A call ends it with the reason ``tool_calls``,
+    unless a stop string has cut that."""
 
     def __init__(self, text: OutputText, reader: Reader) -> None:
         self._text, self._reader = text, reader
-        self._has_calls = False
+        self._arguments: list[str] | None = None  # of the last call
 
     @property
     def num_tokens(self) -> int:
@@ -158,7 +160,12 @@ class ReadText:
         parts = self._reader.push(piece.text)
         if piece.finish_reason is not None:
             parts += self._reader.finish()
-        self._has_calls = self._has_calls or any(part.call_id for part in parts)
-        if piece.finish_reason == "stop" and self._has_calls:
-            piece = piece._replace(finish_reason="tool_calls")
+        for part in parts:
+            if part.call_id:
+                self._arguments = [part.text]
+            elif part.kind == "tool_call" and self._arguments is not None:
+                self._arguments.append(part.text)
+        if piece.finish_reason == "stop" and self._arguments is not None:
+            is_cut = piece.stop_reason is not None and object_of("".join(self._arguments)) is None
+            piece = piece if is_cut else piece._replace(finish_reason="tool_calls")
         return piece._replace(parts=parts)

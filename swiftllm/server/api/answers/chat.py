@@ -34,11 +34,13 @@ async def start_chat(context: ServingContext, body: ChatRequest, id_prefix: str 
     text, tokens = await chat_prompt(context, body)
     prompt = Prompt(body.kept_tokens(tokens, max_tokens, context.admission.longest_of(body.service_class)))
     grammar = await context.grammar_of(body, may_follow(body.tools_offered))
-    is_guided = grammar is not None and (body.tool_choice == "required" or body.grammar is None)
-    if context.formats.is_harmony or body.tools_offered:  # marks may be special tokens
+    bound_by = None if body.must_call or body.grammar is None else body.grammar[0]
+    has_tools = bool(body.tools_offered) and bound_by != "response_format"  # what has its form is no call
+    if context.formats.is_harmony or has_tools:  # marks may be special tokens
         body = body.model_copy(update={"skip_special_tokens": False})
     how = {"named": body.named_tool, "is_required": body.tool_choice == "required", "is_parallel": body.is_parallel}
-    reader = partial(context.formats.reader, text, has_tools=bool(body.tools_offered), is_guided=is_guided, **how)
+    how |= {"is_guided": grammar is not None and bound_by is None, "is_bound": bound_by is not None}
+    reader = partial(context.formats.reader, text, has_tools=has_tools, **how)
     return Generation(context, id_prefix, body, [prompt], max_tokens, grammar, reader)
 
 

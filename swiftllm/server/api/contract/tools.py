@@ -61,8 +61,18 @@ def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
 
 
 def schemas_of(tools: list[Tool]) -> Tools:
-    """The schema of each tool's arguments."""
-    return {tool.function.name: tool.function.parameters or NO_ARGUMENTS for tool in tools}
+    """The schema of each tool's arguments, which are an object even where it does not say so.
+
+    Raises:
+        ApiError: it says that they are none.
+    """
+    schemas = {tool.function.name: tool.function.parameters or NO_ARGUMENTS for tool in tools}
+    for name, schema in schemas.items():
+        kind = schema.get("type", "object")
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            message = f"tools: the parameters of {name!r} must have the type 'object'"
+            raise ApiError(400, message, "tools", "invalid_grammar")
+    return {name: {**schema, "type": "object"} for name, schema in schemas.items()}
 
 
 def may_follow(tools: list[Tool]) -> Tools | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from swiftllm.server.api.answers.chat import start_chat
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.translations.messages_body import MessagesRequest
 from swiftllm.server.api.translations.typed_answer import Event, Item, TypedAnswer
+from swiftllm.server.formats.calls import object_of
 
 BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "tool_call": "tool_use"}
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -80,13 +80,4 @@ def block_of(item: Item) -> dict[str, Any]:
             return {**block, "text": item.text}
         case "reasoning":
             return {**block, "thinking": item.text, "signature": ""}
-    return {**block, "id": item.call_id, "name": item.name, "input": as_object(item.text)}
-
-
-def as_object(text: str) -> dict[str, Any]:
-    """The JSON object that ``text`` is; empty if it is none."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return {**block, "id": item.call_id, "name": item.name, "input": object_of(item.text) or {}}

@@ -92,6 +92,7 @@ class MessagesRequest(TranslatedRequest):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only", "default", "flex", "priority"] | None = None
 
     def chat_fields(self) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class MessagesRequest(TranslatedRequest):
             "service_tier": "default" if self.service_tier == "standard_only" else self.service_tier,
             "response_format": output.format.for_chat() if output.format else None,
             "reasoning_effort": output.effort,
-            "chat_template_kwargs": {**thinking, **((self.model_extra or {}).get("chat_template_kwargs") or {})},
+            "chat_template_kwargs": {**thinking, **(self.chat_template_kwargs or {})},
             **(with_tools if tools else {}),
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -110,7 +111,7 @@ class ResponseAnswer(TypedAnswer):
             "truncation": "disabled",
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
+            "metadata": as_given(asked, "metadata") or {},
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
             "temperature": body.temperature,
@@ -141,5 +142,5 @@ def part_of(item: Item) -> dict[str, Any]:
 
 
 def as_given(asked: ResponsesRequest, name: str) -> Any:
-    """A field as the client sent it."""
-    return asked.model_dump(include={name}, exclude_unset=True, by_alias=True).get(name)
+    """A field as the client sent it; numbers that JSON cannot express are null."""
+    return json.loads(asked.model_dump_json(include={name}, exclude_unset=True, by_alias=True)).get(name)

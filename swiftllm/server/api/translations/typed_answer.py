@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from swiftllm.server.api.answers.answer import AnyAnswer, as_json
 from swiftllm.server.api.answers.generation import Choice, Generation
@@ -47,7 +47,7 @@ class TypedAnswer(AnyAnswer):
 
     async def whole_response(self, request: Request) -> Response:
         await self.generation.read_outputs(self.chunk_event, request.receive)
-        return JSONResponse(self.whole())
+        return Response(as_json(self.whole()), media_type="application/json")  # may have half a surrogate pair
 
     # -- what the APIs differ in ------------------------------------------------------------------------------------
 

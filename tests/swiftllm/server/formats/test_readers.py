@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 
 import pytest
 
 from swiftllm.server.formats.calls import FORMATS, CallReader, ForcedCall, format_of
+from swiftllm.server.formats.formats import Formats
 from swiftllm.server.formats.parts import Part, Reader, joined
 from swiftllm.server.formats.reasoning import ContentReader, ReasoningReader, reasons
 
@@ -107,10 +109,20 @@ def test_arguments_may_hold_anything_that_json_can() -> None:
     assert read(CallReader(FORMATS["hermes"]), [unsendable]) == [Part("content", unsendable)]
 
 
+def test_arguments_are_json_where_python_is_more_lenient() -> None:
+    (part,) = read(CallReader(FORMATS["json"]), ['{"name": "f", "arguments": {"a": [1e999, -1e999, 1.5]}}'])
+    most = sys.float_info.max
+    assert json.loads(part.text, parse_constant=pytest.fail) == {"a": [most, -most, 1.5]}
+    for arguments in ('{"a": NaN}', '"{\\"a\\": Infinity}"'):
+        text = f'{{"name": "f", "arguments": {arguments}}}'
+        assert read(CallReader(FORMATS["json"]), [text]) == [Part("content", text)]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_no_call_is_content(name: str) -> None:
     draw = random.Random(1)
     for text in (
+        '{"name": "Ann", "age": 3}',
         '{"name": 3}', '{"name": "f", "arguments": [1]}', "<tool_call>{</tool_call>", "a < b {1} [2]", "<tool", "[TOOL",
         '<|python_tag|>print("a")', "  ", "", '{"a": 1} and so on', "[" * 5000, "[TOOL_CALLS]f[ARGS]1",
     ):  # fmt: skip
@@ -149,6 +161,15 @@ def test_random_text_is_read_the_same_in_any_pieces_and_nothing_is_lost() -> Non
         if form is None or (form.name != "mistral" and "[" not in text):  # a list may be cut
             assert without_calls(texts) == without_calls(text), text
     assert found > 100
+
+
+def test_behind_reasoning_calls_that_begin_without_a_mark_are_not_taken_to_follow_a_grammar() -> None:
+    written = '{"name": "f", "arguments": {"a": oops}}'
+    for form, kind in (("json", "content"), ("hermes", "tool_call")):
+        text = f"<tool_call>{written}</tool_call>" if form == "hermes" else written
+        how = {"has_tools": True, "named": None, "is_required": False, "is_parallel": True, "is_guided": True}
+        reader = Formats(FORMATS[form], has_reasoning=True).reader("", **how)
+        assert [part.kind for part in read(reader, ["<think>a</think>", text])] == ["reasoning", kind]
 
 
 def test_no_beginning_of_a_mark_is_shown() -> None:

@@ -168,6 +168,73 @@ def tool_of(name: str, parameters: dict) -> dict:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"enum": [1]}}, "required": ["a"]},
+        {"type": ["object", "null"], "properties": {}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"a": {"enum": [1]}}}}},
+    ],
+)
+def test_arguments_are_an_object_even_if_their_schema_does_not_say_so(thinker, parameters) -> None:
+    tools = [tool_of("f", {**parameters, "additionalProperties": False})]
+    for seed in range(4):
+        for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+            body = body_of(tools=tools, tool_choice=choice, parallel_tool_calls=False, seed=seed)
+            (call,) = thinker.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) in ({}, {"a": 1})
+
+
+def test_an_included_end_is_no_part_of_arguments(thinker) -> None:
+    named = {"type": "function", "function": {"name": "news"}}
+    body = body_of(tool_choice=named, include_stop_str_in_output=True)
+    (call,) = thinker.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "news"}}])
+def test_a_call_that_a_stop_string_cuts_is_none_to_run(thinker, choice) -> None:
+    body = body_of(tool_choice=choice, parallel_tool_calls=False)
+    for stream in (False, True):
+        cut = thinker.post(CHAT, {**body, "stop": ["ity"], "stream": stream}).text
+        assert '"finish_reason":"stop","stop_reason":"ity"' in cut and "tool_calls" in cut
+    over = thinker.post(CHAT, {**body, "stop": ["}"], "include_stop_str_in_output": True}).json()["choices"][0]
+    assert over["finish_reason"] == "tool_calls", "the arguments are whole"
+    tools = [{"name": "news", "input_schema": PARAMETERS}]
+    wanted = {"type": "any"} if choice == "required" else {"type": "tool", "name": "news"}
+    body = {"messages": HELLO, "max_tokens": 60, "tools": tools, "tool_choice": wanted, "stop_sequences": ["ity"]}
+    message = thinker.post("/v1/messages", body).json()
+    assert message["stop_reason"] == "stop_sequence" and message["stop_sequence"] == "ity"
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"const": "Ann"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+PERSONS = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_in_a_given_form_is_content_whatever_it_looks_like(strict_caller, stream) -> None:
+    body = body_of(response_format=PERSONS, stream=stream, include_stop_str_in_output=True)
+    text = strict_caller.post(CHAT, body).text
+    assert "tool_calls" not in text and "</s>" not in text and '"finish_reason":"stop"' in text
+
+
+def test_an_answer_in_a_given_form_does_not_go_on_with_reasoning(tiny_chat_dir, tmp_path) -> None:
+    (tmp_path / "template.jinja").write_text("{% if messages[-1].reasoning_content %}</think>{% endif %}<think>\n")
+    engine = LLM(str(tiny_chat_dir), **OPTIONS).engine
+    settings = ServerSettings(chat_template=str(tmp_path / "template.jinja"))
+    with running(EngineService(engine, ServiceLimits()), settings) as server:
+        body = {"messages": HELLO, "max_tokens": 60}
+        message = server.post(CHAT, {**body, "response_format": PERSONS}).json()["choices"][0]["message"]
+        assert json.loads(message["content"]) == {"name": "Ann"} and "reasoning_content" not in message
+        message = server.post(CHAT, body).json()["choices"][0]["message"]
+        assert message["reasoning_content"] and not message["content"]
+
+
 def test_references_in_tools_are_to_their_own_parameters(thinker) -> None:
     tools = [
         tool_of(name, {
@@ -220,6 +287,7 @@ def test_without_tools_a_call_is_content(thinker) -> None:
         ({"tools": [], "tool_choice": "required"}, "needs tools"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [tool_of("f", {"type": "string"})], "tool_choice": "required"}, "'f' must have the type 'object'"),
         ({"tools": [tool_of("f", {"$defs": 3, "$ref": "#/$defs/a"})], "tool_choice": "required"}, "tools"),
     ],
 )

@@ -144,6 +144,7 @@ def test_parameters_become_those_of_chat():
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0: type 'bash_20250124'", "tools"),
         ({"tools": [{"name": "f"}]}, "tools.0.input_schema: Field required", "tools"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "no"}}}}, "", "output_config.format"),
+        ({"chat_template_kwargs": "a"}, "should be an object", "chat_template_kwargs"),
         ({"model": "other"}, "does not exist", "model"),
     ],
 )  # fmt: skip

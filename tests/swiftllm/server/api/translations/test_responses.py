@@ -150,6 +150,15 @@ def test_errors_name_this_apis_fields(server, body, message, param):
     assert message in error["message"] and error["param"] == param
 
 
+@pytest.mark.parametrize("stream", ["false", "true"])
+def test_fields_that_come_back_are_json_even_if_they_were_not(server, stream):
+    fields = '"metadata": {"a": NaN, "b": 1}, "tools": [], "text": {"format": {"type": "text", "x": -1e999}}'
+    body = f'{{"input": "a", "max_output_tokens": 2, "stream": {stream}, {fields}}}'
+    answer = server.http.post(RESPONSES, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 200 and "NaN" not in answer.text and "Infinity" not in answer.text
+    assert '"metadata":{"a":null,"b":1}' in answer.text and '"x":null' in answer.text
+
+
 def test_a_schema_that_does_not_compile_is_refused_by_its_field(server):
     text_format = {"type": "json_schema", "name": "a", "schema": {"type": "no such"}}
     error = error_of(server.post(RESPONSES, {"input": "a", "text": {"format": text_format}}))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -127,6 +130,19 @@ def test_a_message_has_a_block_for_each_part():
     ]  # fmt: skip
     assert [block["input"] for block in whole["content"][2:4]] == [{"city": "Paris"}, {"city": "Rome"}]
     assert whole["usage"]["input_tokens"] == 3 and whole["usage"]["cache_read_input_tokens"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"), [('{"a": "\\ud800"}', "\ud800"), ('{"a": 1e999}', sys.float_info.max), ('{"a": NaN}', None)]
+)
+def test_a_whole_message_can_be_sent_whatever_its_calls_hold(arguments, given):
+    answer = answer_of(MessageAnswer)
+    answer.generation.read_outputs = read_outputs = AsyncMock()
+    parts = [[Part("tool_call", arguments, 0, "call-a", "weather")]]
+    read_outputs.side_effect = lambda on_piece, _: [on_piece(answer.choice, p) for p in pieces_of(parts, "tool_calls")]
+    response = asyncio.run(answer.whole_response(SimpleNamespace(receive=None)))
+    (block,) = json.loads(response.body, parse_constant=pytest.fail)["content"]
+    assert block["input"].get("a") == given and response.media_type == "application/json"
 
 
 @pytest.mark.parametrize("kind", [ResponseAnswer, MessageAnswer])
