@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from swiftllm.server.formats.parts import HoldingReader, Part, Reader, begun
+from swiftllm.server.formats.parts import HoldingReader, Part, Reader, first_mark, num_sure
 
 # What comes before the arguments of a call that a grammar has made.
 HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
@@ -216,13 +216,11 @@ class CallReader(HoldingReader):
                 return True
             if any(opening.startswith(text[blanks:]) for opening in form.opens):
                 return False  # the rest decides
-        places = [(place, mark) for mark in form.begins if (place := text.find(mark)) >= 0]
-        if places:
-            place, mark = min(places)
+        if (found := first_mark(form.begins, text)) is not None:
+            place, mark = found
             self._begin(mark, text[:place], text[place + len(mark) :], parts)
             return True
-        sure = len(text) - max((begun(mark, text) for mark in form.begins), default=0)
-        content = text[:sure].rstrip()  # blanks before a call say nothing
+        content = text[: num_sure(form.begins, text)].rstrip()  # blanks before a call say nothing
         if content:
             self._add_content(content, parts)
             self._held = text[len(content) :]

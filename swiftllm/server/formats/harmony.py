@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from swiftllm.server.formats.calls import new_call, object_of
-from swiftllm.server.formats.parts import HoldingReader, Kind, Part, begun
+from swiftllm.server.formats.parts import HoldingReader, Kind, Part, first_mark, num_sure
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", START, CHANNEL)
@@ -67,14 +67,13 @@ class HarmonyReader(HoldingReader):
             if place < 0:
                 self._add("content", held[:LONGEST_HEADER], parts)
             return True
-        places = [(place, mark) for mark in ENDS if (place := held.find(mark)) >= 0]
-        if places:
-            place, mark = min(places)
+        if (found := first_mark(ENDS, held)) is not None:
+            place, mark = found
             self._end_message(held[:place], parts)
             self._stage, self._held = "header", held[place if mark in (START, CHANNEL) else place + len(mark) :]
             return True
         if self._called is None:
-            sure = len(held) - max(begun(mark, held) for mark in ENDS)
+            sure = num_sure(ENDS, held)
             self._add(self._kind, held[:sure], parts)
             self._held = held[sure:]
         return False

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from swiftllm.core.request import TokenLogprob
 from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.server.formats.calls import object_of
-from swiftllm.server.formats.parts import Part, Reader, begun
+from swiftllm.server.formats.parts import Part, Reader, first_mark, num_sure
 from swiftllm.server.service.token_streams import Delta
 
 
@@ -26,12 +26,11 @@ class StopStrings:
         if not self._stops:
             return text
         text = self._held + text
-        places = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
-        if places:
-            place, self.found = min(places, key=lambda found: found[0])
+        if (found := first_mark(self._stops, text)) is not None:
+            place, self.found = found
             self._held = ""
             return text[: place + len(self.found)] if self._include else text[:place]
-        sure = len(text) - max(begun(stop, text) for stop in self._stops)
+        sure = num_sure(self._stops, text)
         self._held = text[sure:]
         return text[:sure]
 

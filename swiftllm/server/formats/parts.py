@@ -51,6 +51,17 @@ class HoldingReader(ABC):
         """Read on and add to ``parts``; whether there may be more to read."""
 
 
+def first_mark(marks: Iterable[str], text: str) -> tuple[int, str] | None:
+    """Where the first of these marks stands in ``text``, and which it is."""
+    places = [(place, mark) for mark in marks if (place := text.find(mark)) >= 0]
+    return min(places, key=lambda found: found[0], default=None)
+
+
+def num_sure(marks: Iterable[str], text: str) -> int:
+    """Number of characters of ``text`` before what may be the beginning of a mark at its end."""
+    return len(text) - max((begun(mark, text) for mark in marks), default=0)
+
+
 def begun(mark: str, text: str) -> int:
     """Number of characters at the end of ``text`` that are a beginning of ``mark``."""
     most = min(len(mark) - 1, len(text))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swiftllm.server.formats.parts import Part, Reader, begun
+from swiftllm.server.formats.parts import Part, Reader, num_sure
 
 BEGIN, END = "<think>", "</think>"
 
@@ -35,7 +35,7 @@ class ReasoningReader:
         reasoning, end, rest = self._held.partition(END)
         if end:
             return [Part("reasoning", reasoning)] * bool(reasoning) + self._begin_answer(rest)
-        sure = len(reasoning) - begun(END, reasoning)
+        sure = num_sure((END,), reasoning)
         self._held = reasoning[sure:]
         return [Part("reasoning", reasoning[:sure])] * bool(sure)
 
