@@ -114,4 +114,5 @@ class EngineConfig:
                 raise ValueError(f"{item.name}={getattr(self, item.name)!r} must be a whole number")
         check_at_least(1, self, "block_size", "max_num_batched_tokens", "max_num_seqs", "tensor_parallel")
         check_at_least(0, self, "num_gpu_blocks", "num_cpu_blocks")
-        check_at_least(1, self, "max_model_len", "lane_threads", "cpu_threads")
+        check_at_least(1, self, "lane_threads", "cpu_threads")
+        check_at_least(3, self, "max_model_len")  # the profiler times chunks of two lengths, with and without a past

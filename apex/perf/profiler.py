@@ -150,4 +150,7 @@ def _surface(seconds: Mapping[Size, float]) -> Surface:
 def sizes_up_to(sizes: Sequence[int], most: int) -> list[int]:
     """The sizes below ``most``, and ``most`` itself within their range; at least two, which a line needs."""
     kept = sorted({size for size in sizes if size < most} | {max(0, min(most, sizes[-1]))})
-    return kept if len(kept) > 1 else [kept[0], kept[0] + 1]
+    if len(kept) > 1:
+        return kept
+    least = kept[0] - 1 if kept[0] > 1 else kept[0]  # a context beyond the longest request has no rotary row
+    return [least, least + 1]

@@ -57,6 +57,21 @@ def test_profile_of_any_pools(model_dir: Path, gpu: int, cpu: int) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("longest", [3, 4, 10, 20, 32])
+def test_profile_for_requests_shorter_than_the_contexts_that_are_measured(model_dir: Path, longest: int) -> None:
+    engine = build_system("apex", config(model_dir, 40, 200, max_model_len=longest))
+    engine.add(engine.make_request("a", [5, 6], SamplingParams(max_tokens=1, ignore_eos=True)))
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.stats().output_tokens == 1
+    engine.close()
+
+
+def test_requests_too_short_to_profile_are_refused(model_dir: Path) -> None:
+    with pytest.raises(ValueError, match="max_model_len=2 must be at least 3"):
+        config(model_dir, 40, 200, max_model_len=2)
+
+
 def test_no_cache_at_all_is_refused(model_dir: Path) -> None:
     with pytest.raises(ValueError, match="no blocks in either tier"):
         build_system("apex", config(model_dir, 0, 0))
