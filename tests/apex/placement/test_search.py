@@ -136,3 +136,10 @@ def test_too_little_memory_is_refused_with_the_least_that_works(cpu_computes: bo
     assert place(least).num_cpu_blocks > 0
     with pytest.raises(ValueError, match=f"give at least {least:.2f} "):
         place(least - 0.01)
+
+
+def test_nothing_is_streamed_where_that_neither_saves_memory_nor_time() -> None:
+    """Rounding had decided: a boundary was streamed for nothing, and its slots took room from KV cache."""
+    placer = WeightPlacer(predict_machine("t4", "g4dn-4xlarge", "gpt-oss-20b", "float16"), BLOCK)
+    placed = placer.place("auto", UniformLoad(100, 20, 500), offloads=False)
+    assert placed.timed.placement.is_all_resident
