@@ -86,7 +86,16 @@ def fastest_placements(problem: PlacementProblem) -> list[TimedPlacement]:
         found.append(TimedPlacement(placement, iteration_s(placement, problem), *parts_s))
     if not found:
         raise ValueError(f"{problem.gpu_bytes / 2**30:.2f} GiB hold no placement of the weights: give more")
-    return sorted(found, key=_preference)
+    return sorted(found, key=lambda timed: timed.iteration_s)
+
+
+def _makes_useless(other: TimedPlacement, timed: TimedPlacement, problem: PlacementProblem) -> bool:
+    """Whether the other streams less, takes no more memory, and is slower by rounding at most."""
+    return (
+        other.placement.count(Place.STREAMED) < timed.placement.count(Place.STREAMED)
+        and other.placement.gpu_bytes(problem.sizes) <= timed.placement.gpu_bytes(problem.sizes) * (1 + 1e-12)
+        and other.iteration_s <= timed.iteration_s * (1 + 1e-12)
+    )
 
 
 def refined_placement(problem: PlacementProblem) -> TimedPlacement:
@@ -97,13 +106,9 @@ def refined_placement(problem: PlacementProblem) -> TimedPlacement:
     Raises:
         ValueError: no placement fits; the message says what would.
     """
-    starts = fastest_placements(problem)[:STARTS]
-    return min((_improve(timed, problem) for timed in starts), key=_preference)
-
-
-def _preference(timed: TimedPlacement) -> tuple[float, int]:
-    """Of placements that differ by rounding alone the one that streams least: slots take room from KV cache."""
-    return round(timed.iteration_s, 12), timed.placement.count(Place.STREAMED)
+    found = [_improve(timed, problem) for timed in fastest_placements(problem)[:STARTS]]
+    useful = (timed for timed in found if not any(_makes_useless(other, timed, problem) for other in found))
+    return min(useful, key=lambda timed: timed.iteration_s)
 
 
 def _improve(timed: TimedPlacement, problem: PlacementProblem) -> TimedPlacement:

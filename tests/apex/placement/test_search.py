@@ -138,7 +138,7 @@ def test_too_little_memory_is_refused_with_the_least_that_works(cpu_computes: bo
         place(least - 0.01)
 
 
-def test_of_placements_that_are_equally_fast_the_one_that_streams_least_counts() -> None:
+def test_nothing_is_streamed_where_that_neither_saves_memory_nor_time() -> None:
     """Rounding had decided: a boundary was streamed for nothing, and its slots took room from KV cache."""
     placer = WeightPlacer(predict_machine("t4", "g4dn-4xlarge", "gpt-oss-20b", "float16"), BLOCK)
     placed = placer.place("auto", UniformLoad(100, 20, 500), offloads=False)
