@@ -67,7 +67,7 @@ class Bench(SystemsCommand):
     """
 
     model: ModelName
-    """A Llama-family model: a Hugging Face folder, or a name on its hub such as meta-llama/Llama-3.1-8B."""
+    """A Hugging Face folder, or a name on its hub such as meta-llama/Llama-3.1-8B."""
     system: tuple[SystemName, ...] = ("apex",)
     """Systems to measure one after the other; ratios are to the first."""
     num_requests: int = 16

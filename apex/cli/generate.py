@@ -41,7 +41,7 @@ class Generate(ConfigFile):
     """
 
     model: ModelName
-    """A Llama-family model: a Hugging Face folder, or a name on its hub such as meta-llama/Llama-3.1-8B."""
+    """A Hugging Face folder, or a name on its hub such as meta-llama/Llama-3.1-8B."""
     prompts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PROMPT ...")] = ()
     """Texts to complete; by default one per line of standard input."""
     system: SystemName = "apex"

@@ -31,7 +31,7 @@ class Profile(ConfigFile):
     """
 
     model: ModelName
-    """A Llama-family model: a Hugging Face folder, or a name on its hub such as meta-llama/Llama-3.1-8B."""
+    """A Hugging Face folder, or a name on its hub such as meta-llama/Llama-3.1-8B."""
     output: ProfileFile = None
     """Write the table to this file; by default to the cache, where engines find it."""
     engine: EngineFlags = field(default_factory=EngineFlags)

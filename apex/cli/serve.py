@@ -53,7 +53,7 @@ class Serve(ConfigFile):
     """
 
     model: ModelName
-    """A Llama-family model: a Hugging Face folder, or a name on its hub such as meta-llama/Llama-3.1-8B."""
+    """A Hugging Face folder, or a name on its hub such as meta-llama/Llama-3.1-8B."""
     system: SystemName = "apex"
     """Scheduler: vllm and swiftllm use only the GPU; neo, fastdecode and apex use the CPU as in their papers."""
     profile: ProfileFile = None

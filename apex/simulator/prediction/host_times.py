@@ -62,7 +62,10 @@ def cpu_attention_gb_s(host: Host, cpu_kernel: str, shape: LayerShape, cpu_kv_dt
             raise ValueError(f"cpu_kv_dtype=int8 needs the cpu_kernel native, not {cpu_kernel}")
         if (gain := f"{figure}_int8_gain") not in host.figures:
             group = shape.num_heads // shape.num_kv_heads
-            raise ValueError(f"cpu_kv_dtype=int8 was not measured with {group} query heads on a KV head")
+            raise ValueError(
+                f"int8 attention was not measured with {group} query heads on a KV head of a model with experts: leave "
+                f"cpu_kv_dtype out, or add {gain} to the host's figures"
+            )
         fraction *= host[gain] * (shape.head_dim + 4) / (2 * shape.head_dim)
     alone_gb_s = host["core_read_gb_s"]
     arithmetic_s_per_gb = (1 / fraction - 1) / alone_gb_s
