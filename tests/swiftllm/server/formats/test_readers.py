@@ -34,21 +34,24 @@ def calls_in(parts: list[Part]) -> list[tuple[str, dict]]:
     return [(part.name, json.loads(part.text)) for part in parts if part.kind == "tool_call"]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "content"),
-    [
-        ("hermes", f"I look.\n<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{TWO}</tool_call>\n", "I look."),
-        ("hermes", f"<tool_call>{ONE}</tool_call><tool_call>{TWO}", ""),  # cut before the end
-        ("llama3_json", f"<|python_tag|>{ONE}; {TWO}", ""),
-        ("llama3_json", f"\n{ONE};{TWO}", ""),
-        ("mistral", f"[TOOL_CALLS][{ONE}, {TWO}]", ""),
-        ("mistral", f" [{ONE}, {TWO}]", ""),
-        ("mistral", 'Look[TOOL_CALLS]f[ARGS]{"a": "<x>"}[TOOL_CALLS]g[ARGS]{}', "Look"),
-        ("json", f"[{ONE}, {TWO}]", ""),
-        ("json", f"{ONE}\n{TWO}", ""),
-        ("json", f'[{ONE}, {TWO}, {{"name": "f", "arg', ""),  # cut within a call
-    ],
-)
+WRITTEN = [
+    ("hermes", f"I look.\n<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{TWO}</tool_call>\n", "I look."),
+    ("llama3_json", f"<|python_tag|>{ONE}; {TWO}", ""),
+    ("mistral", f"[TOOL_CALLS][{ONE}, {TWO}]", ""),
+    ("mistral", 'Look[TOOL_CALLS]f[CALL_ID]x1[ARGS] {"a": "<x>"}[TOOL_CALLS]g[ARGS]{}', "Look"),
+    ("json", f"[{ONE}, {TWO}]", ""),
+    ("json", f"{ONE}\n{TWO}", ""),
+]
+"""A form, both calls written in it, and the content beside them."""
+NOT_BY_A_GRAMMAR = [
+    ("hermes", f"<tool_call>{ONE}</tool_call><tool_call>{TWO}", ""),  # cut before the end
+    ("llama3_json", f"\n{ONE};{TWO}", ""),
+    ("mistral", f" [{ONE}, {TWO}]", ""),
+    ("json", f'[{ONE}, {TWO}, {{"name": "f", "arg', ""),  # cut within a call
+]
+
+
+@pytest.mark.parametrize(("name", "text", "content"), WRITTEN + NOT_BY_A_GRAMMAR)
 def test_calls_of_each_form(name: str, text: str, content: str) -> None:
     draw = random.Random(0)
     for _ in range(20):
@@ -59,17 +62,7 @@ def test_calls_of_each_form(name: str, text: str, content: str) -> None:
         assert [part.index for part in calls] == [0, 1] and len({part.call_id for part in calls}) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "content"),
-    [
-        ("hermes", f"I look.\n<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{TWO}</tool_call>\n", "I look."),
-        ("llama3_json", f"<|python_tag|>{ONE}; {TWO}", ""),
-        ("mistral", f"[TOOL_CALLS][{ONE}, {TWO}]", ""),
-        ("mistral", 'Look[TOOL_CALLS]f[CALL_ID]x1[ARGS] {"a": "<x>"}[TOOL_CALLS]g[ARGS]{}', "Look"),
-        ("json", f"[{ONE}, {TWO}]", ""),
-        ("json", f"{ONE}\n{TWO}", ""),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "content"), WRITTEN)
 def test_where_calls_follow_a_grammar_their_arguments_come_as_they_are_written(name, text, content) -> None:
     draw = random.Random(2)
     for _ in range(20):
