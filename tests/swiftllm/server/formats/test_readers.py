@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from swiftllm.server.formats.calls import FORMATS, CallReader, ForcedCall, format_of
+from swiftllm.server.formats.calls import FORMATS, CallReader, FirstCallReader, ForcedCall, format_of
 from swiftllm.server.formats.formats import Formats
 from swiftllm.server.formats.parts import Part, Reader, joined
 from swiftllm.server.formats.reasoning import ContentReader, ReasoningReader, reasons
@@ -69,6 +69,8 @@ def test_where_calls_follow_a_grammar_their_arguments_come_as_they_are_written(n
         parts = read(CallReader(FORMATS[name], is_guided=True), cut(draw, text))
         assert calls_in(parts) == CALLS and [part.index for part in parts if part.kind == "tool_call"] == [0, 1]
         assert "".join(part.text for part in parts if part.kind == "content") == content
+    reader = FirstCallReader(CallReader(FORMATS[name], is_guided=True))
+    assert calls_in(read(reader, [*text])) == CALLS[:1], "each part has its call's number"
     reader, end = CallReader(FORMATS[name], is_guided=True), text.index("<x>") + 2
     parts = [part for char in text[:end] for part in reader.push(char)]
     arguments = "".join(part.text for part in parts if part.kind == "tool_call")
