@@ -28,6 +28,8 @@ from swiftllm.scheduling.admission import SchedulerLimits
 
 PAPERS_FILE = CONFIGS / "experiments" / "papers.yaml"
 BLOCK_SIZE = 16
+OF_GPU = "_of_gpu_attention"
+"""Ending of a figure: a kernel's rate of CPU attention over the GPU's."""
 OTHER_NAMES = {"a10g": "a10"}  # AWS's A10: NEO's, too
 T4_BELOW_BYTES = 20 * 10**9  # a card with less holds the weights of Llama-2-7B at best, not those of Llama-3.1-8B
 
@@ -36,8 +38,12 @@ T4_BELOW_BYTES = 20 * 10**9  # a card with less holds the weights of Llama-2-7B 
 class PaperSetting:
     """Machine, model and engine limits of a paper. Each entry of ``figures`` records where its limit comes from.
 
+    A setting ``like`` another is a reading of the same paper's machine: a paper's claims about it are about both.
+    ``reading`` names the assumptions by which two such settings differ; None where there is one setting.
+
     To vary an assumption, replace ``host`` or ``cpu_bandwidth_gb_s`` (:func:`dataclasses.replace`), or figures with
-    :meth:`with_figures`. If ``cpu_bandwidth_gb_s`` is None, each system has the rate of its kernel on the host.
+    :meth:`with_figures`. If ``cpu_bandwidth_gb_s`` is None, each system has the rate of its kernel: the share of the
+    GPU's that a figure ``<kernel>_of_gpu_attention`` states, without one that on the host.
 
     ``gpu``, ``link``, ``host`` and ``model`` are names in ``configs``; ``hub_name`` is the name of the model's
     checkpoint. ``tensor_parallel`` GPUs share each layer over ``link``, and hold ``num_gpu_blocks`` together.
@@ -60,6 +66,8 @@ class PaperSetting:
     link: str | None = None
     cpu_hosts: int = 1
     network_gbps: float = 100.0
+    like: str | None = None
+    reading: str | None = None
 
     def __getitem__(self, figure: str) -> float:
         return self.figures[figure].value
@@ -118,12 +126,31 @@ class PaperSetting:
         return self.cpu_kernels.get(system)
 
     def cpu_attention_gb_s(self, system: str) -> float | None:
-        """GB/s at which the system's CPU attention reads KV cache; None for a GPU-only system."""
+        """GB/s at which the system's CPU attention reads KV cache; None for a GPU-only system.
+
+        Raises:
+            ValueError: there is no figure for the system's kernel; the message says which kernels have one.
+        """
         kernel = self.kernel_of(system)
-        if kernel is None or self.cpu_bandwidth_gb_s is not None:
-            return self.cpu_bandwidth_gb_s if kernel else None
+        if kernel is None:
+            return None
+        if (stated := self.stated_cpu_gb_s(kernel)) is not None:
+            return stated
         shape = LayerShape.from_config(self.model_config)
         return cpu_attention_gb_s(load_host(self.host), kernel, shape, self.cpu_kv_dtype)
+
+    def stated_cpu_gb_s(self, kernel: str) -> float | None:
+        """GB/s of a kernel where the setting itself states it; None where it follows from the host.
+
+        Raises:
+            ValueError: the setting states it of other kernels only.
+        """
+        shares = {name.removesuffix(OF_GPU): figure for name, figure in self.figures.items() if name.endswith(OF_GPU)}
+        if self.cpu_bandwidth_gb_s is not None or not shares:
+            return self.cpu_bandwidth_gb_s
+        if kernel not in shares:
+            raise ValueError(f"{self.name} states the speed of the kernels {', '.join(shares)}, not of {kernel}")
+        return shares[kernel].value * self.gpu_attention_gb_s()
 
     def gpu_attention_gb_s(self) -> float:
         """GB/s at which the GPU's decode attention reads KV cache, without kernel launches."""
@@ -146,6 +173,8 @@ def load_setting(name: str, path: Path = PAPERS_FILE) -> PaperSetting:
     if name not in raw["settings"]:
         raise ValueError(f"no setting {name!r} in {path}: known are {', '.join(raw['settings'])}")
     fields = raw["settings"][name]
+    base = raw["settings"][fields["like"]] if "like" in fields else {"figures": {}}
+    fields = {**base, **fields, "figures": {**base["figures"], **fields["figures"]}}
     figures = {figure: Figure(**entry) for figure, entry in fields["figures"].items()}
     kernels = {system: entry["kernel"] for system, entry in raw["cpu_kernels"].items()}
     hub_name = raw["models"][fields["model"]]["hub"]

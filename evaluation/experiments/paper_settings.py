@@ -39,6 +39,7 @@ def simulated_task(
         "max_model_len": setting.limits.max_model_len,
         "num_clipped": num_clipped,
         **({} if setting.cpu_kv_dtype == "auto" else {"cpu_kv_dtype": setting.cpu_kv_dtype}),
+        **_reading_values(setting, system),
         **_parallel_values(setting),
         **(values or {}),
     }
@@ -54,6 +55,18 @@ def simulated_task(
     )
 
 
+def _reading_values(setting: PaperSetting, system: str) -> dict[str, Any]:
+    """Fields of a row of a setting that is one of several readings of a paper's machine; other rows do not have them.
+
+    ``paper_setting`` is the name under which claims.yaml has the machine.
+    """
+    if setting.reading is None:
+        return {}
+    kernel = setting.kernel_of(system)
+    own = {"paper_setting": setting.like or setting.name, "reading": setting.reading}
+    return {**own, "cpu_kernel": kernel} if kernel else own
+
+
 def _parallel_values(setting: PaperSetting) -> dict[str, Any]:
     """Fields of a row of several GPUs or several CPU hosts; other rows do not have them."""
     gpus = {"tensor_parallel": setting.tensor_parallel, "link": setting.link}
@@ -63,15 +76,16 @@ def _parallel_values(setting: PaperSetting) -> dict[str, Any]:
 
 def simulated_hardware(setting: PaperSetting, system: str) -> SimulatedHardware:
     """The predicted machine on which a system runs."""
+    kernel = setting.kernel_of(system)
     table = _table(
         setting.gpu,
         setting.host,
         setting.model,
         setting.link,
         dtype=setting.dtype,
-        cpu_kernel=setting.kernel_of(system) or DEFAULT_KERNEL,
+        cpu_kernel=kernel or DEFAULT_KERNEL,
         cpu_kv_dtype=setting.cpu_kv_dtype,
-        cpu_bandwidth_gb_s=setting.cpu_bandwidth_gb_s,
+        cpu_bandwidth_gb_s=setting.stated_cpu_gb_s(kernel) if kernel else setting.cpu_bandwidth_gb_s,
         max_tokens=setting.limits.max_num_batched_tokens,
         tensor_parallel=setting.tensor_parallel,
     )

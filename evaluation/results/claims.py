@@ -51,9 +51,10 @@ class Claim:
 
     def covers(self, record: FlatRecord) -> bool:
         """Whether the claim is about this point, or about the same point measured on another machine."""
+        setting = record.get("setting")
         return (
             self.workload in (None, record["workload"])
-            and (self.setting is None or record.get("setting") in (None, self.setting))
+            and (self.setting is None or self.setting in (record.get("paper_setting"), setting) or setting is None)
             and all(record.get(field) == value for field, value in (self.at or {}).items())
             and (self.output_lens is None or self.output_lens[0] <= record["output_len"] <= self.output_lens[1])
         )

@@ -1,8 +1,9 @@
 """What kind of result a row is, and which rows belong to one comparison.
 
 Rows of one comparison stand in one table and one half of a figure, and ratios are taken between them. Simulated rows,
-rows of a small model and rows measured in a paper's setting are three comparisons. A server that was started on this
-machine (backend ``server``) belongs to the rows of the engines that were measured there in a process.
+rows of a small model and rows measured in a paper's setting are three comparisons. So are simulated rows of each reading
+of a paper's machine (``PaperSetting.reading``). A server that was started on this machine (backend ``server``) belongs
+to the rows of the engines that were measured there in a process.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ def in_papers_setting(record: FlatRecord) -> bool:
     return not is_simulated(record) and record.get("setting") is not None
 
 
+def reading_of(record: FlatRecord) -> str | None:
+    """How the paper's machine is read, "as APEX measured" for example, where there is more than one way."""
+    return record.get("reading")
+
+
 def is_served(record: FlatRecord) -> bool:
     """Whether the row's times were taken at the client of a server."""
     return record.get("backend") in ("server", "http")
@@ -43,7 +49,7 @@ def is_served(record: FlatRecord) -> bool:
 
 def comparisons(records: Iterable[FlatRecord]) -> list[list[FlatRecord]]:
     """The rows of each comparison, in the order of the first of them."""
-    return list(grouped(records, kind_of, in_papers_setting).values())
+    return list(grouped(records, kind_of, in_papers_setting, reading_of).values())
 
 
 def claimable(records: Iterable[FlatRecord]) -> list[list[FlatRecord]]:
@@ -53,10 +59,12 @@ def claimable(records: Iterable[FlatRecord]) -> list[list[FlatRecord]]:
 
 
 def label_of(records: Sequence[FlatRecord]) -> str:
-    """Kind of the rows of one comparison, with the setting and the card, or "another model"."""
+    """Kind of the rows of one comparison, with its reading, the setting and the card, or "another model"."""
     first = records[0]
     if kind_of(first) == MEASURED:
         return f"MEASURED here ({what_ran(records)})"
+    if is_simulated(first) and (reading := reading_of(first)):
+        return f"SIMULATED, {reading}"
     return {SIMULATED: "SIMULATED", OVER_HTTP: "MEASURED over HTTP"}.get(kind_of(first), kind_of(first))
 
 

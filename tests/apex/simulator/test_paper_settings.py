@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from apex.simulator.hardware.files import load_gpu, load_host
@@ -32,8 +34,24 @@ def test_pools_of_the_papers():
     assert a10.num_cpu_blocks == 120 * 10**9 // (16 * 128 * 1024)
 
 
+def test_as_apex_measured_cpu_attention_has_the_share_of_figure_1b_and_the_memory_of_table_1():
+    for name, gpu_gb_s, blocks, host_gb in (("apex-t4", 272.0, 82, 180), ("apex-a10", 510.0, 1845, 250)):
+        today, measured = load_setting(name), load_setting(f"{name}-as-measured")
+        assert (today.reading, measured.reading) == ("with today's kernels", "as APEX measured")
+        assert measured.like == name and measured.limits == today.limits and measured.host == today.host
+        assert measured.gpu_attention_gb_s() == pytest.approx(gpu_gb_s)
+        apex, neo = measured.cpu_attention_gb_s("apex"), measured.cpu_attention_gb_s("neo")
+        assert apex / gpu_gb_s == pytest.approx(170 / 3031, rel=1e-3)  # Figure 1b
+        assert apex / gpu_gb_s < 0.1 < today.cpu_attention_gb_s("apex") / gpu_gb_s  # "less than 10%", sections 2.4 and 3.2
+        assert apex / neo == pytest.approx(2.0)  # section 4.1
+        assert measured.num_gpu_blocks == blocks and measured["cpu_kv_gb"] == pytest.approx(0.9 * host_gb)
+        assert measured.cpu_attention_gb_s("vllm") is None
+    with pytest.raises(ValueError, match="apex-a10-as-measured states the speed of the kernels llamafile, ispc, not of n"):
+        replace(measured, cpu_kernels={"apex": "native"}).cpu_attention_gb_s("apex")
+
+
 def test_unknown_setting_lists_those_there_are():
-    with pytest.raises(ValueError, match="apex-t4, apex-a10"):
+    with pytest.raises(ValueError, match="apex-t4, apex-t4-as-measured, apex-a10"):
         load_setting("apex-b200")
 
 
