@@ -34,7 +34,7 @@ from apex.source_tree import IS_SOURCE_TREE
 from evaluation.experiments.runner import one_line_errors
 from evaluation.results.claims import LIMITS, Comparison, compare_claims, load_claims, overview
 from evaluation.results.folder import DRAWN, SWEPT, TABLE, FlatRecord
-from evaluation.results.kinds import MEASURED, claimable, kind_of, what_ran
+from evaluation.results.kinds import MEASURED, claimable, kind_of, reading_of, what_ran
 from evaluation.results.paths import RESULTS_DIR, evaluation_command
 from swiftllm.files import write_atomically
 
@@ -119,7 +119,7 @@ def claim_row(item: Comparison, records: Sequence[FlatRecord]) -> dict[str, str]
     lengths = "" if claim.output_lens is None else ", {:g} to {:g} output tokens".format(*claim.output_lens)
     return {
         "origin": origin,
-        "measured_on": what_ran(records) if origin == MEASURED else "",
+        "measured_on": what_ran(records) if origin == MEASURED else reading_of(records[0]) or "",
         "hardware": claim.hardware,
         "workload": (claim.workload or "any") + lengths,
         "what": item.what,

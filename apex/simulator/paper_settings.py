@@ -41,6 +41,9 @@ class PaperSetting:
     A setting ``like`` another is a reading of the same paper's machine: a paper's claims about it are about both.
     ``reading`` names the assumptions by which two such settings differ; None where there is one setting.
 
+    ``launch_us`` is what the code of a paper's system spends on launches for each ticket, in microseconds; it counts
+    only if the setting ``charges_launches``.
+
     To vary an assumption, replace ``host`` or ``cpu_bandwidth_gb_s`` (:func:`dataclasses.replace`), or figures with
     :meth:`with_figures`. If ``cpu_bandwidth_gb_s`` is None, each system has the rate of its kernel: the share of the
     GPU's that a figure ``<kernel>_of_gpu_attention`` states, without one that on the host.
@@ -60,12 +63,14 @@ class PaperSetting:
     origin: str
     figures: Mapping[str, Figure]
     cpu_kernels: Mapping[str, str]
+    launch_us: Mapping[str, float]
     cpu_kv_dtype: CpuKVDtype = "auto"
     cpu_bandwidth_gb_s: float | None = None
     tensor_parallel: int = 1
     link: str | None = None
     cpu_hosts: int = 1
     network_gbps: float = 100.0
+    charges_launches: bool = False
     like: str | None = None
     reading: str | None = None
 
@@ -139,6 +144,12 @@ class PaperSetting:
         shape = LayerShape.from_config(self.model_config)
         return cpu_attention_gb_s(load_host(self.host), kernel, shape, self.cpu_kv_dtype)
 
+    def ticket_launch_us(self, system: str) -> float | None:
+        """Microseconds that launches add to each ticket of a system; None if its paper's code has no figure."""
+        if system not in self.launch_us:
+            return None
+        return self.launch_us[system] if self.charges_launches else 0.0
+
     def stated_cpu_gb_s(self, kernel: str) -> float | None:
         """GB/s of a kernel where the setting itself states it; None where it follows from the host.
 
@@ -151,6 +162,25 @@ class PaperSetting:
         if kernel not in shares:
             raise ValueError(f"{self.name} states the speed of the kernels {', '.join(shares)}, not of {kernel}")
         return shares[kernel].value * self.gpu_attention_gb_s()
+
+    def inputs(self) -> list[str]:
+        """What the setting takes the machine to be, a line for each: the value, its status and its origin."""
+        gpu_gb_s, systems = self.gpu_attention_gb_s(), {}
+        for system in ("neo", "apex"):
+            systems[self.kernel_of(system)] = system
+        lines = []
+        for kernel, system in systems.items():
+            rate = self.cpu_attention_gb_s(system)
+            stated = self.figures.get(f"{kernel}{OF_GPU}")
+            why = (
+                f"{stated.status}: {stated.origin}" if stated else f"its share of what {self.host} reads, measured here"
+            )
+            share = f"{rate:.1f} GB/s, {rate / gpu_gb_s:.1%} of the GPU's {gpu_gb_s:.0f}"
+            lines.append(f"CPU attention of {system} ({kernel} kernel): {share} ({why})")
+        for name, what in (("num_gpu_blocks", "KV blocks on the GPU"), ("cpu_kv_gb", "GB of KV cache on the host")):
+            figure = self.figures[name]
+            lines.append(f"{figure.value:,g} {what} ({figure.status}: {figure.origin})")
+        return lines
 
     def gpu_attention_gb_s(self) -> float:
         """GB/s at which the GPU's decode attention reads KV cache, without kernel launches."""
@@ -177,8 +207,10 @@ def load_setting(name: str, path: Path = PAPERS_FILE) -> PaperSetting:
     fields = {**base, **fields, "figures": {**base["figures"], **fields["figures"]}}
     figures = {figure: Figure(**entry) for figure, entry in fields["figures"].items()}
     kernels = {system: entry["kernel"] for system, entry in raw["cpu_kernels"].items()}
+    launch_us = {system: entry["ticket_us"] for system, entry in raw["launches"].items()}
     hub_name = raw["models"][fields["model"]]["hub"]
-    return PaperSetting(name, **{**fields, "figures": figures}, hub_name=hub_name, cpu_kernels=kernels)
+    given = {**fields, "figures": figures, "cpu_kernels": kernels, "launch_us": launch_us, "hub_name": hub_name}
+    return PaperSetting(name, **given)
 
 
 def gpu_kind(product_name: str) -> str | None:

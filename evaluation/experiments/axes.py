@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from apex.perf.model import Curve
 from apex.perf.online.correction import scaled_table
 from apex.simulator.hardware.files import LayerShape, load_host
 from apex.simulator.paper_settings import PaperSetting
@@ -18,6 +17,7 @@ from apex.simulator.prediction.host_times import cpu_attention_gb_s
 from apex.simulator.prediction.host_times import host_read_gb_s as read_gb_s
 from apex.simulator.virtual.runtime import VLLM
 from apex.strategy import StrategyConfig
+from evaluation.experiments.paper_settings import with_hand_over
 from evaluation.experiments.simulated_point import SimulatedTask
 from evaluation.traces.workloads import Lengths
 from swiftllm.core.request import Tier
@@ -141,6 +141,33 @@ def host_read_gb_s(setting: PaperSetting, system: str, gb_s: float) -> PaperSett
     return replace(setting, cpu_bandwidth_gb_s=cpu_attention_gb_s(moved, setting.kernel_of(system), shape))
 
 
+@axis(SETTING, lambda setting, system: system in setting.launch_us)
+def neo_launches(setting: PaperSetting, system: str, charged: bool) -> PaperSetting:
+    """Whether the launches of NEO's own code count, for systems built from it."""
+    return replace(setting, charges_launches=charged)
+
+
+@axis(SETTING)
+def cpu_kv_gb(setting: PaperSetting, system: str, gb: float) -> PaperSetting:
+    """Another pool of KV cache on the host, in GB."""
+    return setting.with_figures("varied", cpu_kv_gb=gb)
+
+
+@axis(SETTING, has_cpu_attention)
+def cpu_of_gpu_attention(setting: PaperSetting, system: str, share: float) -> PaperSetting:
+    """The rate of APEX's CPU attention as a share of the GPU's; other kernels keep their ratio to APEX's."""
+    ratio = setting.cpu_attention_gb_s(system) / setting.cpu_attention_gb_s("apex")
+    return replace(setting, cpu_bandwidth_gb_s=share * setting.gpu_attention_gb_s() * ratio)
+
+
+@axis(SETTING, has_cpu_attention)
+def kernel_ratio(setting: PaperSetting, system: str, ratio: float) -> PaperSetting:
+    """How many times as fast as NEO's the kernel of APEX is; APEX's keeps its rate."""
+    apex_gb_s = setting.cpu_attention_gb_s("apex")
+    is_neos = setting.kernel_of(system) == setting.kernel_of(REFERENCE)
+    return replace(setting, cpu_bandwidth_gb_s=apex_gb_s / ratio if is_neos else apex_gb_s)
+
+
 # -- tasks ------------------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +182,7 @@ def hand_over_us(task: SimulatedTask, microseconds: float) -> SimulatedTask:
         raise ValueError(f"hand_over_us={microseconds} must not be negative")
     if not microseconds:
         return task
-    table = replace(task.hardware.table, hand_over=Curve((1, 2), (microseconds * 1e-6,) * 2))
+    table = with_hand_over(task.hardware.table, microseconds)
     return replace(task, hardware=replace(task.hardware, table=table))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from apex.perf.model import ProfileTable
+from apex.perf.model import Curve, ProfileTable
 from apex.simulator.hardware.files import load_gpu, load_host, load_link, load_model_config
 from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting
 from apex.simulator.prediction.calibrated_profile import hardware_profile
@@ -40,6 +40,7 @@ def simulated_task(
         "num_clipped": num_clipped,
         **({} if setting.cpu_kv_dtype == "auto" else {"cpu_kv_dtype": setting.cpu_kv_dtype}),
         **_reading_values(setting, system),
+        **({} if (launch_us := setting.ticket_launch_us(system)) is None else {"ticket_launch_us": launch_us}),
         **_parallel_values(setting),
         **(values or {}),
     }
@@ -89,9 +90,16 @@ def simulated_hardware(setting: PaperSetting, system: str) -> SimulatedHardware:
         max_tokens=setting.limits.max_num_batched_tokens,
         tensor_parallel=setting.tensor_parallel,
     )
+    if launch_us := setting.ticket_launch_us(system):
+        table = with_hand_over(table, launch_us)
     card, gpus = load_gpu(setting.gpu).name, setting.tensor_parallel
     cards, layers = card if gpus == 1 else f"{gpus}x {card}", setting.model_config.num_layers
     return SimulatedHardware(cards, setting.model, setting.dtype, table, layers, remote_hosts=setting.remote_hosts)
+
+
+def with_hand_over(table: ProfileTable, microseconds: float) -> ProfileTable:
+    """The table of a machine whose lane spends this on submitting each ticket."""
+    return replace(table, hand_over=Curve((1, 2), (microseconds * 1e-6,) * 2))
 
 
 @functools.cache  # every point of a grid needs the same few

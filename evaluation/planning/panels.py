@@ -35,7 +35,7 @@ def panels_here(grid: Grid, wanted: str | None, card: Card | None, paper: Litera
     Raises:
         NotApplicable: there is no such panel.
     """
-    panels = of_single_cards(grid)
+    panels = measurable(grid)
     if wanted is not None:
         gpu = load_setting(wanted).gpu
     else:
@@ -74,7 +74,7 @@ def has_memory(host: str, num_bytes: int) -> bool:
 def panels_for_rehearsal(grid: Grid) -> Grid:
     """All panels of single cards: the ends of their sweeps, few short requests at high rates, one host."""
     panels: dict[tuple[str, str], Panel] = {}
-    for panel in of_single_cards(grid):
+    for panel in measurable(grid):
         few: dict[str, Any] = {
             "num_requests": min(panel["num_requests"], REHEARSED_REQUESTS),
             "scale": REHEARSAL_SCALE,
@@ -89,9 +89,14 @@ def panels_for_rehearsal(grid: Grid) -> Grid:
     return Grid(tuple(panels.values()))
 
 
-def of_single_cards(grid: Grid) -> list[Panel]:
-    """The panels whose settings need no more GPUs than the one that an engine uses."""
-    return [panel for panel in grid.panels if load_setting(panel["setting"]).tensor_parallel == 1]
+def measurable(grid: Grid) -> list[Panel]:
+    """The panels whose settings need no more GPUs than the one that an engine uses, each machine once.
+
+    Other readings of a machine assume another speed of CPU attention, which a measurement has by itself.
+    """
+    settings = {panel["setting"]: load_setting(panel["setting"]) for panel in grid.panels}
+    kept = {name for name, setting in settings.items() if setting.tensor_parallel == 1 and setting.like is None}
+    return [panel for panel in grid.panels if panel["setting"] in kept]
 
 
 def ends(values: Sequence[float]) -> list[float]:

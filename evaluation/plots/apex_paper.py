@@ -29,9 +29,9 @@ RATE = "output_tokens_per_s"
 
 
 def draw_fig5(records: Records, machine: Mapping[str, Any]) -> Figure:
-    """Throughput as bars. Simulated and measured halves stand side by side where both exist.
+    """Throughput as bars: a part for each reading of the paper's machines, and one for what was measured here.
 
-    A panel that only the other half has keeps its place, empty.
+    A panel that only another part has keeps its place, empty.
     """
     halves, letters, systems = [], sorted(distinct(records, "panel")), distinct(records, "system")
     for half in halves_of(records):

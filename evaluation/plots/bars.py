@@ -1,7 +1,8 @@
-"""Bars side by side in groups, such as the throughput of systems: panels in a column, or in a row."""
+"""Bars side by side in groups, such as the throughput of systems: panels in a row, parts of a figure in a column."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +29,9 @@ from evaluation.plots.style import (
 from evaluation.results.folder import PREDICTED, FlatRecord, span_of
 
 METRIC = "output_tokens_per_s"
-WIDTH_ALONE, WIDTH_OF_HALF, AXES_HEIGHT = 11.5, 8.2, 2.8
+WIDTH, AXES_HEIGHT = 12.4, 2.8
 SYSTEMS_OF_WIDTH = 4
-"""Systems whose bars have room for their numbers in these widths; more systems make a figure wider."""
+"""Systems whose bars have room for their numbers in this width; more systems make a figure wider."""
 SPACE = {"left": 0.72, "right": 0.15, "below": 0.7, "above": 0.42}
 MARKER_HALF, LABEL_HEIGHT = 5.0, 9.0
 """In points: half a marker of a prediction, and the numbers above bars."""
@@ -64,7 +65,7 @@ class Bar:
 class BarPanel:
     """``groups`` are the bars by the label below them; None is a bar without a result.
 
-    A panel without groups keeps its place beside another half that has it, with its title alone.
+    A panel without groups keeps its place where another part of the figure has it, with its title alone.
     """
 
     title: str
@@ -75,7 +76,7 @@ class BarPanel:
 
 @dataclass(frozen=True)
 class Half:
-    """Panels of one kind, all measured or all simulated."""
+    """A part of a figure: panels of one kind, all measured, or all simulated in one reading of the paper's machines."""
 
     panels: Sequence[BarPanel]
     systems: Sequence[str]
@@ -100,7 +101,7 @@ def rate_bars(records: Iterable[FlatRecord], systems: Sequence[str], baseline: s
 
 
 def throughput_figure(halves: Sequence[Half]) -> Figure:
-    """One half with its panels in a row, or two halves side by side with their panels in a column.
+    """The parts of a figure below each other, each with its panels in a row.
 
     Raises:
         ValueError: there is nothing to draw.
@@ -109,32 +110,25 @@ def throughput_figure(halves: Sequence[Half]) -> Figure:
     if not halves:
         raise ValueError("nothing to draw: no point is finished")
     alone = len(halves) == 1
-    width = max(1.0, max(len(half.systems) for half in halves) / SYSTEMS_OF_WIDTH)
-    width *= WIDTH_ALONE if alone else WIDTH_OF_HALF
-    rows = 1 if alone else max(len(half.panels) for half in halves)
-    of_axes = rows * (AXES_HEIGHT + SPACE["below"] + SPACE["above"])
-    height = max(inches_of(half.text, width, of_axes) for half in halves)
-    figure = plt.figure(figsize=(width * len(halves), height))
-    parts = [figure] if alone else figure.subfigures(1, len(halves))
-    for part, half, background in zip(parts, halves, BACKGROUNDS, strict=False):
+    width = WIDTH * max(1.0, max(len(half.systems) for half in halves) / SYSTEMS_OF_WIDTH)
+    of_axes = AXES_HEIGHT + SPACE["below"] + SPACE["above"]
+    heights = [inches_of(half.text, width, of_axes) for half in halves]
+    figure = plt.figure(figsize=(width, sum(heights)))
+    parts = [figure] if alone else figure.subfigures(len(halves), 1, height_ratios=heights)
+    for part, half, background in zip(parts, halves, itertools.cycle(BACKGROUNDS), strict=False):
         panels = [panel for panel in half.panels if panel.groups or not alone]
-        shape: dict[str, Any] = {"rows": len(panels)}
-        if alone:
-            widths = [max(len(panel.groups), 3) for panel in panels]
-            shape = {"columns": len(panels), "between": 0.6, "width_ratios": widths}
-            legend(figure, half.systems)
-        else:
-            part.set_facecolor(background)
+        part.set_facecolor("white" if alone else background)
+        widths = [max(len(panel.groups), 3) for panel in panels]
+        shape: dict[str, Any] = {"columns": len(panels), "between": 0.6, "width_ratios": widths}
         _, axes = sheet(half.text, **shape, width=width, height=AXES_HEIGHT, half=part, **SPACE)
+        legend(part, half.systems, size=(width, part.bbox.height / figure.dpi))
         for ax, panel in zip(axes.flat, panels, strict=True):
             if not panel.groups:
                 ax.set_axis_off()
                 ax.text(0.5, 0.5, panel.title, ha="center", va="center", color=FAINT, transform=ax.transAxes)
                 continue
             draw_bars(ax, panel)
-            if not alone:
-                legend(ax, half.systems)
-            elif ax is not axes[0, 0]:
+            if ax is not axes[0, 0]:
                 ax.set_ylabel("")
     return figure
 

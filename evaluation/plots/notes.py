@@ -19,6 +19,7 @@ from evaluation.results.kinds import (
     is_served,
     is_simulated,
     kind_of,
+    reading_of,
 )
 from evaluation.results.known import known_notes
 from evaluation.results.other_work import DISTURBING_CORES
@@ -65,7 +66,7 @@ def panel_name(records: Records) -> str:
     first = records[0]
     where = f"{first['model']} {measured_where(records)}"
     if is_simulated(first):
-        where = first["setting_title"]
+        where = ", ".join(filter(None, (first["setting_title"], reading_of(first))))
     elif in_papers_setting(first):
         where = f"measured, {first['setting_title']}"
     return f"{where}, {first['workload_title']}"
@@ -94,10 +95,11 @@ def figure_text(what: str, records: Records, machine: Mapping[str, Any], *, in_t
     for half in halves:
         subtitles.append(simulated_subtitle(half) if is_simulated(half[0]) else measured_subtitle(half, machine))
         notes += half_notes(half) if len(halves) > 1 else notes_of(half)
-    if len(halves) == 2:
-        kind = "SIMULATED and MEASURED"
+    if len(halves) > 1:
+        kind = " and ".join(dict.fromkeys("SIMULATED" if is_simulated(half[0]) else "MEASURED" for half in halves))
     elif is_simulated(records[0]):
-        kind = f"SIMULATED: predicted times for {' and '.join(distinct(records, 'gpu'))}"
+        reading = f", {reading_of(records[0])}" if reading_of(records[0]) else ""
+        kind = f"SIMULATED: predicted times for {' and '.join(distinct(records, 'gpu'))}{reading}"
     elif in_papers_setting(records[0]):
         kind = f"MEASURED on {card_of(records)}: {' and '.join(distinct(records, 'setting_title'))}"
     else:
@@ -108,7 +110,8 @@ def figure_text(what: str, records: Records, machine: Mapping[str, Any], *, in_t
 
 def simulated_subtitle(records: Records) -> str:
     return "\n".join(
-        f"{here[0]['setting_title']} ({here[0]['dtype']}) in {here[0]['host']}: {gpu_pool(here)} GPU blocks "
+        f"{here[0]['setting_title']} ({here[0]['dtype']}) in {here[0]['host']}"
+        f"{', ' + here[0]['reading'] if reading_of(here[0]) else ''}: {gpu_pool(here)} GPU blocks "
         f"of 16 tokens, {here[0]['cpu_kv_gb']:g} GB of host memory for KV cache"
         for here in grouped(records, "setting").values()
     )
@@ -179,7 +182,7 @@ def notes_of(records: Records) -> list[str]:
     """Notes on lengths and clipping, the systems' origin, load, repeats, failures, CPU attention, oversized pools."""
     about_load = [OVERLOAD] if len({record["request_rate"] for record in records}) > 1 else []
     about_machine = [*known_notes(records), *cpu_attention_notes(records), *pool_notes(records)]
-    about_run = [*own_system_notes(records), *about_load, *repeat_notes(records)]
+    about_run = [*own_system_notes(records), *neo_notes(records), *about_load, *repeat_notes(records)]
     failures = [*failure_notes(records), *missing_notes(records)]
     return [*length_notes(records), *about_run, *failures, *about_machine]
 
@@ -217,6 +220,20 @@ def own_system_notes(records: Records) -> list[str]:
     """Which system the paper does not have, if it is drawn beside the paper's."""
     there = OWN_SYSTEM in distinct(records, "system")
     return [f"{OWN_SYSTEM} is this project's own scheduler; the paper does not have it."] * there
+
+
+def neo_notes(records: Records) -> list[str]:
+    """Which NEO a simulated `neo` is: its schedule in this engine, with or without the launches of NEO's code."""
+    rows = [record for record in records if is_simulated(record) and record.get("ticket_launch_us") is not None]
+    if not rows:
+        return []
+    names, charged = " and ".join(distinct(rows, "system")), max(row["ticket_launch_us"] for row in rows)
+    launches = (
+        f"charged with {charged:g} us a ticket for the launches of NEO's code"
+        if charged
+        else ("the launches of NEO's own code are not charged (--neo-launches)")
+    )
+    return [f"{names}: the paper's schedule in this project's engine; {launches}."]
 
 
 def repeat_notes(records: Records) -> list[str]:

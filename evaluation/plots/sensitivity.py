@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from evaluation.experiments.papers.sensitivity import Assumption, varied_in
 from evaluation.plots.lines import Level, LinePanel, Series, line_figure
-from evaluation.plots.notes import Records, figure_text, swept_words
+from evaluation.plots.notes import Records, figure_text, panel_name, swept_words
 from evaluation.plots.style import INK, system_colour
 from evaluation.results.claims import Claim, place_of
 from evaluation.results.folder import FlatRecord
@@ -41,7 +41,7 @@ def panel_of(here: Records, claims: Sequence[Claim], metric: str, what: str, ass
     to_baseline = [(system, baseline) for system in values if system != baseline]
     to_others = [("apex", "neo"), *(claim.systems for claim in about if claim.systems[1] != baseline)]
     return LinePanel(
-        f"{first['setting_title']}, {first['workload_title']}, {swept_words(first)}",
+        f"{panel_name(here)}, {swept_words(first)}",
         assumption.axis,
         f"{what} relative to {baseline}, SIMULATED",
         [Series(pair[0], system_colour(pair[0]), ratios_of(values, pair)) for pair in to_baseline]

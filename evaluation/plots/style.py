@@ -148,15 +148,23 @@ def lines_inches(text: str, size: float) -> float:
     return (text.count("\n") + 1) * size * LINE_FACTOR / POINTS_PER_INCH if text else 0.0
 
 
-def legend(place: Axes | Figure, names: Iterable[str], colours: Sequence[str] | None = None) -> None:
-    """Names with their colours, by default systems: above the axes, or in the upper right corner of a figure."""
+def legend(
+    place: Axes | FigureBase,
+    names: Iterable[str],
+    colours: Sequence[str] | None = None,
+    size: tuple[float, float] | None = None,
+) -> None:
+    """Names with their colours, by default systems: above the axes, or in the upper right corner of a figure.
+
+    ``size`` is that of a part of a figure, in inches.
+    """
     names = tuple(names)
     handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colours or map(system_colour, names)]
     if isinstance(place, Axes):
         at = {"loc": "lower right", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.3}
         at |= {"columnspacing": 1.2, "handlelength": 1.2}
     else:
-        width, height = place.get_size_inches()
+        width, height = size or place.get_size_inches()
         at = {"loc": "upper right", "bbox_to_anchor": (1 - 0.1 / width, 1 - 0.08 / height)}
     place.legend(handles, names, ncols=len(names), frameon=False, **at)
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from apex.cli.output import number, table
 from evaluation.experiments.papers.sensitivity import varied_in
+from evaluation.plots.notes import neo_notes
 from evaluation.results.claims import place_of
 from evaluation.results.folder import PREDICTED, FlatRecord
 from evaluation.results.frame import grouped
@@ -62,6 +63,8 @@ def print_results(title: str, summary: Sequence[FlatRecord], console: Console) -
                 heading += "; predicted: SIMULATED tok/s from this machine's profile"
             console.print(heading, highlight=False, markup=False, soft_wrap=True)
             console.print(results_table(records, baseline))
+        for note in neo_notes(compared):
+            console.print(note, highlight=False, markup=False, soft_wrap=True)
 
 
 def results_table(records: Sequence[FlatRecord], baseline: str) -> Table:

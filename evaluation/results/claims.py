@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from evaluation.results.folder import PREDICTED, FlatRecord
 from evaluation.results.frame import grouped
-from evaluation.results.kinds import claimable, comparisons, distinct, is_full_size, is_simulated, label_of
+from evaluation.results.kinds import (
+    claimable,
+    comparisons,
+    distinct,
+    is_full_size,
+    is_simulated,
+    label_of,
+    reading_of,
+)
 from evaluation.results.paths import CLAIMS_FILE, evaluation_command
 
 if TYPE_CHECKING:
@@ -178,35 +186,74 @@ def print_claims(
 ) -> None:
     """Print claims, our ratios and the differences per comparison, then the assumptions behind simulated ratios.
 
-    Rehearsals and the like are left out, see :func:`claimable`.
+    Several readings of a paper's machine stand beside each other. Rehearsals and the like are left out, see
+    :func:`claimable`.
     """
     from apex.cli.output import table  # as yaml above
 
     def show(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    for records in claimable(summary):
+    parts, by_metric = claimable(summary), grouped_claims(claims)
+    readings = [rows for rows in parts if reading_of(rows[0]) is not None]
+    if len(readings) > 1:
+        for metric, about in by_metric.items():
+            show(f"{words_of(metric).capitalize()}: the papers' claims and our SIMULATED ratios")
+            console.print(table(*beside_each_other(about, readings), left=("claim", "about", "says", "verdict")))
+        show(LIMITS)
+    for records in parts:
         simulated = is_simulated(records[0])
         kind = "our SIMULATED ratios" if simulated else f"ratios {label_of(records)}"
-        for metric in dict.fromkeys(claim.metric for claim in claims):
+        for metric, about in by_metric.items() if len(readings) < 2 or records not in readings else ():
             show(f"{words_of(metric).capitalize()}: the papers' claims and {kind}")
             rows = [
                 (
-                    f"{item.claim.section}: {where_of(item.claim)}",
-                    "/".join(item.systems),
-                    item.claim.stated(),
-                    ("no ratio" if item.ran else "not run") if item.summary is None else f"{item.summary:.2f}",
+                    *words_of_claim(item.claim, item.systems),
+                    ratio_words(item),
                     item.span("-"),
                     item.best_at,
                     item.differs,
                 )
-                for item in compare_claims([claim for claim in claims if claim.metric == metric], records)
+                for item in compare_claims(about, records)
             ]
             left = ("claim", "about", "says", "range", "best at")
             console.print(table(("claim", "about", "says", "ours", "range", "best at", "differs"), rows, left=left))
         if simulated and claims and with_assumptions:
             for line in assumptions(records, evaluation_command(f"reproduce_{claims[0].figure.split('-')[0]}")):
                 show(line)
+
+
+def grouped_claims(claims: Sequence[Claim]) -> dict[str, list[Claim]]:
+    """The claims by metric, in their order."""
+    return {metric: [c for c in claims if c.metric == metric] for metric in dict.fromkeys(c.metric for c in claims)}
+
+
+def beside_each_other(
+    claims: Sequence[Claim], readings: Sequence[Sequence[FlatRecord]]
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """A table of claims with our ratio and the verdict in each reading of the paper's machine: head and rows."""
+    head = [part for rows in readings for part in (f"ours,\n{reading_of(rows[0])}", "verdict")]
+    by_reading = [compare_claims(claims, rows) for rows in readings]
+    lines = []
+    for claim, *items in zip(claims, *by_reading, strict=True):
+        cells = [words_of_claim(claim, claim.systems)]
+        for item in items:
+            span = item.span("-")
+            judged = verdict(claim.ratio, item.summary).removesuffix(f" within {AGREES:.0%}")
+            cells.append((ratio_words(item) + (f" ({span})" if span else ""), judged))
+        lines.append(tuple(cell for part in cells for cell in part))
+    return ("claim", "about", "says", *head), lines
+
+
+def words_of_claim(claim: Claim, systems: Sequence[str]) -> tuple[str, str, str]:
+    """Where a claim is and of what machine, the systems that are compared, and what it says."""
+    return f"{claim.section}: {where_of(claim)}", "/".join(systems), claim.stated()
+
+
+def ratio_words(item: Comparison) -> str:
+    if item.summary is None:
+        return "no ratio" if item.ran else "not run"
+    return f"{item.summary:.2f}"
 
 
 METRIC_WORDS = {
@@ -220,6 +267,8 @@ METRIC_WORDS = {
     "ttft_over_uncontrolled": "share of first tokens in time over that without admission control",
     "throughput_over_uncontrolled": "throughput over that without admission control",
     "request_rate_at_latency": "request rate at which latency gets there",
+    "gain_over_600": "gain over neo over that at 600 output tokens",
+    "gain_over_b_a": "gain over swiftllm over S = b / a",
     "layer_latency_s": "latency of a layer",
     "request_latency_s": "latency of a generation",
     "per_token_latency_s_mean": "mean per-token latency",
@@ -262,7 +311,7 @@ def assumptions(records: Sequence[FlatRecord], script: str) -> list[str]:
             f"({first['num_gpu_blocks_status']}; the card holds at most {most} beside the weights), and at CPU "
             f"attention, assumed {rates_text} of the GPU's {gpu_rate:.0f} GB/s.",
             f"  What they change: {script} --gpu {first['gpu_option']} --sensitivity gpu_blocks={blocks}..{most} "
-            "(or cpu_bandwidth=20..300)",
+            "(or cpu_bandwidth=5..300)",
         ]
     return lines
 
@@ -315,7 +364,8 @@ def agrees(claimed: float | None, ours: float | None) -> bool:
 class ClaimOverview:
     """A claim and our comparisons for it.
 
-    ``measured`` and ``predicted`` are of one run in the paper's setting; ``where`` names its setting and pools.
+    ``measured`` and ``predicted`` are of one run in the paper's setting; ``where`` names its setting and pools, or the
+    reading of ``simulated`` where nothing was measured.
     ``simulated`` is of the paper's machine. Comparisons without a ratio are None.
     """
 
@@ -344,7 +394,8 @@ class ClaimOverview:
 
 
 def overview(claims: Sequence[Claim], runs: Sequence[tuple[str, Sequence[FlatRecord]]]) -> list[ClaimOverview]:
-    """The claims in their order, each once for every run that measured it in a paper's setting, else once.
+    """The claims in their order, each once for every run that measured it in a paper's setting, else for every reading
+    of the paper's machine that was simulated.
 
     Args:
         claims: claims of any figures.
@@ -354,10 +405,16 @@ def overview(claims: Sequence[Claim], runs: Sequence[tuple[str, Sequence[FlatRec
     found = []
     for claim in claims:
         groups = [rows for name, records in runs if name == claim.figure for rows in comparisons(records)]
-        simulated = next((c for rows in groups if is_simulated(rows[0]) and (c := compared(claim, rows))), None)
+        simulated = [
+            ClaimOverview(claim, reading_of(rows[0]) or "", simulated=comparison)
+            for rows in groups
+            if is_simulated(rows[0]) and (comparison := compared(claim, rows))
+        ]
         here = [measured_overview(claim, list(filter(is_full_size, rows))) for rows in groups]
-        measured = [replace(item, simulated=simulated) for item in here if item is not None]
-        found += measured or [ClaimOverview(claim, simulated=simulated)]
+        first = simulated[0].simulated if simulated else None
+        found += (
+            [replace(item, simulated=first) for item in here if item is not None] or simulated or [ClaimOverview(claim)]
+        )
     return found
 
 

@@ -164,7 +164,7 @@ def span_of(record: FlatRecord, metric: str) -> tuple[float, float]:
 
 SWEPT = (
     "case", "gpu", "model", "host", "kernel", "load", "request_rate", "output_len", "host_read_gb_s",
-    "cpu_bandwidth_gb_s", "num_gpu_blocks", "actual_over_believed", "online_correction",
+    "cpu_bandwidth_gb_s", "reading", "ticket_launch_us", "num_gpu_blocks", "actual_over_believed", "online_correction",
 )  # fmt: skip
 """Fields that a figure may sweep."""
 

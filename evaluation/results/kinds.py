@@ -1,9 +1,9 @@
 """What kind of result a row is, and which rows belong to one comparison.
 
-Rows of one comparison stand in one table and one half of a figure, and ratios are taken between them. Simulated rows,
-rows of a small model and rows measured in a paper's setting are three comparisons. So are simulated rows of each reading
-of a paper's machine (``PaperSetting.reading``). A server that was started on this machine (backend ``server``) belongs
-to the rows of the engines that were measured there in a process.
+Rows of one comparison stand in one part of a figure, and ratios are taken between them. Simulated rows, rows of a small
+model and rows measured in a paper's setting are three comparisons. So are simulated rows of each reading of a paper's
+machine (``PaperSetting.reading``). A server that was started on this machine (backend ``server``) belongs to the rows
+of the engines that were measured there in a process.
 """
 
 from __future__ import annotations

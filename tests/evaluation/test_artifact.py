@@ -29,7 +29,9 @@ QUIET = Console(file=io.StringIO(), width=200)
 
 def with_one_panel(settings: dict) -> dict:
     """The first panel of a single card in a section of an experiment file, at one length or rate."""
-    (panel, *_) = [panel for panel in settings["panels"] if not panel["setting"].endswith("h100")]
+    there = {panel["setting"]: load_setting(panel["setting"]) for panel in settings["panels"]}
+    alone = {name for name, setting in there.items() if setting.tensor_parallel == 1 and setting.like is None}
+    (panel, *_) = [panel for panel in settings["panels"] if panel["setting"] in alone]
     few = {name: panel[name][:1] for name in ("output_len", "request_rate") if name in panel}
     return {**settings, "panels": [{**panel, **few}]}
 

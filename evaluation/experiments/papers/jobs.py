@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from apex.cli.output import stdout_console
+from apex.simulator.paper_settings import load_setting, setting_names
 from evaluation.experiments.experiment import SENSITIVITY, Main, Options, command
 from evaluation.experiments.identity import identity
 from evaluation.experiments.options import experiment_settings
@@ -19,6 +20,7 @@ from evaluation.experiments.papers.options import FigureOptions, refuse_unused_o
 from evaluation.experiments.papers.points import figure_grid, simulated_points
 from evaluation.experiments.papers.small_model import small_points
 from evaluation.experiments.runner import Point, RunPoint
+from evaluation.experiments.simulated_point import SimulatedTask
 from evaluation.measure.live_systems import LiveSystems
 from evaluation.planning.panels import panels_here
 from evaluation.planning.plan import Plan, Planner, plan_within, print_plan, print_settings
@@ -92,6 +94,7 @@ def run_jobs(jobs: Sequence[FigureJob], options: FigureOptions, console: Console
     Raises:
         TooLittleTime: the hours do not suffice; the message names those that do.
     """
+    print_readings([point for job in jobs for point in job.points], console)
     plans = plan_jobs(jobs, options, console)
     if options.plan:
         return 0
@@ -107,6 +110,16 @@ def run_jobs(jobs: Sequence[FigureJob], options: FigureOptions, console: Console
         run = experiment.run(points, options.results_dir, options.jobs, run_alone=run_alone, console=console)
         status |= run.print_outcome(console)
     return status
+
+
+def print_readings(points: Sequence[Point], console: Console) -> None:
+    """What is assumed of each simulated machine of which there is more than one reading, and where it comes from."""
+    names = dict.fromkeys(point.task.values["setting"] for point in points if isinstance(point.task, SimulatedTask))
+    settings = [setting for name in names if name in setting_names() and (setting := load_setting(name)).reading]
+    for setting in settings:
+        print_line(console, f"SIMULATED {setting.title}, {setting.reading}")
+        for line in setting.inputs():
+            print_line(console, f"  {line}")
 
 
 def plan_jobs(jobs: Sequence[FigureJob], options: FigureOptions, console: Console) -> dict[str, Plan]:

@@ -37,6 +37,9 @@ class PaperOptions(TraceOptions):
     """Instead of the figure (NEO's Figure 9), show how its ratios depend on an assumption (simulated).
     cpu_bandwidth=20..300: CPU attention reads 20 to 300 GB/s;
     gpu_blocks=54..400: the GPU pool has 54 to 400 KV blocks (choose the machine with --gpu)."""
+    neo_launches: bool = False
+    """Charge neo and fastdecode with what NEO's own code spends on kernel launches (simulated; papers.yaml). By default
+    they are NEO's schedule in this engine, whose launches are hidden."""
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ def figure_grid(section: Mapping[str, Any], options: FigureOptions) -> Grid:
         if panel["baseline"] not in (options.systems or values_of(panel, "system")):
             raise ValueError(f"ratios are to {panel['baseline']}: add it to --systems")
     chosen = given(system=options.systems, num_requests=options.num_requests, trace_dir=options.trace_dir)
+    chosen |= given(neo_launches=options.neo_launches or None)
     repeats = options.repeats or 1
     grid = grid.with_(**chosen, repeats=repeats, seed=range(options.seed, options.seed + repeats))
     return grid if options.sensitivity is None else with_assumption(grid, options.sensitivity)
@@ -72,7 +73,7 @@ def _point(place: Place, row: Collection[str]) -> Point:
     assumption = ASSUMPTIONS.get(place.get("sensitivity"))
     value = place[assumption.field] if assumption else None
     varied = None if value is None else (f"{assumption.tag}{value:g}", f"{value:g} {assumption.unit}")
-    parts, words = [f"sim-{place['panel']}", setting.name], [setting.title]
+    parts, words = [f"sim-{place['panel']}", setting.name], [*filter(None, (setting.title, setting.reading))]
     key, group, label = point_names(parts, words, lengths, place, varied)
     task = simulate({**place, "point": key}, row, lengths, sensitivity=place.get("sensitivity"))
     return Point(key, group, label, task, concurrent=True, cost=float(lengths.total_output_tokens))

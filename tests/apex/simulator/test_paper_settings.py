@@ -42,11 +42,11 @@ def test_as_apex_measured_cpu_attention_has_the_share_of_figure_1b_and_the_memor
         assert measured.gpu_attention_gb_s() == pytest.approx(gpu_gb_s)
         apex, neo = measured.cpu_attention_gb_s("apex"), measured.cpu_attention_gb_s("neo")
         assert apex / gpu_gb_s == pytest.approx(170 / 3031, rel=1e-3)  # Figure 1b
-        assert apex / gpu_gb_s < 0.1 < today.cpu_attention_gb_s("apex") / gpu_gb_s  # "less than 10%", sections 2.4 and 3.2
+        assert apex / gpu_gb_s < 0.1 < today.cpu_attention_gb_s("apex") / gpu_gb_s  # sections 2.4, 3.2
         assert apex / neo == pytest.approx(2.0)  # section 4.1
         assert measured.num_gpu_blocks == blocks and measured["cpu_kv_gb"] == pytest.approx(0.9 * host_gb)
         assert measured.cpu_attention_gb_s("vllm") is None
-    with pytest.raises(ValueError, match="apex-a10-as-measured states the speed of the kernels llamafile, ispc, not of n"):
+    with pytest.raises(ValueError, match="states the speed of the kernels llamafile, ispc, not of native"):
         replace(measured, cpu_kernels={"apex": "native"}).cpu_attention_gb_s("apex")
 
 

@@ -48,6 +48,10 @@ CHANGES = {
             new.cpu_attention_gb_s("apex") == old.cpu_attention_gb_s("apex") * 25 / old.cpu_attention_gb_s("neo")
         ),
     ),
+    "neo_launches": (True, lambda new, old: new.ticket_launch_us("neo") == 300 > old.ticket_launch_us("neo") == 0),
+    "cpu_kv_gb": (50, lambda new, old: new.num_cpu_blocks == 50 * 10**9 // (16 * 128 * 1024)),
+    "cpu_of_gpu_attention": (0.1, lambda new, old: new.cpu_attention_gb_s("apex") == pytest.approx(51)),
+    "kernel_ratio": (1.0, lambda new, old: new.cpu_attention_gb_s("apex") == old.cpu_attention_gb_s("apex")),
     "host_read_gb_s": (30, lambda new, old: new.cpu_attention_gb_s("apex") < 30),
 }
 

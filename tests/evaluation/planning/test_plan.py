@@ -230,7 +230,7 @@ def test_both_halves_by_default_on_a_card(on_card):
     on_card(T4)
     job = job_on(NamedMachine("apex-t4"), backend=None, num_requests=20, workloads=("osc",))
     alone = job_on(NamedMachine("apex-t4"), backend="simulated", num_requests=20, workloads=("osc",))
-    assert job.configuration == alone.configuration and len(job.points) == len(alone.points) == 8
+    assert job.configuration == alone.configuration and len(job.points) == len(alone.points) == 16  # two readings
     assert job.measured.most == (800,), "--num-requests is the simulation's"
     plan = job.measured.plan_with([16])
     described = job.measured.describe(plan.points)

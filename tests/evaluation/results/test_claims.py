@@ -9,7 +9,15 @@ import yaml
 from rich.console import Console
 
 from apex.simulator.paper_settings import load_setting
-from evaluation.results.claims import CLAIMS_FILE, Claim, assumptions, compare_claims, load_claims, print_claims
+from evaluation.results.claims import (
+    CLAIMS_FILE,
+    Claim,
+    assumptions,
+    beside_each_other,
+    compare_claims,
+    load_claims,
+    print_claims,
+)
 
 
 def record(system, rate, output_len=100.0, workload="osc", setting="apex-t4", **more):
@@ -146,3 +154,21 @@ def test_assumptions_are_told_once_for_machines_that_differ_in_their_host():
     assert "neo 68-136 GB/s (25%-50%), apex 68-136 GB/s" in lines[0]
     assert "reproduce_x.py --gpu t4 --sensitivity gpu_blocks=54..300" in lines[1] and "cpu_bandwidth=" in lines[1]
     assert lines[2].startswith("A10: ") and "neo 68 GB/s (25%)" in lines[2]
+
+
+def test_readings_of_a_machine_stand_beside_each_other_each_with_its_verdict() -> None:
+    readings = {"as APEX measured": ("apex-t4-as-measured", 150.0), "with today's kernels": ("apex-t4", 110.0)}
+    rows = [
+        record(name, rate, setting=setting, reading=reading, paper_setting="apex-t4", num_gpu_blocks=9, gpu="T4")
+        | {"num_gpu_blocks_status": "assumed", "max_gpu_blocks": 10, "gpu_option": "t4", "model": "m"}
+        for reading, (setting, ours) in readings.items()
+        for name, rate in (("neo", 100.0), ("apex", ours))
+    ]
+    about = claim(setting="apex-t4")
+    head, lines = beside_each_other([about], [rows[:2], rows[2:]])
+    assert head[3:] == ("ours,\nas APEX measured", "verdict", "ours,\nwith today's kernels", "verdict")
+    assert lines == [("5.2: T4, osc", "apex/neo", "up to 1.50", "1.50", "agrees", "1.10", "smaller")]
+    console = Console(file=io.StringIO(), width=200)
+    print_claims([about], rows, console)
+    printed = console.file.getvalue()
+    assert printed.count("5.2: T4, osc") == 1 and "Agrees: our ratio is within 10%" in printed

@@ -53,6 +53,15 @@ def test_the_measured_ratio_is_judged_before_the_simulated_one():
     assert both.where == "T4 + Llama-2-7B, paper's KV pools"
 
 
+def test_each_reading_of_a_machine_is_judged_by_itself():
+    other = {"setting": "apex-t4-as-measured", "paper_setting": "apex-t4", "reading": "as APEX measured"}
+    measured = [row | other for row in simulated({"vllm": 10.0, "apex": 20.0})]
+    today = [row | {"reading": "with today's kernels"} for row in simulated({"vllm": 10.0, "apex": 90.0})]
+    first, second = overview([CLAIM], [("fig5", [*measured, *today])])
+    assert (first.where, first.verdict) == ("as APEX measured", "agrees within 10%")
+    assert (second.where, second.verdict) == ("with today's kernels", "larger")
+
+
 @pytest.mark.parametrize("other", [{"setting": None}, {"gpu": None}, {"scale": 0.1}])
 def test_another_model_a_cpu_and_scaled_lengths_are_never_judged(other):
     (item,) = overview([CLAIM], [("fig5", rows({"vllm": 1.0, "apex": 2.0}, **other))])
