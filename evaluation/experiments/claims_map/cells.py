@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from evaluation.experiments.claims_map.points import METRIC, PlaneCell, mappable
 from evaluation.results.claims import METRIC_WORDS, Claim, Comparison, agrees, compare_claims
 from evaluation.results.folder import FlatRecord
+from evaluation.results.frame import grouped
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,12 @@ class JudgedCell:
 
 @dataclass(frozen=True)
 class MappedClaim:
-    """A claim over its plane; ``own`` is the machine that the figures assume."""
+    """A claim over its plane; ``own`` is the machine that the figures assume, ``variant`` its reading in words."""
 
     claim: Claim
     own: PlaneCell
     cells: tuple[JudgedCell, ...]
+    variant: str = ""
 
     @property
     def ours(self) -> float | None:
@@ -55,8 +57,13 @@ class MappedClaim:
 
 
 def judge_cells(claims: Sequence[Claim], rows: Sequence[FlatRecord]) -> list[MappedClaim]:
-    """The mappable claims about which there are rows, in their order."""
-    judged = [_judged(claim, [r for r in rows if r["figure"] == claim.figure and claim.covers(r)]) for claim in claims]
+    """The mappable claims about which there are rows, in their order, once for each variant of the machine."""
+    variants = grouped(rows, "variant")
+    judged = [
+        _judged(claim, [r for r in here if r["figure"] == claim.figure and claim.covers(r)])
+        for claim in claims
+        for here in variants.values()
+    ]
     return [item for item in judged if item is not None]
 
 
@@ -76,7 +83,7 @@ def _judged(claim: Claim, rows: Sequence[FlatRecord]) -> MappedClaim | None:
     for machine, item in compared.items():
         ours = item.summary if points and len(item.by_place) == points else None  # else some points are not finished
         cells.append(JudgedCell(machine, ours, agrees(claim.ratio, ours)))
-    return MappedClaim(claim, own, tuple(cells))
+    return MappedClaim(claim, own, tuple(cells), rows[0].get("variant") or "")
 
 
 def _compared(claim: Claim, rows: Sequence[FlatRecord], machine: PlaneCell) -> Comparison:

@@ -89,20 +89,24 @@ def map_points(
             for machine in plane(setting, settings[speeds], settings[pools])
         ]
         cells = Grid((place,)).with_(machine=machines, system=systems).places(concerns)
-        points += [_point(cell, setting, own, systems[-1]) for cell in cells]
+        charged = bool(place.get("neo_launches"))
+        points += [_point(cell, setting, own, systems[-1], charged) for cell in cells]
     return points
 
 
 def _systems(place: Place, setting: PaperSetting, claims: Sequence[Claim]) -> tuple[str, ...]:
     """The systems of the claims about a panel."""
-    about = [c for c in claims if mappable(c) and (c.figure, c.setting) == (place["figure"], setting.name)]
+    names = (setting.name, setting.like)
+    about = [c for c in claims if mappable(c) and c.figure == place["figure"] and c.setting in names]
     about = [claim for claim in about if claim.workload in (None, workload_of(place))]
     return tuple(dict.fromkeys(system for claim in about for system in claim.systems))
 
 
-def _point(cell: Place, setting: PaperSetting, own: PlaneCell, baseline: str) -> Point:
+def _point(cell: Place, setting: PaperSetting, own: PlaneCell, baseline: str, charged: bool) -> Point:
+    """``charged``: whether the panel charges NEO's launches, which not all of its systems have."""
     values = {"baseline": baseline, "own_cpu_gb_s": own.cpu_gb_s, "own_gpu_blocks": own.gpu_blocks}
-    task = simulate(cell, ("figure", "reference_cpu_gb_s"), **values)
+    variant = ", ".join(filter(None, (setting.reading, "with NEO's launches" if charged else None)))
+    task = simulate(cell, ("figure", "reference_cpu_gb_s"), variant=variant, **values)
     speed, output_len = cell["reference_cpu_gb_s"], cell.get("output_len")
     names = (
         "map",
@@ -111,6 +115,7 @@ def _point(cell: Place, setting: PaperSetting, own: PlaneCell, baseline: str) ->
         workload_of(cell),
         *([] if output_len is None else [f"out{output_len:g}"]),
         *([] if speed is None else [f"cpu{speed:.4g}"]),
+        *(["launches"] if charged else []),
         f"blocks{task.num_gpu_blocks}",
     )
     return simulated_point(names, task)

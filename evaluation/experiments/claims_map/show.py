@@ -55,7 +55,7 @@ def show_map(claims: Sequence[Claim], run: Run, console: Console) -> None:
 def table_row(item: MappedClaim) -> dict[str, str]:
     claim = item.claim
     return {
-        "claim": f"{claim.section}: {where_of(claim)}",
+        "claim": ", ".join(filter(None, (f"{claim.section}: {where_of(claim)}", item.variant))),
         "about": "/".join(claim.systems),
         "says": claim.stated(),
         "ours": "-" if item.ours is None else f"{item.ours:.2f}",
@@ -105,7 +105,7 @@ def plane_of(item: MappedClaim) -> heat_map.Plane:
         cells[place] = heat_map.Cell(ratio, number + star, framed=cell.holds)
     return heat_map.Plane(
         f"{' over '.join(claim.systems)}: {'up to ' if claim.up_to else ''}{claim.ratio:g}x",
-        f"{where_of(claim)} ({claim.section})",
+        ", ".join(filter(None, (f"{where_of(claim)} ({claim.section})", item.variant))),
         "CPU attention (GB/s)",
         "GPU blocks",
         [f"{speed:.0f}" for speed in speeds],

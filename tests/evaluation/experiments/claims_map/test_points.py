@@ -60,7 +60,11 @@ def test_the_own_machine_gives_the_tasks_of_the_setting() -> None:
 def test_every_mappable_claim_has_points() -> None:
     claims = load_claims()
     points = map_points(experiment_settings("claims-map"), claims, quick=True)
-    have = {(point.task.values["figure"], point.task.values["setting"]) for point in points}
+    rows = [point.task.values for point in points]
+    have = {(row["figure"], row.get("paper_setting", row["setting"])) for row in rows}
+    assert (
+        len({row["variant"] for row in rows}) == 5
+    )  # two readings, each with and without NEO's launches, and NEO's machines
     assert max(point.task.lengths.spec.num_requests for point in points) == 300
     assert {(claim.figure, claim.setting) for claim in claims if mappable(claim)} == have
 
