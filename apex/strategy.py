@@ -26,6 +26,10 @@ class StrategyConfig:
     """Never let CPU requests cross the layers without being waited for: riding (APEX section 3.3) or free-running."""
     disable_partial_progress_priority: bool = False
     """Do not prioritise cohorts that are part of the way through their token (APEX section 3.4)."""
+    disable_cpu_decode_limit: bool = False
+    """Pipeline with every ready CPU decode, in two even batches, hidden or not (NEO section 3.2, step 4; neo, apex)."""
+    disable_postponed_cpu_prompts: bool = False
+    """Never put off prompts for the CPU tier, hidden CPU or not (NEO section 3.2, step 5; neo, apex)."""
     disable_online_correction: bool = False
     """Predict from the profile as it was measured, however long iterations take now."""
     min_cpu_request_ratio: float = 8.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from apex.perf.lane_load import LaneLoad, context_tokens
 from apex.perf.model import total_s
 from apex.schedulers.cpu_decodes import CpuDecodes
-from apex.schedulers.hybrid import Hybrid, gpu_only, lane_s, pipelined
+from apex.schedulers.hybrid import Hybrid, add_cpu_decodes, gpu_only, lane_s, pipelined, put_off_cpu_prompts
 from apex.schedulers.inequality import Inequality, mixed_cpu_window_s, pipelining_pays
 from apex.schedulers.pipeline import Pipeline
 from swiftllm.core.plan import HOP, CohortPlan, IterationPlan
@@ -32,6 +32,7 @@ class Apex(Hybrid):
             if self._hides(load, partial):
                 pipeline = self._pipeline(load, ready, partial)
                 if any(batch.size for batch in pipeline.batches):
+                    put_off_cpu_prompts(draft, pipeline, self.config)
                     return pipelined(draft, pipeline, under_way, predicted)
             else:
                 may_start = False  # cohorts under way overlap to their end, and no other starts
@@ -63,7 +64,7 @@ class Apex(Hybrid):
 
     def _hides(self, load: LaneLoad, partial: Sequence[Request]) -> bool:
         """Whether all requests under way fit the CPU's window; always with an empty lane, since nothing waits."""
-        if not partial or not load.requests:
+        if not partial or not load.requests or self.config.disable_cpu_decode_limit:
             return True
         pipeline = Pipeline(self.model, load)
         pipeline.add_under_way(partial)
@@ -74,12 +75,7 @@ class Apex(Hybrid):
         pipeline = Pipeline(self.model, load)
         if not self.config.disable_partial_progress_priority:
             pipeline.add_under_way(partial)
-        if load.requests:
-            pipeline.add_hidden(ready)
-            if ready.overdue is not None:
-                pipeline.add_overdue(ready.overdue)
-        else:
-            pipeline.split_evenly(ready)
+        add_cpu_decodes(pipeline, ready, self.config)
         if self.config.disable_partial_progress_priority:
             pipeline.add_under_way(partial)
         return pipeline

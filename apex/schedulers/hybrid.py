@@ -15,6 +15,7 @@ from apex.strategy import StrategyConfig
 from swiftllm.core.plan import RIDE, STEP, IterationPlan, StepResult
 from swiftllm.core.request import Request, Tier
 from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.scheduling.arrival_queue import arrival_order
 from swiftllm.scheduling.cohorts import Cohort
 from swiftllm.scheduling.draft import Draft
 from swiftllm.scheduling.parts import one_tier, two_tiers
@@ -139,3 +140,40 @@ def pipelined(
     batches = zip(pipeline.batches, (RIDE, STEP), strict=True)
     plans += [draft.residents.cohorts.batch(batch.requests, rule) for batch, rule in batches if batch.requests]
     return draft.plan(plans, {"iteration_s": pipeline.iteration_s(), **(predicted or {})})
+
+
+def add_cpu_decodes(pipeline: Pipeline, ready: CpuDecodes, config: StrategyConfig) -> None:
+    """NEO's step 4: fill the batches with CPU decodes that stay hidden, and the overdue one.
+
+    With the limit disabled, or with an empty lane, take all of them: then the two batches hide each other.
+    """
+    if config.disable_cpu_decode_limit or not pipeline.load.requests:
+        pipeline.split_evenly(ready)
+        return
+    pipeline.add_hidden(ready)
+    if ready.overdue is not None:
+        pipeline.add_overdue(ready.overdue)
+
+
+def put_off_cpu_prompts(draft: Draft, pipeline: Pipeline, config: StrategyConfig) -> None:
+    """NEO's step 5: postpone prefills bound for the CPU, the youngest first, while the CPU stays hidden without them.
+
+    The batches stay as they are. So do prefills within the flat part of the linear time, since they cost the lane
+    nothing, and the last one of all: otherwise the CPU would never get any work. In one iteration of
+    ``max_wait_iterations`` none waits for a younger one: short prompts that always find room on the GPU would starve a
+    long one.
+    """
+    if config.disable_postponed_cpu_prompts:
+        return
+    in_order = draft.residents.iteration % config.max_wait_iterations == 0
+    on_gpu = [item.request for item in draft.prefills if item.tier is Tier.GPU]
+    for item in reversed([item for item in draft.prefills if item.tier is Tier.CPU]):
+        if in_order and any(arrival_order(item.request) < arrival_order(request) for request in on_gpu):
+            break
+        load = pipeline.load
+        pipeline.set_load(load.without(item))
+        lane_tokens = pipeline.load.tokens + pipeline.batches[0].size
+        if len(load.chunks) == 1 or lane_tokens < pipeline.model.flat_linear_tokens or not pipeline.hides_cpu():
+            pipeline.set_load(load)
+            break
+        draft.put_off(item)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import PerfModel
 from apex.schedulers.cpu_decodes import CpuDecodes
-from apex.schedulers.hybrid import Hybrid, Predicting, gpu_only, lane_s, pipelined
+from apex.schedulers.hybrid import (
+    Hybrid,
+    Predicting,
+    add_cpu_decodes,
+    gpu_only,
+    lane_s,
+    pipelined,
+    put_off_cpu_prompts,
+)
 from apex.schedulers.pipeline import Pipeline
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan
@@ -29,35 +37,15 @@ class Neo(Hybrid):
 
     def decide(self, draft: Draft, ready: CpuDecodes) -> IterationPlan:
         pipeline = Pipeline(self.model, LaneLoad.from_draft(draft))
-        if not pipeline.load.requests:
-            pipeline.split_evenly(ready)  # no lane to hide behind: the two batches hide each other
+        add_cpu_decodes(pipeline, ready, self.config)
+        if not pipeline.load.requests or ready.overdue is not None:
             return pipelined(draft, pipeline)
-        pipeline.add_hidden(ready)
-        if ready.overdue is not None:
-            pipeline.add_overdue(ready.overdue)
-            return pipelined(draft, pipeline)
-        put_off_cpu_prompts(draft, pipeline)
+        put_off_cpu_prompts(draft, pipeline, self.config)
         if any(batch.size for batch in pipeline.batches):
             gpu_only_rate = pipeline.load.requests / lane_s(self.model, pipeline.load)
             if self.config.is_forced or pipeline.num_requests / pipeline.iteration_s() > gpu_only_rate:
                 return pipelined(draft, pipeline)
         return gpu_only(draft, self.model, pipeline.load)
-
-
-def put_off_cpu_prompts(draft: Draft, pipeline: Pipeline) -> None:
-    """Step 5: postpone prefills bound for the CPU, the youngest first, while the CPU stays hidden without them.
-
-    Prefills within the flat part of the linear time stay, since they cost the lane nothing. The last one stays too:
-    otherwise the CPU would never get any work.
-    """
-    for item in reversed([item for item in draft.prefills if item.tier is Tier.CPU]):
-        load = pipeline.load
-        pipeline.set_load(load.without(item))
-        lane_tokens = pipeline.load.tokens + pipeline.batches[0].size
-        if len(load.chunks) == 1 or lane_tokens < pipeline.model.flat_linear_tokens or not pipeline.hides_cpu():
-            pipeline.set_load(load)
-            break
-        draft.put_off(item)
 
 
 class FastDecode(Predicting):

@@ -127,16 +127,69 @@ def test_neo_skips_a_request_that_shows_and_takes_a_shorter_one_behind_it() -> N
 RISING = flat_table(cpu_token_s=1e-6, linear_token_s=1e-6)  # T_l is 1 ms, and 0.1 ms more for 100 tokens
 
 
-def test_neo_puts_off_prefills_for_the_cpu_but_the_oldest_while_the_cpu_stays_hidden() -> None:
-    """NEO step 5: what goes to the CPU tier adds to the lane's time and is not needed to hide 0.2 ms."""
+@pytest.mark.parametrize("system", ["neo", "apex"])
+@pytest.mark.parametrize(("disabled", "stay"), [(False, 1), (True, 3)])
+def test_prefills_for_the_cpu_are_put_off_but_the_oldest_while_the_cpu_stays_hidden(
+    system: str, disabled: bool, stay: int
+) -> None:
+    """NEO step 5, in APEX's pipelining too: what goes to the CPU tier adds to the lane's time and is not needed to hide
+    0.2 ms."""
     prompts = [prompt(name, 100, Tier.CPU) for name in ("oldest", "middle", "youngest")]
-    plan = decide(engine_of("neo", RISING), gpu(1, 10), cpu(2, 100), prompts)
-    assert [item.request.request_id for item in plan.prefills] == ["oldest"]
+    engine = engine_of(system, RISING, disable_postponed_cpu_prompts=disabled)
+    plan = decide(engine, gpu(1, 10), cpu(2, 100), prompts)
+    assert plan.strategy is Strategy.PIPELINING or system == "neo"
+    assert [item.request for item in plan.prefills] == prompts[:stay]
 
 
-def test_prompts_that_neo_puts_off_wait_again_and_hold_no_blocks() -> None:
+def test_apex_puts_off_no_prefills_where_it_does_not_pipeline() -> None:
+    prompts = [prompt(name, 100, Tier.CPU) for name in ("oldest", "middle", "youngest")]
+    plan = decide(engine_of("apex", RISING, strategy="asynchronous-overlap"), gpu(1, 10), cpu(2, 100), prompts)
+    assert plan.strategy is Strategy.OVERLAP
+    assert [item.request for item in plan.prefills] == prompts
+
+
+def test_the_overdue_request_is_served_beside_prefills_that_are_put_off() -> None:
+    """It alone is hidden, and the prefills are not needed for that."""
+    prompts, ready = [prompt(name, 100, Tier.CPU) for name in ("oldest", "youngest")], cpu(1, 100)
+    plan = decide(engine_of("apex", RISING), gpu(1, 10), ready, prompts, overdue=ready[0])
+    assert [item.request for item in plan.prefills] == prompts[:1]
+    assert [list(cohort.requests) for cohort in plan.cohorts] == [ready]
+
+
+@pytest.mark.parametrize("system", ["neo", "apex"])
+def test_now_and_then_no_prefill_is_put_off_for_a_younger_one(system: str) -> None:
+    """Else a long prompt would wait as long as shorter ones keep finding room on the GPU."""
+    names = ("before", Tier.GPU), ("long", Tier.CPU), ("short", Tier.GPU), ("late", Tier.CPU)
+    prompts = [prompt(name, 100, tier) for name, tier in names]
+    for order, request in enumerate(prompts):
+        request.arrival_order = (0, order)
+    engine = engine_of(system, RISING, max_wait_iterations=3)
+    plans = [decide(engine, gpu(1, 10), cpu(2, 100), prompts) for _ in range(6)]
+    chosen = [[item.request.request_id for item in plan.prefills] for plan in plans]
+    assert chosen == 2 * [["before", "short"], ["before", "short"], ["before", "long", "short"]]
+
+
+@pytest.mark.parametrize("system", ["neo", "apex"])
+def test_without_its_limit_the_batches_take_every_ready_decode_in_even_parts(system: str) -> None:
+    """NEO step 4: of 30 ms of CPU attention, 1 ms hides behind T_l0 and 1.01 ms behind T_l1 + T_ga0."""
+    for disabled, sizes in ((False, {RIDE: 10, STEP: 10}), (True, {RIDE: 150, STEP: 150})):
+        engine = engine_of(
+            system, flat_table(cpu_token_s=1e-6), strategy="asymmetric-pipelining", disable_cpu_decode_limit=disabled
+        )
+        assert batch_sizes(decide(engine, gpu(1, 10), cpu(300, 100))) == sizes
+
+
+def test_without_its_limit_cohorts_under_way_step_though_the_lane_waits_for_them() -> None:
+    for disabled, strategy in ((False, Strategy.OVERLAP), (True, Strategy.PIPELINING)):
+        engine = engine_of("apex", flat_table(cpu_token_s=1e-6), disable_cpu_decode_limit=disabled)
+        engine.residents.cohorts.start(requests(20, 100, Tier.CPU, "partial"))
+        assert decide(engine, gpu(1, 10)).strategy is strategy
+
+
+@pytest.mark.parametrize("system", ["neo", "apex"])
+def test_prompts_that_are_put_off_wait_again_and_hold_no_blocks(system: str) -> None:
     engine = fake_engine(
-        "neo", num_gpu_blocks=6, num_cpu_blocks=400, max_tokens=4096, num_layers=LAYERS, table=RISING,
+        system, num_gpu_blocks=6, num_cpu_blocks=400, max_tokens=4096, num_layers=LAYERS, table=RISING,
         strategy=StrategyConfig(),
     )  # fmt: skip
     for name, num_tokens in (("gpu", 10), ("cpu0", 100), ("cpu1", 100)):
