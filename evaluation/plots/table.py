@@ -71,7 +71,7 @@ def results_table(records: Sequence[FlatRecord], baseline: str) -> Table:
     varied = varied_in(records)
     columns = list(COLUMNS)
     if varied is not None:
-        columns[ASSUMED] = (varied.column, varied.field, ".0f")
+        columns[ASSUMED] = (varied.column, varied.field, ".4g")
 
     def place(record: FlatRecord) -> tuple[Any, Any]:
         return place_of(record), record[varied.field] if varied else None

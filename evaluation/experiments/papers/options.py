@@ -36,6 +36,7 @@ class PaperOptions(TraceOptions):
     sensitivity: Range = None
     """Instead of the figure (NEO's Figure 9), show how its ratios depend on an assumption (simulated).
     cpu_bandwidth=20..300: CPU attention reads 20 to 300 GB/s;
+    cpu_share=0.02..0.2: it has 2 to 20% of the GPU's rate; kernel_ratio=1..2: APEX's kernel is 1 to 2 times NEO's;
     gpu_blocks=54..400: the GPU pool has 54 to 400 KV blocks (choose the machine with --gpu)."""
     neo_launches: bool = False
     """Charge neo and fastdecode with what NEO's own code spends on kernel launches (simulated; papers.yaml). By default

@@ -75,7 +75,8 @@ def _point(place: Place, row: Collection[str]) -> Point:
     varied = None if value is None else (f"{assumption.tag}{value:g}", f"{value:g} {assumption.unit}")
     parts, words = [f"sim-{place['panel']}", setting.name], [*filter(None, (setting.title, setting.reading))]
     key, group, label = point_names(parts, words, lengths, place, varied)
-    task = simulate({**place, "point": key}, row, lengths, sensitivity=place.get("sensitivity"))
+    fields = [*row, assumption.field] if assumption else row
+    task = simulate({**place, "point": key}, fields, lengths, sensitivity=place.get("sensitivity"))
     return Point(key, group, label, task, concurrent=True, cost=float(lengths.total_output_tokens))
 
 

@@ -1,7 +1,8 @@
 """Assumptions on which a figure's ratios depend, and how they are varied (``--sensitivity``).
 
-The papers do not state two values of their machines, and these matter most: how fast CPU attention reads the KV cache,
-and how many KV blocks the GPU holds.
+What matters most of the papers' machines is not stated for the runs of their figures: how fast CPU attention reads the KV
+cache, in absolute terms or as a share of the GPU's speed, how much faster APEX's kernel is than NEO's, and how many KV
+blocks the GPU holds.
 """
 
 from __future__ import annotations
@@ -49,6 +50,17 @@ ASSUMPTIONS = {
         "KV blocks of 16 tokens on the GPU",
         "blocks",
         "blocks",
+    ),
+    "cpu_share": Assumption(
+        "cpu_share",
+        "cpu_of_gpu_attention",
+        "the CPU's share of the GPU's speed",
+        "of the GPU's rate of attention, with APEX's kernel",
+        "CPU/GPU",
+        "share",
+    ),
+    "kernel_ratio": Assumption(
+        "kernel_ratio", "kernel_ratio", "APEX's CPU kernel", "times as fast as NEO's kernel", "kernel", "kernel"
     ),
 }
 
