@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from evaluation.plots.bars import BarPanel, Half, rate_bars, throughput_figure
-from evaluation.plots.lines import LinePanel, Series, line_figure
+from evaluation.plots.lines import COLUMNS, LinePanel, Series, line_figure
 from evaluation.plots.notes import (
     Records,
     figure_text,
@@ -75,7 +75,8 @@ def bar_panel(rows: Records, systems: Sequence[str], records: Records, y_label: 
 def draw_fig6(records: Records, machine: Mapping[str, Any]) -> Figure:
     """Mean per-token latency over the request rate, one panel per setting."""
     panels = [latency_panel(rows, records) for rows in panels_of(records)]
-    return line_figure(panels, figure_text("Mean per-token latency under load", records, machine))
+    columns = len(distinct(records, "panel")) if len(halves_of(records)) > 1 else COLUMNS  # a row for each half
+    return line_figure(panels, figure_text("Mean per-token latency under load", records, machine), columns)
 
 
 def draw_fig7(records: Records, machine: Mapping[str, Any]) -> Figure:

@@ -14,6 +14,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from evaluation.plots.notes import PREDICTION
 from evaluation.plots.style import FAINT, POINTS_PER_INCH, FigureText, panel_title, sheet, tidy_axes
 
+COLUMNS = 3
+"""Panels in a row."""
 PANEL_WIDTH, AXES_HEIGHT = 5.6, 2.8
 SPACE = {"left": 0.85, "right": 0.95, "below": 0.55, "above": 0.42}
 """Inches around a panel; to the right are the names of the lines."""
@@ -77,7 +79,7 @@ class LinePanel:
 def line_figure(
     panels: Sequence[LinePanel],
     text: FigureText,
-    columns: int = 3,
+    columns: int = COLUMNS,
     panel_width: float = PANEL_WIDTH,
     height: float = AXES_HEIGHT,
 ) -> plt.Figure:

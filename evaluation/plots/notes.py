@@ -66,7 +66,9 @@ def panel_name(records: Records) -> str:
     first = records[0]
     where = f"{first['model']} {measured_where(records)}"
     if is_simulated(first):
-        where = ", ".join(filter(None, (first["setting_title"], reading_of(first))))
+        where, reading = first["setting_title"], reading_of(first)
+        if reading is not None:
+            where = f"{where.split(' + ')[0]}, {reading}"  # the subtitle names the model
     elif in_papers_setting(first):
         where = f"measured, {first['setting_title']}"
     return f"{where}, {first['workload_title']}"
@@ -281,9 +283,13 @@ def cpu_attention_notes(records: Records) -> list[str]:
         rates = {name: distinct(rows, "cpu_bandwidth_gb_s") for name, rows in grouped(here, "system").items()}
         rates = {name: values for name, values in rates.items() if values}
         if title and rates and all(len(values) == 1 for values in rates.values()):
-            text = ", ".join(f"{name} ({kernels[name]} kernel) {values[0]:.0f} GB/s" for name, values in rates.items())
             gpu_rate = here[0]["gpu_attention_gb_s"]
-            notes.append(f"{title}: attention on the CPU assumed at {text}; on the GPU {gpu_rate:.0f} GB/s.")
+            text = ", ".join(
+                f"{name} ({kernels[name]} kernel) {values[0]:.0f} GB/s, {values[0] / gpu_rate:.1%}"
+                for name, values in rates.items()
+            )
+            where = ", ".join(filter(None, (title, reading_of(here[0]))))
+            notes.append(f"{where}: attention on the CPU assumed at {text} of the GPU's {gpu_rate:.0f} GB/s.")
     text = ", ".join(f"{system} ({kernel} kernel)" for system, kernel in kernels.items() if kernel is not None)
     if kind_of(records[0]) == MEASURED and text:
         notes.append(f"Attention on the CPU: {text}.")

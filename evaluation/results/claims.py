@@ -300,6 +300,7 @@ def assumptions(records: Sequence[FlatRecord], script: str) -> list[str]:
     for here in grouped(offloading, "gpu", "model", "num_gpu_blocks").values():
         first, titles = here[0], distinct(here, "setting_title")
         title = titles[0] if len(titles) == 1 else f"{titles[0].split(' (')[0]} ({len(titles)} hosts)"
+        title = ", ".join(filter(None, (title, reading_of(first))))
         blocks, most, gpu_rate = first["num_gpu_blocks"], first["max_gpu_blocks"], first["gpu_attention_gb_s"]
         rates = {name: distinct(rows, "cpu_bandwidth_gb_s") for name, rows in grouped(here, "system").items()}
         rates_text = ", ".join(

@@ -1,8 +1,8 @@
 """Assumptions on which a figure's ratios depend, and how they are varied (``--sensitivity``).
 
-What matters most of the papers' machines is not stated for the runs of their figures: how fast CPU attention reads the KV
-cache, in absolute terms or as a share of the GPU's speed, how much faster APEX's kernel is than NEO's, and how many KV
-blocks the GPU holds.
+What matters most of the papers' machines is not stated for the runs of their figures: how fast CPU attention reads the
+KV cache, in absolute terms or as a share of the GPU's speed, how much faster APEX's kernel is than NEO's, and how many
+KV blocks the GPU holds.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def test_a_figure_says_what_computed_what_is_missing_and_what_fitted_means():
     rows = [row(system) for system in ("vllm", "swiftllm", "neo", "apex")]
     rows += [measured(system) for system in ("swiftllm", "neo", "apex")]
     words = words_of(draw_fig5(rows, {"cpu": "a CPU", "usable_cores": 2}))
-    assert "neo (ispc kernel) 100 GB/s, apex (llamafile kernel) 100 GB/s; on the GPU 500 GB/s" in words
+    assert "neo (ispc kernel) 100 GB/s, 20.0%, apex (llamafile kernel) 100 GB/s, 20.0% of the GPU's 500 GB/s" in words
     assert "Attention on the CPU: neo (native kernel), apex (native kernel)." in words
     assert "Not measured: vllm." in words and "Not simulated" not in words
     assert "fitted: drawn from a record's quantiles" in words
