@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from evaluation.results.folder import PREDICTED, FlatRecord
 from evaluation.results.frame import grouped
-from evaluation.results.kinds import claimable, comparisons, distinct, is_full_size, is_simulated, label_of
+from evaluation.results.kinds import claimable, comparisons, distinct, is_full_size, is_simulated, label_of, of_kernels
 from evaluation.results.paths import CLAIMS_FILE, evaluation_command
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ class Comparison:
             return ""
         place = next(place for place, ratio in self.by_place.items() if ratio == self.summary)
         _, workload, output_len, rate, *others = place
+        if output_len is None:  # of kernels
+            return workload
         where = f"{output_len:.0f} out" if rate is None else f"{rate:g} req/s"
         if (interval_s := others[OF_SERVICE.index("rate_interval_s")]) is not None:
             where = f"every {interval_s:g} s"
@@ -221,6 +223,7 @@ METRIC_WORDS = {
     "throughput_over_uncontrolled": "throughput over that without admission control",
     "request_rate_at_latency": "request rate at which latency gets there",
     "layer_latency_s": "latency of a layer",
+    "attention_gb_s": "attention speed",
     "request_latency_s": "latency of a generation",
     "per_token_latency_s_mean": "mean per-token latency",
     "per_token_latency_s_p50": "median per-token latency",
@@ -378,5 +381,5 @@ def measured_overview(claim: Claim, records: Sequence[FlatRecord]) -> ClaimOverv
     if claim.metric == "output_tokens_per_s":
         predicted = compared(claim, [{**row, claim.metric: row.get(PREDICTED)} for row in rows])
     pools = [POOLS.get(origin, origin) for origin in distinct(rows, "setting_origin")]
-    where = [*distinct(rows, "setting_title"), *pools]
+    where = [*distinct(rows, "setting_title"), *pools, *(distinct(rows, "cpu") if of_kernels(rows[0]) else ())]
     return ClaimOverview(claim, ", ".join(where), measured, predicted)
