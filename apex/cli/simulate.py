@@ -59,7 +59,7 @@ class Simulate(SystemsCommand):
     tensor_parallel: int = 1
     """GPUs among which every layer is divided; their memories add up."""
     link: str | None = None
-    """What joins several GPUs: a name (pcie-4, nvlink-4) or a .yaml file."""
+    """What joins several GPUs: a name (pcie-4, pcie-5, nvlink-4) or a .yaml file."""
     host: str = "dual-xeon-6342"
     """Host: a name or a .yaml file."""
     cpu_hosts: int = 1

@@ -97,7 +97,7 @@ def replica(
 
 def _ideal(link: GpuLink) -> GpuLink:
     """A link whose all-reduces take no time."""
-    values = {"all_reduce_gb_s": math.inf, "all_reduce_latency_us": 0.0}
+    values = {"all_reduce_gb_s": math.inf, "all_reduce_latency_us": 0.0}  # of buffers of every size
     figures = {name: replace(link.figures[name], value=value) for name, value in values.items()}
     return GpuLink(f"{link.name}, without its time", figures)
 

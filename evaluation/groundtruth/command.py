@@ -9,6 +9,7 @@ from rich.console import Console
 
 from evaluation.groundtruth.judge import Judged, judge, ladder, recorded_errors, worse_than_recorded
 from evaluation.groundtruth.report import draw_run, print_comparison, print_terms
+from evaluation.groundtruth.terms import link_of
 from evaluation.plots.style import save_figure
 from evaluation.results.folder import ResultFolder
 
@@ -48,7 +49,14 @@ def remarks(judged: Judged) -> list[str]:
     if run.num_gpu_blocks is None:
         lines.append("the run did not record its KV blocks: there are enough for all requests")
     if run.tensor_parallel > 1:
-        lines.append("the tables have no communication between the GPUs of a layer: it is left out")
+        link = link_of(run)
+        if link is None:
+            lines.append(
+                "the tables have no communication between the GPUs of a layer, and what joins them is not known: it is "
+                'left out (meta.json may name a "link")'
+            )
+        else:
+            lines.append(f"communication between the GPUs is by the figures of {link.name} in configs/hardware")
     if run.data_parallel > 1:
         lines.append("the ranks take requests in turn and are equally loaded; their link is assumed")
     return lines

@@ -12,7 +12,7 @@ from evaluation.groundtruth.models import RunModel, find_model
 from evaluation.groundtruth.prediction import Outcome, measured_outcome, predict_run
 from evaluation.groundtruth.report import errors
 from evaluation.groundtruth.run_files import RUNS, RealRun, find_run, read_run
-from evaluation.groundtruth.terms import Setup, all_terms, card_of, terms
+from evaluation.groundtruth.terms import Setup, all_terms, card_of, shard_terms, terms
 
 ERRORS_FILE = RUNS / "errors.yaml"
 TOLERANCE = 0.01
@@ -50,9 +50,13 @@ def predict(run: RealRun, model: RunModel, setup: Setup) -> Outcome:
 
 
 def ladder(judged: Judged) -> Iterator[tuple[str, dict[str, float]]]:
-    """The errors with each further term; nothing for a run whose card has no file in ``configs/hardware``."""
-    gpu = card_of(judged.run)
-    for setup in () if gpu is None else terms(judged.run, gpu):
+    """The errors with each further term; nothing for a run of one GPU whose card is not in ``configs/hardware``."""
+    gpu, setups = card_of(judged.run), iter(())
+    if judged.run.tensor_parallel > 1:
+        setups = shard_terms(judged.run, judged.model)
+    elif gpu is not None:
+        setups = terms(judged.run, gpu)
+    for setup in setups:
         yield setup.term, errors(judged.measured, predict(judged.run, judged.model, setup))
 
 

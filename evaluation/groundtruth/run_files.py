@@ -2,7 +2,8 @@
 
 - ``requests.jsonl``: input_toks, output_toks, arrival_time, queued_ts, first_token_ts, last_token_ts, in seconds.
 - ``timeseries.csv``: t in seconds from the start, running and waiting requests.
-- ``meta.json``: model and engine_kwargs; kv_cache with num_gpu_blocks and block_size where the pool was recorded.
+- ``meta.json``: model and engine_kwargs; kv_cache with num_gpu_blocks and block_size where the pool was recorded;
+  optional: link, a name in ``configs/hardware`` or a .yaml file: what joins the GPUs.
 - the files of :mod:`apex.simulator.hardware.operator_files`. Each file may be compressed, with ``.gz``.
 """
 
@@ -49,7 +50,7 @@ class LoadSample:
 
 @dataclass(frozen=True)
 class RealRun:
-    """A real run. ``num_gpu_blocks`` is None where the run did not record its pool."""
+    """A real run. ``num_gpu_blocks`` is None where the run did not record its pool, ``link`` where it names none."""
 
     name: str
     folder: Path
@@ -65,6 +66,7 @@ class RealRun:
     dtype: str
     num_gpu_blocks: int | None
     block_size: int
+    link: str | None = None
 
 
 def known_runs() -> list[str]:
@@ -108,6 +110,7 @@ def read_run(folder: Path) -> RealRun:
         dtype=DEFAULT_DTYPE if options.get("dtype", "auto") == "auto" else str(options["dtype"]),
         num_gpu_blocks=None if pool.get("num_gpu_blocks") is None else _whole(path, pool, "num_gpu_blocks"),
         block_size=_whole(path, pool, "block_size", 16),
+        link=meta.get("link"),
     )
 
 
@@ -130,6 +133,8 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(meta, dict) or not isinstance(meta.get("model"), str):
         raise ValueError(f'{path} lacks "model", the name of the model')
+    if not isinstance(meta.get("link", ""), str):
+        raise ValueError(f"{path}: link={meta['link']!r} must be a name in configs/hardware or a .yaml file")
     if not isinstance(meta.get("engine_kwargs"), dict):
         raise ValueError(f'{path} lacks "engine_kwargs", with max_num_seqs and max_num_batched_tokens')
     return meta

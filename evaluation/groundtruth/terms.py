@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ from apex.perf.operator_tables import OperatorTable, TimeGrid
 from apex.simulator.hardware.files import (
     ASSUMPTIONS_FILE,
     Gpu,
+    GpuLink,
     known_hardware,
     load_gpu,
     load_host,
@@ -18,7 +20,13 @@ from apex.simulator.hardware.files import (
     read_figures,
 )
 from apex.simulator.hardware.operator_files import read_operators
-from apex.simulator.prediction.calibrated_profile import ITEMSIZES, all_reduce_s, hardware_profile
+from apex.simulator.prediction.calibrated_profile import (
+    ITEMSIZES,
+    all_gather_s,
+    all_reduce_s,
+    hardware_profile,
+    with_all_reduces,
+)
 from apex.simulator.virtual.runtime import OWN_ENGINE, Runtime, vllm_runtime
 from evaluation.groundtruth.models import RunModel
 from evaluation.groundtruth.run_files import RealRun
@@ -48,6 +56,24 @@ def card_of(run: RealRun) -> Gpu | None:
     return None
 
 
+def link_of(run: RealRun) -> GpuLink | None:
+    """What joins the GPUs of a run: what it names, else what joins cards of its name; None where neither is known.
+
+    Raises:
+        ValueError: there is no such link.
+    """
+    if run.link is not None:
+        return load_link(run.link)
+    named = [gpu for name in known_hardware("gpu") if (gpu := load_gpu(name)).link and is_named(run, name)]
+    return load_link(named[0].link) if named else None
+
+
+def is_named(run: RealRun, card: str) -> bool:
+    """Whether the run's device or, where it has none, its folder has a card's name: whole words, however joined."""
+    words, wanted = re.findall(r"[a-z0-9]+", (run.device or run.name).lower()), card.replace("-", "")
+    return any("".join(words[i:j]) == wanted for i in range(len(words)) for j in range(i + 1, len(words) + 1))
+
+
 def table_of_operators(run: RealRun, model: RunModel) -> OperatorTable:
     """A table of the run's operators alone: no CPU tier, and the host's assumed time an iteration.
 
@@ -62,7 +88,7 @@ def table_of_operators(run: RealRun, model: RunModel) -> OperatorTable:
     if times.experts is not None and ranks > 1:
         link, bytes_per_token = load_link(LINK), ranks * model.hidden_size * ITEMSIZES[run.dtype]
         exchanges = [
-            2 * all_reduce_s(link, n * bytes_per_token) for n in sizes
+            2 * all_reduce_s(link, n * bytes_per_token, ranks) for n in sizes
         ]  # all tokens there, and their sums back
         linear = [seconds + exchange_s for seconds, exchange_s in zip(linear, exchanges, strict=True)]
     free = Surface((1, 2), (FREE, FREE))
@@ -92,8 +118,41 @@ def experts_s(experts: TimeGrid, tokens: float, ranks: int) -> float:
     return experts(tokens, all_experts / ranks * (1.0 - idle))
 
 
+def with_layer_all_reduces(table: OperatorTable, run: RealRun, model: RunModel, link: GpuLink) -> OperatorTable:
+    """A table of shards with the all-reduces of their layers, which nothing hides: vLLM's are on the stream of all
+    else."""
+    gpus, itemsize = run.tensor_parallel, ITEMSIZES[run.dtype]
+    return replace(table, linear=with_all_reduces(table.linear, link, model.hidden_size, itemsize, gpus))
+
+
+def with_end_exchanges(table: OperatorTable, run: RealRun, model: RunModel, link: GpuLink) -> OperatorTable:
+    """A table of shards with the exchanges of a step at its ends: an all-reduce of the embedding, of which each GPU has
+    a part of the vocabulary, and an all-gather of the logits."""
+    gpus, itemsize = run.tensor_parallel, ITEMSIZES[run.dtype]
+    rows, vocab = table.ends, model.vocab_size / gpus
+    gathered = [all_gather_s(link, n * vocab * itemsize, gpus) for n in rows.sizes]
+    return replace(
+        table,
+        token_ends=with_all_reduces(table.token_ends, link, model.hidden_size, itemsize, gpus, count=1),
+        ends=Curve(rows.sizes, tuple(head + gather for head, gather in zip(rows.seconds, gathered, strict=True))),
+    )
+
+
+def shard_terms(run: RealRun, model: RunModel) -> Iterator[Setup]:
+    """The terms of a tensor-parallel run, whose tables are of a shard: those without its link as of any run."""
+    vllm, table, link = vllm_runtime(run.max_num_seqs), table_of_operators(run, model), link_of(run)
+    yield Setup("operators of a shard", table, vllm, prefix_caching=True)
+    if link is not None:
+        layers = with_layer_all_reduces(table, run, model, link)
+        yield Setup("all-reduces", layers, vllm, prefix_caching=True)
+        ends = with_end_exchanges(layers, run, model, link)
+        yield Setup("embedding and logits exchanged", ends, vllm, prefix_caching=True)
+
+
 def all_terms(run: RealRun, model: RunModel) -> Setup:
-    """The prediction from the run's own operator tables."""
+    """The prediction from the run's own operator tables, and from the figures of its link."""
+    if run.tensor_parallel > 1:
+        return list(shard_terms(run, model))[-1]
     return Setup("all terms", table_of_operators(run, model), vllm_runtime(run.max_num_seqs), prefix_caching=True)
 
 

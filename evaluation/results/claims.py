@@ -17,6 +17,7 @@ from evaluation.results.kinds import (
     is_full_size,
     is_simulated,
     label_of,
+    of_kernels,
     reading_of,
 )
 from evaluation.results.paths import CLAIMS_FILE, evaluation_command
@@ -97,6 +98,8 @@ class Comparison:
             return ""
         place = next(place for place, ratio in self.by_place.items() if ratio == self.summary)
         _, workload, output_len, rate, *others = place
+        if output_len is None:  # of kernels
+            return workload
         where = f"{output_len:.0f} out" if rate is None else f"{rate:g} req/s"
         if (interval_s := others[OF_SERVICE.index("rate_interval_s")]) is not None:
             where = f"every {interval_s:g} s"
@@ -270,6 +273,7 @@ METRIC_WORDS = {
     "gain_over_600": "gain over neo over that at 600 output tokens",
     "gain_over_b_a": "gain over swiftllm over S = b / a",
     "layer_latency_s": "latency of a layer",
+    "attention_gb_s": "attention speed",
     "request_latency_s": "latency of a generation",
     "per_token_latency_s_mean": "mean per-token latency",
     "per_token_latency_s_p50": "median per-token latency",
@@ -436,5 +440,5 @@ def measured_overview(claim: Claim, records: Sequence[FlatRecord]) -> ClaimOverv
     if claim.metric == "output_tokens_per_s":
         predicted = compared(claim, [{**row, claim.metric: row.get(PREDICTED)} for row in rows])
     pools = [POOLS.get(origin, origin) for origin in distinct(rows, "setting_origin")]
-    where = [*distinct(rows, "setting_title"), *pools]
+    where = [*distinct(rows, "setting_title"), *pools, *(distinct(rows, "cpu") if of_kernels(rows[0]) else ())]
     return ClaimOverview(claim, ", ".join(where), measured, predicted)

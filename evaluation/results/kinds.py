@@ -42,6 +42,11 @@ def reading_of(record: FlatRecord) -> str | None:
     return record.get("reading")
 
 
+def of_kernels(record: FlatRecord) -> bool:
+    """Whether the row was measured of a CPU attention kernel by itself, which has no model."""
+    return record.get("kernel") is not None
+
+
 def is_served(record: FlatRecord) -> bool:
     """Whether the row's times were taken at the client of a server."""
     return record.get("backend") in ("server", "http")
@@ -69,14 +74,19 @@ def label_of(records: Sequence[FlatRecord]) -> str:
 
 
 def what_ran(records: Sequence[FlatRecord]) -> str:
-    """The setting and the card of rows measured here, or "another model" with the backend."""
+    """The setting and the card of rows measured here, or "another model" with the backend; of kernels the CPU."""
+    if of_kernels(records[0]):
+        return " and ".join(distinct(records, "cpu"))
     if in_papers_setting(records[0]):
         return f"{' and '.join(distinct(records, 'setting_title'))}, {card_of(records)}"
     return f"{records[0]['backend']}, another model"
 
 
 def is_full_size(record: FlatRecord) -> bool:
-    """Whether a row of a paper's setting was measured on a GPU with the paper's model and lengths."""
+    """Whether a row of a paper's setting was measured on a GPU with the paper's model and lengths, or of a kernel,
+    of which a claim asks for no more."""
+    if of_kernels(record):
+        return not is_simulated(record)
     as_in_paper = record.get("scale", 1) == 1 and record.get("papers_model", True)
     return in_papers_setting(record) and record.get("gpu") is not None and as_in_paper
 

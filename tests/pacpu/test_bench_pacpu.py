@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import pacpu
-from benchmarks import bench_pacpu, pacpu_cases, pacpu_shared
+from benchmarks import bench_batches, bench_pacpu, pacpu_cases, pacpu_shared
 from benchmarks.pacpu_cases import Case, Memory, Shape, usable_isas
 from benchmarks.pacpu_peers import prepare_vllm
 from benchmarks.pacpu_report import draw_kernels, markdown_rows, median_cells, print_ratios, verdicts
+from evaluation.report import Section
+from evaluation.results.claims import load_claims, overview
 from swiftllm.runtime import attention_choices
 
 KINDS = [f"{dtype} {heads}" for dtype in attention_choices.DTYPES for heads in pacpu.HEADS]
@@ -222,3 +224,56 @@ def test_kernels_that_disagree_are_not_measured(tiny, monkeypatch, tmp_path):
     monkeypatch.setattr(pacpu_cases, "prepare_pacpu", prepare)
     with pytest.raises(SystemExit, match="differs from native"):
         bench_pacpu.main(bench_pacpu.Options(quick=True, seconds=0.1, threads=(1,), results_dir=tmp_path))
+
+
+# -- over the batch size ----------------------------------------------------------------------------------------------
+
+
+def test_batches_are_measured_by_the_threads_time_and_judged(tiny, monkeypatch, tmp_path, capsys):
+    """Each timed run is told to take a second for each 1 GB/s that it should show: rates and ratios follow."""
+    if "ispc" not in pacpu.kernels():
+        pytest.skip("there is no ISPC kernel to compare with")
+    monkeypatch.setattr(bench_batches, "BATCHES", (1, 3))
+    monkeypatch.setattr(bench_batches, "CONTEXT", 40)
+    monkeypatch.setattr(bench_batches, "MIN_TIMED_BYTES", 1 << 20)
+    attended, order = pacpu.paged_attention, []
+
+    def noted(*arguments: Any, **options: Any) -> None:
+        order.append(options["kernel"])
+        attended(*arguments, **options)
+
+    monkeypatch.setattr(pacpu, "paged_attention", noted)
+    gb_s = {"native": 30.0, "llamafile": 18.0, "ispc": 10.0}
+
+    def timed(run: Any) -> float:
+        done = len(order)
+        run()
+        (kernel,) = set(order[done:])
+        batch = bench_points[len(order[done:])]
+        return batch / (gb_s[kernel] * 1e9)
+
+    cases = {Case(heads, "float16", Shape(batch, 40), 1) for heads in ("GQA", "MHA") for batch in (1, 3)}
+    bench_points = {-(-(1 << 20) // case.num_bytes): -(-(1 << 20) // case.num_bytes) * case.num_bytes for case in cases}
+    assert len(bench_points) == len(cases)  # the number of calls says which case it was
+    monkeypatch.setattr(bench_batches, "timed", timed)
+    before = pacpu.isa()
+    bench_batches.main(bench_batches.Options(rounds=3, results_dir=tmp_path))
+    assert pacpu.isa() == before
+    folder = tmp_path / "pacpu-batches" / "latest"
+    rows = json.loads((folder / "summary.json").read_text())
+    assert [(r["heads"], r["kv_heads"], r["batch"]) for r in rows[:: len(gb_s)]] == [
+        (32, 8, 1), (32, 8, 3), (32, 32, 1), (32, 32, 3)
+    ]  # fmt: skip
+    for r in rows:
+        assert r["attention_gb_s"] == pytest.approx(gb_s[r["kernel"]]) and r["rounds"] == 3
+        assert r["ratio_to_ispc"] == pytest.approx(gb_s[r["kernel"]] / 10)
+    firsts = [kernel for kernel, before in zip(order, [None, *order], strict=False) if kernel != before]
+    assert set(firsts) == set(gb_s)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "APEX 4.1" in printed and "1.80" in printed and "-10%" in printed
+    (item,) = overview(load_claims("pacpu-batches"), [("pacpu-batches", rows)])
+    assert item.measured.summary == pytest.approx(1.8) and item.verdict == "agrees within 10%"
+    assert item.where == rows[0]["cpu"]
+    (item,) = overview(load_claims("pacpu-batches"), [("pacpu", rows)])
+    assert item.verdict == "not run"
+    assert Section(folder.resolve()).claims[0]["ours"] == "1.80"

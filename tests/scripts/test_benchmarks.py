@@ -28,7 +28,17 @@ def test_an_argument_it_does_not_know_is_refused(name):
     [
         *(
             f"benchmarks.bench_{name}"
-            for name in ("codes", "commands", "lane", "pacpu", "remote", "scheduler", "server_overhead", "simulator")
+            for name in (
+                "batches",
+                "codes",
+                "commands",
+                "lane",
+                "pacpu",
+                "remote",
+                "scheduler",
+                "server_overhead",
+                "simulator",
+            )
         ),
         *(f"evaluation.reproduce_{name}" for name in ("fig5", "fig6", "fig7", "neo")),
         *(f"evaluation.{name}" for name in ("calibrate", "compare_vllm", "load_test", "report", "soak")),

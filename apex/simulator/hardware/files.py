@@ -37,6 +37,11 @@ POWER_ERRORS = "each of nine cards left out in turn: median error of its GEMMs 5
 GEMM_TILE_TOKENS = 128
 """Above so many tokens GEMMs compute whole tiles. Measured tables show it, and the prediction from power needs it."""
 LINK_FIGURES = ("all_reduce_gb_s", "all_reduce_latency_us")
+SMALL_LINK_FIGURES = (
+    "small_all_reduce_below_bytes", "small_all_reduce_gpus", "small_all_reduce_gb_s", "small_all_reduce_latency_us",
+)  # fmt: skip
+"""Of a kernel that reduces small buffers of few cards in place of the library; a link has all of them or none."""
+OPTIONAL_FIGURES = {"gpu": {*POWER_FIGURES, "has_hbm"}, "host": set(), "link": set(SMALL_LINK_FIGURES)}
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,8 @@ class Gpu(Hardware):
     operators: Mapping[str, MeasuredOperators] = field(default_factory=dict)
     from_power: bool = False
     """Whether its shares of the data sheet are predicted from its power, and no table has them."""
+    link: str | None = None
+    """What joins several of them where nothing else is said: a name in ``configs/hardware``. None: not known."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +179,12 @@ class Host(Hardware):
 @dataclass(frozen=True)
 class GpuLink(Hardware):
     """What joins the GPUs of a host."""
+
+    def small_below_bytes(self, gpus: int) -> float:
+        """The bytes from which on the library reduces, and no kernel of its own for small buffers; 0 without one."""
+        if "small_all_reduce_gpus" not in self.figures or gpus > self["small_all_reduce_gpus"]:
+            return 0.0
+        return self["small_all_reduce_below_bytes"]
 
 
 def closest_layer(gpu: Gpu, shape: LayerShape) -> MeasuredLayer:
@@ -197,7 +210,7 @@ def load_gpu(name_or_path: str | Path) -> Gpu:
     from_power = not layers and set(POWER_FIGURES) <= set(figures) and figures["gemm_fraction"].status == "assumed"
     if from_power:
         figures |= power_fractions(figures)
-    return Gpu(raw["name"], figures, tuple(layers), operators, from_power)
+    return Gpu(raw["name"], figures, tuple(layers), operators, from_power, raw.get("link"))
 
 
 def power_fractions(figures: Mapping[str, Figure]) -> dict[str, Figure]:
@@ -241,7 +254,10 @@ def load_host(name_or_path: str | Path) -> Host:
 @functools.cache
 def load_link(name_or_path: str | Path) -> GpuLink:
     """Read a link between GPUs, as :func:`load_gpu` does a GPU."""
-    _, raw, figures = _read(name_or_path, "link", LINK_FIGURES)
+    path, raw, figures = _read(name_or_path, "link", LINK_FIGURES)
+    small = set(SMALL_LINK_FIGURES) & set(figures)
+    if small and (missing := set(SMALL_LINK_FIGURES) - small):
+        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}, which belong to {', '.join(sorted(small))}")
     return GpuLink(raw["name"], figures)
 
 
@@ -320,14 +336,13 @@ def _read(
     raw = _load_yaml(path)
     if raw.get("kind") != kind:
         raise ValueError(f"{path} describes a {raw.get('kind')}, not a {kind}")
-    if misplaced := set(raw) - {"name", "kind", "figures", "isa", "measured_layers", "measured_operators"}:
+    if misplaced := set(raw) - {"name", "kind", "figures", "isa", "link", "measured_layers", "measured_operators"}:
         raise ValueError(f"{path}: nothing uses {', '.join(sorted(misplaced))}; figures stand below `figures:`")
     own, assumed = read_figures(path), read_figures(ASSUMPTIONS_FILE)
     needed = ("name", "isa") if kind == "host" else ("name",)
     if missing := (set(required) - set(own)) | {name for name in needed if not isinstance(raw.get(name), str)}:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
-    optional = {*POWER_FIGURES, "has_hbm"} if kind == "gpu" else set()
-    if unknown := set(own) - set(required) - set(assumed) - optional:
+    if unknown := set(own) - set(required) - set(assumed) - OPTIONAL_FIGURES[kind]:
         raise ValueError(f"{path}: nothing uses {', '.join(sorted(unknown))}; optional are {', '.join(assumed)}")
     return path, raw, assumed | own
 

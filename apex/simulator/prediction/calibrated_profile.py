@@ -44,6 +44,8 @@ from swiftllm.model.config.model_config import ModelConfig
 
 BITS_PER_BYTE = 8
 ITEMSIZES = {"float16": 2, "bfloat16": 2}
+LAYER_ALL_REDUCES = 2
+"""The output and the down projection of a layer each end in one (OmniServe section 3.3.1)."""
 # Powers of two and their middles: between neighbours a straight line is at most 4% off a square.
 TOKENS = (1, *sorted({2**i for i in range(4, 15)} | {3 * 2**i for i in range(4, 13)}))
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -107,7 +109,7 @@ def hardware_profile(
     if shape.num_experts:
         linear = with_experts(linear, gpu, shard, itemsize, scheme)
     if tensor_parallel > 1:
-        linear = with_all_reduces(linear, link, shape, itemsize)
+        linear = with_all_reduces(linear, link, shape.hidden_size, itemsize, tensor_parallel)
     identity = {
         "kind": "calibrated, for simulation",
         "device": gpu.name,
@@ -238,23 +240,30 @@ def ends_s(gpu: Gpu, config: ModelConfig, itemsize: int, rows: float, tensor_par
 # -- tensor parallelism -----------------------------------------------------------------------------------------------
 
 
-def with_all_reduces(linear: Curve, link: GpuLink, shape: LayerShape, itemsize: int) -> Curve:
-    """T_l of a shard with a layer's communication. Both are piecewise linear, so their sum is at every size."""
-    seconds = (
-        shard_s + communication_s(link, shape, itemsize, tokens)
-        for tokens, shard_s in zip(linear.sizes, linear.seconds, strict=True)
-    )
-    return Curve(linear.sizes, tuple(seconds))
+def with_all_reduces(
+    curve: Curve, link: GpuLink, hidden_size: int, itemsize: int, gpus: int, count: int = LAYER_ALL_REDUCES
+) -> Curve:
+    """Seconds over tokens, and ``count`` all-reduces of them: for T_l of a shard gamma_T(n) of a layer.
+
+    Both are piecewise linear, so their sum is at every size. Where the link has another kernel for small buffers, the
+    curve has the largest of those and the next.
+    """
+    own = dict(zip(curve.sizes, curve.seconds, strict=True))
+    below = ceil(link.small_below_bytes(gpus) / (hidden_size * itemsize))
+    own |= {n: curve(n) for n in (below - 1, below) if curve.sizes[0] < n < curve.sizes[-1] and n not in own}
+    sizes = tuple(sorted(own))
+    return Curve(sizes, tuple(own[n] + count * all_reduce_s(link, n * hidden_size * itemsize, gpus) for n in sizes))
 
 
-def communication_s(link: GpuLink, shape: LayerShape, itemsize: int, tokens: float) -> float:
-    """gamma_T(n) of a layer (OmniServe section 3.3.1): its output and down projections each end in an all-reduce."""
-    return 2 * all_reduce_s(link, tokens * shape.hidden_size * itemsize)
-
-
-def all_reduce_s(link: GpuLink, num_bytes: float) -> float:
+def all_reduce_s(link: GpuLink, num_bytes: float, gpus: int) -> float:
     """The alpha-beta model of OmniServe section 3.3.1: a latency, and the reduced bytes at a constant rate."""
-    return transfer_s(num_bytes, link["all_reduce_gb_s"], link["all_reduce_latency_us"] * 1e-6)
+    small = "small_" if num_bytes < link.small_below_bytes(gpus) else ""
+    return transfer_s(num_bytes, link[f"{small}all_reduce_gb_s"], link[f"{small}all_reduce_latency_us"] * 1e-6)
+
+
+def all_gather_s(link: GpuLink, bytes_of_each: float, gpus: int) -> float:
+    """An all-gather of so many bytes of each GPU, by the library: in a pair each sends as much as in an all-reduce."""
+    return transfer_s((gpus - 1) * bytes_of_each, link["all_reduce_gb_s"], link["all_reduce_latency_us"] * 1e-6)
 
 
 # -- attention --------------------------------------------------------------------------------------------------------

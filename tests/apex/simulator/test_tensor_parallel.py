@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from apex.perf.model import PerfModel
 from apex.simulator.build import build_simulated
-from apex.simulator.hardware.files import LayerShape, load_gpu, load_host, load_link, load_model_config
+from apex.simulator.hardware.files import (
+    HARDWARE_DIR,
+    LayerShape,
+    known_hardware,
+    load_gpu,
+    load_host,
+    load_link,
+    load_model_config,
+)
 from apex.simulator.prediction.calibrated_profile import (
+    all_gather_s,
     all_reduce_s,
-    communication_s,
     ends_s,
     gpu_attention_s,
     hardware_profile,
@@ -22,6 +31,7 @@ from apex.simulator.prediction.predicted_machine import predict_machine
 from swiftllm.core.request import SamplingParams, Tier
 
 A100, HOST, PCIE = load_gpu("a100"), load_host("xeon-6342"), load_link("pcie-4")
+PCIE_5 = load_link("pcie-5")
 LLAMA_70B = load_model_config("llama-2-70b")
 SHAPE = LayerShape.from_config(LLAMA_70B)
 
@@ -49,9 +59,37 @@ def test_each_gpu_has_an_equal_part(n: int) -> None:
 
 
 def test_an_all_reduce_is_a_latency_and_bytes_at_a_rate() -> None:
-    assert all_reduce_s(PCIE, 0) == pytest.approx(30e-6)
-    assert all_reduce_s(PCIE, 20e9) == pytest.approx(1 + 30e-6)
-    assert communication_s(PCIE, SHAPE, 2, 100) == 2 * all_reduce_s(PCIE, 100 * 8192 * 2)
+    assert all_reduce_s(PCIE, 0, 2) == pytest.approx(30e-6)
+    assert all_reduce_s(PCIE, 20e9, 2) == pytest.approx(1 + 30e-6)
+    assert all_gather_s(PCIE, 20e9, 2) == pytest.approx(1 + 30e-6)
+    assert all_gather_s(PCIE, 20e9, 4) == pytest.approx(3 + 30e-6)
+
+
+def test_small_buffers_of_a_pair_have_a_kernel_of_their_own() -> None:
+    below = 8 << 20
+    assert all_reduce_s(PCIE_5, below - 16, 2) == pytest.approx(6e-6 + (below - 16) / 43e9)
+    assert all_reduce_s(PCIE_5, below, 2) == pytest.approx(16e-6 + below / 35e9)
+    assert all_reduce_s(PCIE_5, 16, 4) == pytest.approx(16e-6 + 16 / 35e9)  # of four cards none
+    assert all_reduce_s(PCIE, 16, 2) == all_reduce_s(PCIE, 16, 4)  # nor where the link has no such figures
+
+
+@pytest.mark.parametrize(("tokens", "latency_us", "gb_s"), [(1, 6, 43), (64, 6, 43), (511, 6, 43), (512, 16, 35),
+                                                           (2000, 16, 35)])  # fmt: skip
+def test_a_layer_has_exactly_two_all_reduces_by_the_figures_of_its_link(tokens: int, latency_us, gb_s) -> None:
+    free = replace(
+        PCIE_5,
+        figures={
+            name: replace(figure, value=1e30 if name.endswith("gb_s") else 0.0)
+            for name, figure in PCIE_5.figures.items()
+        },
+    )
+    tables = [
+        hardware_profile(A100, HOST, LLAMA_70B, dtype="bfloat16", tensor_parallel=2, link=link)
+        for link in (PCIE_5, free)
+    ]
+    added_s = tables[0].linear(tokens) - tables[1].linear(tokens)
+    assert added_s == pytest.approx(2 * (latency_us * 1e-6 + tokens * 8192 * 2 / (gb_s * 1e9)), rel=1e-6)
+    assert [table.ends for table in tables] == [tables[0].ends] * 2
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -68,7 +106,7 @@ def test_an_iteration_is_the_sum_of_its_formulas(n: int, requests: int) -> None:
     start_s = engine.now()
     engine.step()
     shard = SHAPE.shard(n)
-    linear_s = linear_curve(A100, shard, 2, 2048)(requests) + communication_s(PCIE, SHAPE, 2, requests)
+    linear_s = linear_curve(A100, shard, 2, 2048)(requests) + 2 * all_reduce_s(PCIE, requests * 8192 * 2, n)
     attention_s = gpu_attention_s(A100, shard, 2, requests, context)
     expected_s = layers * (linear_s + attention_s) + ends_s(A100, LLAMA_70B, 2, requests, n)
     assert engine.now() - start_s == pytest.approx(expected_s + HOST["iteration_overhead_ms"] * 1e-3, rel=1e-9)
@@ -132,3 +170,22 @@ def test_the_pool_is_what_all_gpus_hold_beside_the_weights() -> None:
     small = predict_machine("a100", "xeon-6342", "llama-2-70b", "bfloat16")
     with pytest.raises(ValueError, match=r"has 80 GB.*more of them \(--tensor-parallel\)"):
         small.num_blocks(None, None, 16)
+
+
+def test_links_are_known_by_their_files() -> None:
+    assert known_hardware("link") == ["nvlink-4", "pcie-3", "pcie-4", "pcie-5"]
+    machine = predict_machine(
+        "rtx-pro-6000", "xeon-6342", "llama-2-70b", "bfloat16", tensor_parallel=2, link_name="pcie-5"
+    )
+    assert machine.table.identity["link"] == "PCIe 5.0"
+    assert load_gpu("rtx-pro-6000").link == "pcie-5" and load_gpu("a100").link is None
+    with pytest.raises(ValueError, match="--link: no link 'pcie-6': known are nvlink-4, pcie-3, pcie-4, pcie-5"):
+        predict_machine("a100", "xeon-6342", "llama-2-70b", "bfloat16", tensor_parallel=2, link_name="pcie-6")
+
+
+def test_a_link_with_some_of_the_figures_of_small_buffers_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    lines = (HARDWARE_DIR / "pcie-5.yaml").read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if "small_all_reduce_gpus" not in line))
+    with pytest.raises(ValueError, match=r"own\.yaml lacks small_all_reduce_gpus, which belong to small_"):
+        load_link(path)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 LAYERS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "layernorm", "rotary_emb", "act_fn", "embedding")
 SIZES = (1, 64, 2048)
@@ -17,6 +18,16 @@ def write_csv(path: Path, header: str, rows: Sequence[Sequence[object]]) -> None
         writer = csv.writer(file)
         writer.writerow(header.split(","))
         writer.writerows(rows)
+
+
+def change_meta(folder: Path, **values: Any) -> Path:
+    """Fields of the run's meta.json; those of engine_kwargs by their names there."""
+    path = folder / "meta.json"
+    meta = json.loads(path.read_text())
+    for name, value in values.items():
+        (meta["engine_kwargs"] if name.endswith("_size") else meta)[name] = value
+    path.write_text(json.dumps(meta))
+    return folder
 
 
 def write_run(folder: Path, num_gpu_blocks: int | None = 200) -> Path:
