@@ -9,13 +9,20 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 1 << 30
 CPUINFO = Path("/proc/cpuinfo")
 CONTROL_GROUP = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+MEMORY_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By the controller's folder: the files of a group's limit and use, and the line of memory.stat that counts files which
+can be dropped. Version 2 of control groups has one tree, version 1 a tree for each controller."""
 NVIDIA_SMI_TIMEOUT_S = 30.0
 
 
@@ -140,14 +147,30 @@ def available_host_bytes() -> int:
 
 def _available_and_total_bytes() -> tuple[int, int]:
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    try:
-        limit = int((CONTROL_GROUP / "memory.max").read_text())
-        used = int((CONTROL_GROUP / "memory.current").read_text())
-        statistics = dict(line.split() for line in (CONTROL_GROUP / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no control group, or "max": no limit
-        return available, host_memory_bytes()
-    return min(available, limit - used + int(statistics.get("inactive_file", 0))), min(limit, host_memory_bytes())
+    available, total = int(fields["MemAvailable"].split()[0]) * 1024, host_memory_bytes()
+    for limit, used in _memory_limits():
+        available, total = min(available, limit - used), min(total, limit)
+    return max(0, available), total
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """Of each control group around this process that has a limit: the limit, and the bytes in use that stay."""
+    own = {"": "/", "memory": "/"}  # by the folder of the controller
+    with contextlib.suppress(OSError):
+        for line in OWN_GROUPS.read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            own |= {name: group for name in controllers.split(",") if name in own}
+    for controller, (limit_file, used_file, droppable) in MEMORY_FILES.items():
+        # A container may be told the host's path of its group, and see the group itself at the top.
+        group = Path(own[controller].lstrip("/"))
+        for part in (group, *group.parents) if group.parts else (group,):
+            folder = CONTROL_GROUP / controller / part
+            try:
+                limit, used = (int((folder / name).read_text()) for name in (limit_file, used_file))
+                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):  # no such group, or "max": no limit
+                continue
+            yield limit, used - int(statistics.get(droppable, 0))
 
 
 def last_level_cache_bytes() -> int:

@@ -17,7 +17,7 @@ from evaluation.results.provenance import model_identity
 from swiftllm.config import EngineConfig
 from swiftllm.files import cache_dir, write_atomically
 from swiftllm.kv.budget import MemoryBudget, blocks_in
-from swiftllm.machine import Card, InsufficientMemory
+from swiftllm.machine import GIB, Card, InsufficientMemory
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.folder.hub import model_folder
 from swiftllm.runtime.memory_estimate import estimate_memory
@@ -133,11 +133,17 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, optio
         fit.check(gpu_blocks, cpu_blocks)
     except InsufficientMemory as error:
         raise ValueError(f"setting {paper.name} does not fit here: {error}") from None
-    for where, blocks in (("the GPU pool", gpu_blocks), ("host memory", cpu_blocks)):
+    for_all_else = max(fit.host_headroom_bytes, host_bytes - left_for_cpu * fit.host_block_bytes)
+    in_host = f"of {host_bytes / GIB:.1f} GiB available {for_all_else / GIB:.1f} are for all else"
+    pools_with_remedy = (
+        ("the GPU pool", gpu_blocks, "give more --num-gpu-blocks"),
+        ("host memory", cpu_blocks, f"{in_host}; end other programs, or take a machine with more memory"),
+    )
+    for where, blocks, remedy in pools_with_remedy:
         if blocks * BLOCK_SIZE < engine.max_model_len:
             raise ValueError(
                 f"setting {paper.name} does not fit here: {where} has room for {blocks * BLOCK_SIZE:,} tokens of KV "
-                f"cache, and its longest request has {engine.max_model_len:,}"
+                f"cache, and its longest request has {engine.max_model_len:,}; {remedy}"
             )
     differences = list(model_words)
     if card is None:

@@ -47,7 +47,7 @@ class MemoryBudget:
         cpu_bytes_per_block: the same in the CPU tier; None: its format is no other.
         activation_bytes: at the peak of the widest iteration, with the buffers that stay.
         reserved_bytes: for the CUDA context, captured graphs, libraries and fragmentation; without a card, of the host.
-        host_headroom_bytes: of the host beside a card, for all else.
+        host_headroom_bytes: of the host beside a card, for the engine's process, its pinned buffers and all else.
         weights: their sizes if they are placed elsewhere or quantised, for advice.
     """
 
@@ -124,9 +124,9 @@ class MemoryBudget:
         if num_cpu_blocks > (most := self.max_cpu_blocks):
             needed = num_cpu_blocks * self.host_block_bytes
             raise InsufficientMemory(
-                f"{host}. Needed are {_gib(self.host_headroom_bytes)} of headroom, and "
-                f"{_words('num_cpu_blocks', num_cpu_blocks, needed, most)}. Set num_cpu_blocks to {most:,}, end other "
-                "programs, or take a machine with more memory"
+                f"{host}. Needed are {_gib(self.host_headroom_bytes)} for the engine's process, its pinned buffers and "
+                f"the system, and {_words('num_cpu_blocks', num_cpu_blocks, needed, most)}. Set num_cpu_blocks to "
+                f"{most:,}, end other programs, or take a machine with more memory"
             )
 
 

@@ -11,16 +11,24 @@ from swiftllm.config import EngineConfig
 from swiftllm.device.cuda import CONTEXT_BYTES, DEVICE_HEADROOM
 from swiftllm.kv.budget import HOST_HEADROOM_BYTES, MemoryBudget
 from swiftllm.kv.format import KVFormat, cpu_format
+from swiftllm.machine import GIB
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.llama import FFN_ELEMENTS_AT_ONCE
 from swiftllm.model.weights.llama_weights import fused_matrices
 from swiftllm.model.weights.sizes import WeightSizes
 from swiftllm.ops.interface import MASK_ELEMENTS_AT_ONCE, QUERY_BLOCK
+from swiftllm.runtime.cpu_tier import MAX_STAGED_BYTES
 from swiftllm.runtime.graphs import ROW_BUCKETS
 from swiftllm.runtime.kv_transfers import SNAPSHOTS
 from swiftllm.sampling.sampler import BYTES_PER_LOGIT, CPU_LOGITS, GPU_LOGITS
 
 SPLIT_TOKENS = 1024  # of decode attention on a GPU with many requests
+PROCESS_BYTES = 2 * GIB
+"""Resident memory of an engine's process beside a GPU, without KV cache: Python, torch, CUDA's libraries and context.
+An assumption: 0.3 GiB without CUDA, measured (torch 2.13+cpu, a tiny model, profiled and serving); 0.4 to 2.0 GiB with
+a CUDA context by reports (pytorch issues #113326, #12873 and #87539, the last on a T4)."""
+GRAPHS_HOST_BYTES = GIB // 4
+"""Of captured graphs on the host. An assumption: some 150 KiB each of 1,815."""
 
 
 def estimate_memory(
@@ -52,9 +60,27 @@ def estimate_memory(
         cpu_bytes_per_block=cpu_format(config.cpu_kv_dtype, dtype).block_bytes(model, config.block_size),
         activation_bytes=activations,
         reserved_bytes=HOST_HEADROOM_BYTES if on_host else int(DEVICE_HEADROOM * device_bytes) + CONTEXT_BYTES,
-        host_headroom_bytes=0 if on_host else HOST_HEADROOM_BYTES,
+        host_headroom_bytes=0 if on_host else host_reserve_bytes(config, model, dtype.itemsize),
         weights=sizes,
     )
+
+
+def host_reserve_bytes(config: EngineConfig, model: ModelConfig, itemsize: int) -> int:
+    """Host memory, in bytes, to leave free beside a CPU tier before an engine with a GPU has begun.
+
+    It is the sum of the engine's process (``PROCESS_BYTES``), its captured graphs (``GRAPHS_HOST_BYTES``), its pinned
+    buffers, and ``HOST_HEADROOM_BYTES`` for the system and other programs. The pinned buffers are, each way, what may
+    wait for the CPU tier and one transfer more: a layer's K and V of the widest lane or of the longest context. Q, K, V
+    and results of two cohorts add to them. All count twice: torch rounds pinned memory up to powers of two and keeps it.
+
+    Weights on the GPU add nothing. They are loaded one tensor at a time, and the last one is gone before the tier's
+    first block is written. Nor does a measured vLLM server: an engine and a server never live at the same time.
+    """
+    tokens = max(config.max_num_batched_tokens, config.max_model_len or model.max_position_embeddings)
+    layer = tokens * 2 * model.num_kv_heads * model.head_dim * itemsize
+    cohorts = 2 * config.max_num_seqs * (model.qkv_size + model.num_heads * model.head_dim) * itemsize
+    pinned = 2 * (2 * (MAX_STAGED_BYTES + layer) + cohorts)
+    return PROCESS_BYTES + GRAPHS_HOST_BYTES + pinned + HOST_HEADROOM_BYTES
 
 
 def activation_bytes(

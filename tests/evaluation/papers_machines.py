@@ -34,12 +34,17 @@ FEW = Lengths(WorkloadSpec("few", 2), "Few", Origin("fitted", "for tests"), (Tra
 """Two short requests."""
 
 
-def on_machine(patch: pytest.MonkeyPatch, cache: Path, card: Card | None, host_gib: float = 256.0) -> None:
-    """Make this machine one with this card and as much available host memory, an empty cache and no checkpoints."""
+def on_machine(
+    patch: pytest.MonkeyPatch, cache: Path, card: Card | None, host_gib: float = 256.0, total_gib: float | None = None
+) -> None:
+    """Make this machine one with this card and as much available host memory, an empty cache and no checkpoints.
+
+    ``total_gib``: of the host's memory in all, by default what is available.
+    """
     for module in (figure_jobs, prepare, artifact, launched_point):
         patch.setattr(module, "first_card", lambda: card)
     patch.setattr(prepare, "available_host_bytes", lambda: int(host_gib * GIB))
-    patch.setattr(prepare, "host_memory_bytes", lambda: int(host_gib * GIB))
+    patch.setattr(prepare, "host_memory_bytes", lambda: int((total_gib or host_gib) * GIB))
     patch.setattr(local_setting, "try_to_load_from_cache", lambda *_: None)
     patch.setenv("APEX_CACHE_DIR", str(cache))
 

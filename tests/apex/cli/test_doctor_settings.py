@@ -35,7 +35,7 @@ def test_the_papers_t4_runs_its_settings():
 def test_an_a10_in_a_small_host_holds_part_of_the_cache(product):
     found = lines(product, 22.06, 60)
     what, status = found["apex-a10"]
-    assert status == "note" and what.endswith("holds only 63.9 of 120 GB of KV cache")
+    assert status == "note" and what.endswith("holds only 60.0 of 120 GB of KV cache")
     assert found["neo-a10"][1] == "ok" and "30 GB" in found["neo-a10"][0]
     assert found["apex-t4"] == (f"needs another GPU: T4 with 16 GB, and this is {product} with 23.7 GB", "note")
 

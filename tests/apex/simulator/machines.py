@@ -19,8 +19,9 @@ GPUS = (
     "a10", "a100", "a30", "a40", "a6000", "h100", "h200", "rtx-3090", "rtx-4090", "rtx-a4000", "rtx-pro-6000", "t4",
 )  # fmt: skip
 HOSTS = (
-    "dual-xeon-6130", "dual-xeon-6342", "g4dn-12xlarge", "g4dn-4xlarge", "g5-12xlarge", "g5-16xlarge", "g5-2xlarge",
-    "g5-4xlarge", "g5-8xlarge", "hgx-numa-node", "ryzen-7950x", "xeon-6342",
+    "dual-xeon-6130", "dual-xeon-6342", "g4dn-12xlarge", "g4dn-2xlarge", "g4dn-4xlarge", "g4dn-8xlarge", "g4dn-xlarge",
+    "g5-12xlarge", "g5-16xlarge", "g5-2xlarge", "g5-4xlarge", "g5-8xlarge", "g5-xlarge", "hgx-numa-node",
+    "ryzen-7950x", "xeon-6342",
 )  # fmt: skip
 LLAMA_2_7B, LLAMA_3_8B = load_model_config("llama-2-7b"), load_model_config("llama-3.1-8b")
 MODELS = {"t4": LLAMA_2_7B, "a10": LLAMA_3_8B}

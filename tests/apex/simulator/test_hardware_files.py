@@ -38,6 +38,18 @@ def test_every_number_has_an_origin_and_a_status(path: Path) -> None:
         assert all(isinstance(value, str | list) for key, value in raw.items() if key != "figures")
 
 
+@pytest.mark.parametrize("family, channels_gb_s", [("g4dn", 140.8), ("g5", 204.8)])
+def test_instances_of_a_family_have_their_part_of_one_socket(family: str, channels_gb_s: float) -> None:
+    """AWS's list: instance n has 4n vCPUs and 16n GiB. Two vCPUs are a core. NEO measured the share of g5.2xlarge."""
+    sockets = {"g4dn": 24, "g5": 48}
+    for name in [name for name in HOSTS if name.startswith(family)]:
+        host, size = load_host(name), int(name.removeprefix(f"{family}-").removesuffix("xlarge") or 1)
+        assert (host["cores"], host["memory_gb"], host["peak_bandwidth_gb_s"]) == (2 * size, 16 * size, channels_gb_s)
+        if name != "g5-2xlarge":
+            assert host["core_share"] == pytest.approx(2 * size / sockets[family], rel=0.002)
+        assert host.name.startswith(name.replace("-", ".", 1))
+
+
 def test_measured_layers_belong_to_their_gpu() -> None:
     for path in (HARDWARE_DIR / "measured").glob("*.yaml"):
         raw = yaml.safe_load(path.read_text())

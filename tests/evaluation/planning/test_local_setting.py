@@ -15,7 +15,6 @@ from evaluation.experiments.papers.points import figure_grid
 from evaluation.planning import local_setting as module
 from evaluation.planning.local_setting import GB, LocalSetting, local_setting
 from evaluation.planning.panels import NotApplicable, panels_here
-from swiftllm.kv.budget import HOST_HEADROOM_BYTES
 from swiftllm.machine import GIB, Card
 from tests.evaluation.papers_machines import A10, A10G, L4, RTX_3060, T4
 from tests.reference.tiny_model import make_tiny_llama
@@ -112,9 +111,10 @@ def test_what_does_not_fit_is_refused_with_numbers(card, options, numbers):
 def test_the_longest_request_must_fit_the_host():
     fit = on_card(A10G).fit
     block_gib = fit.bytes_per_block / GIB
-    headroom_gib = HOST_HEADROOM_BYTES / GIB
+    headroom_gib = fit.host_headroom_bytes / GIB
     assert on_card(A10G, headroom_gib + 1280.5 * block_gib).engine.num_cpu_blocks == 1280
-    with pytest.raises(ValueError, match=r"host memory has room for 20,464 tokens .* longest request has 20,480"):
+    refusal = r"host memory has room for 20,464 tokens .* request has 20,480; of 6\.6 GiB .* 4\.1 are for all else"
+    with pytest.raises(ValueError, match=refusal):
         on_card(A10G, headroom_gib + 1279.5 * block_gib)
 
 

@@ -203,10 +203,22 @@ def test_too_large_a_pool_says_what_fits():
 
 def test_the_host_s_pool_is_held_against_the_host():
     fit = fit_of(load_setting("apex-a10"), A10G[0], host_gib=60)
-    assert fit.max_cpu_blocks == (60 * GIB - HOST_HEADROOM_BYTES) // (2 << 20)
+    assert fit.max_cpu_blocks == (60 * GIB - fit.host_headroom_bytes) // (2 << 20)
     fit.check(1650, fit.max_cpu_blocks)
-    with pytest.raises(InsufficientMemory, match=r"the host has 60.00 GiB .* 111.76 GiB for num_cpu_blocks = 57,220 "):
+    with pytest.raises(
+        InsufficientMemory,
+        match=r"the host has 60.00 GiB .* 4.14 GiB for the engine's process,.* 111.76 GiB for num_cpu_blocks = 57,220",
+    ):
         fit.check(1650, 57_220)
+
+
+def test_the_host_s_reserve_covers_process_graphs_and_pinned_buffers():
+    """Each part by hand: at most 256 MiB wait each way; torch rounds pinned memory up to powers of two."""
+    for name, layer_mib, cohorts_mib in (("apex-t4", 13, 64), ("apex-a10", 80, 40)):
+        fit = fit_of(load_setting(name), A10G[0])
+        pinned_gib = 2 * (2 * (256 + layer_mib) + cohorts_mib) / 1024
+        assert fit.host_headroom_bytes / GIB == pytest.approx(2.0 + 0.25 + 0.5 + pinned_gib, abs=0.01)
+    assert fit_of(load_setting("apex-t4"), A10G[0]).host_headroom_bytes > 5 * HOST_HEADROOM_BYTES
 
 
 def test_without_a_card_the_host_holds_everything():
