@@ -44,6 +44,8 @@ def build_simulated(
     cached_tiers: Collection[Tier] = (),
     windows: tuple[int | None, ...] | None = None,
     runtime: Runtime = OWN_ENGINE,
+    synchronous: bool = False,
+    whole_swaps: bool = False,
 ) -> Engine:
     """An engine of a named system whose time is predicted from ``table``.
 
@@ -55,6 +57,7 @@ def build_simulated(
         system: one of :func:`swiftllm.systems.systems`.
         num_gpu_blocks, num_cpu_blocks: KV blocks of ``block_size`` tokens in each tier, on all GPUs and all hosts.
         max_num_batched_tokens, max_num_seqs, max_model_len: as in :class:`swiftllm.config.EngineConfig`.
+        synchronous, whole_swaps: what does not overlap, see :mod:`apex.simulator.virtual.backend`.
         launch_s, interconnect: costs that the table leaves out, see :mod:`apex.simulator.virtual.backend`.
         remote_hosts: CPU hosts beside the GPUs' own, see :mod:`apex.simulator.virtual.cpu_hosts`.
         weights: where the weights are, if not all on the GPU; needs ``interconnect``.
@@ -89,6 +92,8 @@ def build_simulated(
         weights=weights,
         runtime=runtime,
         block_size=block_size,
+        synchronous=synchronous,
+        whole_swaps=whole_swaps,
     )
     limits = SchedulerLimits(max_num_batched_tokens, max_num_seqs, max_model_len)
     predictions = (model(scheduler_table or table), strategy) if found.needs_predictions else ()

@@ -98,6 +98,12 @@ def num_gpu_blocks(setting: PaperSetting, system: str, number: float) -> PaperSe
 
 
 @axis(SETTING)
+def cpu_kv_gb(setting: PaperSetting, system: str, gb: float) -> PaperSetting:
+    """Another pool of KV cache on the host, in GB."""
+    return setting.with_figures("varied", cpu_kv_gb=gb)
+
+
+@axis(SETTING)
 def cpu_hosts(setting: PaperSetting, system: str, number: int) -> PaperSetting:
     """CPU hosts, the GPUs' own among them."""
     return replace(setting, cpu_hosts=number)
@@ -203,6 +209,18 @@ def actual_over_believed(task: SimulatedTask, ratio: float) -> SimulatedTask:
 @axis(TASK, predicts)
 def online_correction(task: SimulatedTask, corrects: bool) -> SimulatedTask:
     return with_strategy(task, disable_online_correction=not corrects)
+
+
+@axis(TASK, has_cpu_attention)
+def synchronous(task: SimulatedTask, waits: bool) -> SimulatedTask:
+    """The GPU is idle while the CPU attends."""
+    return replace(task, synchronous=waits)
+
+
+@axis(TASK, has_cpu_attention)
+def whole_swaps(task: SimulatedTask, whole: bool) -> SimulatedTask:
+    """KV cache is copied between the tiers as a whole, while nothing computes; else layer by layer."""
+    return replace(task, whole_swaps=whole)
 
 
 @axis(TASK)

@@ -71,6 +71,10 @@ class SimulatedTask:
     """The system is told of one class only, as it knows no other; metrics still have both."""
     duration_s: float | None = None
     """Virtual seconds after which the run is cut; None runs until all requests have ended."""
+    synchronous: bool = False
+    """The GPU is idle while the CPU attends."""
+    whole_swaps: bool = False
+    """KV cache is copied between the tiers as a whole, while nothing computes; else layer by layer."""
     vllm_defaults: bool = False
     """Whether `vllm` runs as vLLM 0.19 does by default; else as the papers ran it."""
     cached_tiers: tuple[Tier, ...] = ()
@@ -99,6 +103,8 @@ def build_engine(task: SimulatedTask) -> Engine:
         scheduler_table=task.believed,
         weights=hardware.weights,
         cached_tiers=task.cached_tiers,
+        synchronous=task.synchronous,
+        whole_swaps=task.whole_swaps,
         runtime=vllm_runtime(task.limits.max_num_seqs) if as_vllm else OWN_ENGINE,
     )
 

@@ -12,9 +12,13 @@ Resources:
   :class:`~apex.simulator.virtual.runtime.Runtime` whose host works beside the GPU, an iteration takes the longer of
   the two.
 - CPU attention worker: first come, first served. A ticket starts when the worker is free and its q, k, v have arrived.
+  A ``synchronous`` backend waits for each ticket as it is submitted, so that the GPU is idle meanwhile.
 - PCIe, one link each way. Swaps go layer by layer, out before in, and the lane's attention waits for its layer's part.
   So it does for what a chunk attends of a cached prefix in the CPU tier, copied while the layer before computes. Chunks
-  of prompts without a cached prefix leave these copies out.
+  of prompts without a cached prefix leave these copies out, and K and V that prompts store in the CPU tier are copied
+  behind the layers that follow.
+  With ``whole_swaps`` neither overlaps (NEO section 3.1 has layer-wise swapping): the lane starts after all swaps, and
+  an iteration ends with a copy of the K and V that its prompts stored in the CPU tier.
   With an :class:`Interconnect`, which gives their sizes, q, k, v go
   to the host and outputs back; without one the profile's CPU attention includes these transfers.
 - Weights: all on the GPU, unless a placement is given (``weight_path.py``). Then a streamed boundary waits for its
@@ -57,7 +61,8 @@ class BusyTimes:
 class SimulatedBatch:
     """A lane or a cohort: its rows, seconds of one layer's attention, and ids of the requests that get a token.
 
-    ``context_s``: seconds that PCIe takes in each layer for what chunks attend in the CPU tier.
+    ``context_s``: seconds that PCIe takes in each layer for what chunks attend in the CPU tier. ``stored_s``: seconds
+    that it takes at the end of the iteration for what chunks store there, if that is not copied layer by layer.
     """
 
     num_rows: int
@@ -65,6 +70,7 @@ class SimulatedBatch:
     sampled: tuple[str, ...]
     requests: tuple[Request, ...] = ()
     context_s: float = 0.0
+    stored_s: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -102,9 +108,11 @@ class SimulatedBackend:
         weights: SimulatedWeights | None = None,
         runtime: Runtime = OWN_ENGINE,
         block_size: int = 16,
+        synchronous: bool = False,
+        whole_swaps: bool = False,
     ) -> None:
         """``launch_s``: seconds to launch a boundary or a layer's attention, for profiles that leave them out.
-        ``block_size``: tokens of a KV block.
+        ``block_size``: tokens of a KV block. ``synchronous``, ``whole_swaps``: what does not overlap, see the module.
 
         Raises:
             ValueError: weights are placed, and there is no interconnect over which to stream them.
@@ -118,6 +126,8 @@ class SimulatedBackend:
         self._interconnect = interconnect
         self._runtime = runtime
         self._block_size = block_size
+        self._synchronous = synchronous
+        self._whole_swaps = whole_swaps
         self._context_from_s = 0.0  # when the copy of a layer's context may begin
         self._host_done_s = 0.0  # when the host's work of this iteration is done, where it runs beside the GPU
         self._last = model.num_layers - 1
@@ -166,12 +176,19 @@ class SimulatedBackend:
         sampled = tuple(item.request.request_id for item in items if not item.is_prefill or item.samples)
         self._context_from_s = self.clock_s
         tokens, attention_s = self._runtime.padded(load.tokens), load.gpu_attention_s(self.model)
-        return SimulatedBatch(tokens, attention_s, sampled, context_s=self._context_s(items))
+        times = {"context_s": self._context_s(items), "stored_s": self._stored_s(items)}
+        return SimulatedBatch(tokens, attention_s, sampled, **times)
 
     def _context_s(self, items: Sequence[LaneItem]) -> float:
         found = [item for item in items if item.is_prefill and item.tier is Tier.CPU and item.request.cached_tokens]
         blocks = sum(-(-item.start // self._block_size) for item in found)
         return self.model.swap_s(blocks) / self.num_layers
+
+    def _stored_s(self, items: Sequence[LaneItem]) -> float:
+        if not self._whole_swaps:
+            return 0.0
+        stored = [item.num_tokens for item in items if item.is_prefill and item.tier is Tier.CPU]
+        return self.model.swap_s(sum(-(-tokens // self._block_size) for tokens in stored))
 
     def open_cohort(self, requests: Sequence[Request]) -> SimulatedBatch:
         self._work_on_host(self._requests_s(len(requests)))
@@ -203,6 +220,10 @@ class SimulatedBackend:
             self._stream.leave(self.clock_s)
         if layer < self._last:
             return {}
+        for batch in batches:
+            if batch.stored_s:
+                start_s, self.clock_s = self._to_host.book_transfer(self.clock_s, batch.stored_s)
+                self._worker.slow_down(start_s, self.clock_s)
         if self._runtime.host_beside_gpu:
             self.clock_s = max(self.clock_s, self._host_done_s)
         return {request_id: PLACEHOLDER_TOKEN for batch in batches for request_id in batch.sampled}
@@ -277,7 +298,10 @@ class SimulatedBackend:
             self._worker.slow_down(*to_host)
             arrived_s = to_host[1]
             return_s = link.transfer_s(cohort.num_rows * link.out_bytes_per_row)
-        return SimulatedTicket(self, self._worker.submit(arrived_s, cohort.attention_s, return_s, to_host))
+        task = self._worker.submit(arrived_s, cohort.attention_s, return_s, to_host)
+        if self._synchronous:
+            self.clock_s = max(self.clock_s, self._worker.ready_s(task))
+        return SimulatedTicket(self, task)
 
     def is_ready(self, task: CpuTask) -> bool:
         self._worker.return_outputs(self.clock_s)
@@ -306,8 +330,12 @@ class SimulatedBackend:
                 start_s, last_s = link.book_transfer(last_s, self.model.swap_s(blocks))
                 self._worker.slow_down(start_s, last_s)
                 first_s = min(first_s, start_s)
-        self._swaps = SwapTimes(min(first_s, last_s), last_s, self.num_layers)
-        return self._swaps
+        times = SwapTimes(min(first_s, last_s), last_s, self.num_layers)
+        if self._whole_swaps:
+            self.clock_s = max(self.clock_s, last_s)
+        else:
+            self._swaps = times
+        return times
 
     # -- without state or results -----------------------------------------------------------------------------------
 

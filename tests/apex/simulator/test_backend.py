@@ -86,6 +86,38 @@ def test_the_worker_takes_tickets_in_order_while_the_gpu_goes_on() -> None:
     assert backend.busy.cpu_s == pytest.approx(2.5e-3)
 
 
+def test_a_synchronous_backend_waits_for_each_ticket_as_it_is_submitted() -> None:
+    backend = make_backend(synchronous=True)
+    ticket = backend.submit_cpu_attention(0, backend.open_cohort([cpu_request("a", 2000)]))
+    assert backend.now() == pytest.approx(2e-3) and ticket.ready()
+    assert ticket.wait() == pytest.approx(2e-3)
+    assert backend.now() == pytest.approx(2e-3)
+    assert backend.busy.gpu_s == 0.0
+
+
+def test_whole_swaps_delay_the_lane_by_all_that_is_copied() -> None:
+    def seconds(whole_swaps: bool, swaps: list[Swap], tier: Tier) -> float:
+        backend = make_backend(whole_swaps=whole_swaps)
+        backend.swap(swaps)
+        prompt = LaneItem(cpu_request("p", 40), 0, 40, tier, True)
+        lane = backend.open_lane([prompt])
+        assert backend.now() == pytest.approx(swap_s if whole_swaps and swaps else 0.0)
+        for layer in range(-1, LAYERS):
+            backend.boundary(layer, [lane])
+            if layer + 1 < LAYERS:
+                backend.gpu_attention(layer + 1, lane)
+        return backend.now()
+
+    blocks = 10_000
+    swap_s, stored_s = 1e-4 + blocks * 2e-5, 1e-4 + 3 * 2e-5  # 40 tokens are three blocks
+    alone_s = seconds(False, [], Tier.GPU)
+    assert seconds(False, [], Tier.CPU) == pytest.approx(alone_s)  # copied behind the layers
+    assert seconds(True, [], Tier.GPU) == pytest.approx(alone_s)
+    assert seconds(True, [], Tier.CPU) == pytest.approx(alone_s + stored_s)
+    assert seconds(True, [swap_of(blocks)], Tier.GPU) == pytest.approx(alone_s + swap_s)
+    assert seconds(False, [swap_of(blocks)], Tier.GPU) < alone_s + swap_s
+
+
 def test_riders_share_the_weights_and_steppers_do_not() -> None:
     backend = make_backend()
     lane = backend.open_lane([LaneItem(cpu_request("g", 100), 99, 1, Tier.GPU, False)])
