@@ -153,12 +153,6 @@ def neo_launches(setting: PaperSetting, system: str, charged: bool) -> PaperSett
     return replace(setting, charges_launches=charged)
 
 
-@axis(SETTING)
-def cpu_kv_gb(setting: PaperSetting, system: str, gb: float) -> PaperSetting:
-    """Another pool of KV cache on the host, in GB."""
-    return setting.with_figures("varied", cpu_kv_gb=gb)
-
-
 @axis(SETTING, has_cpu_attention)
 def cpu_of_gpu_attention(setting: PaperSetting, system: str, share: float) -> PaperSetting:
     """The rate of APEX's CPU attention as a share of the GPU's; other kernels keep their ratio to APEX's."""

@@ -71,7 +71,7 @@ def host_reserve_bytes(config: EngineConfig, model: ModelConfig, itemsize: int) 
     It is the sum of the engine's process (``PROCESS_BYTES``), its captured graphs (``GRAPHS_HOST_BYTES``), its pinned
     buffers, and ``HOST_HEADROOM_BYTES`` for the system and other programs. The pinned buffers are, each way, what may
     wait for the CPU tier and one transfer more: a layer's K and V of the widest lane or of the longest context. Q, K, V
-    and results of two cohorts add to them. All count twice: torch rounds pinned memory up to powers of two and keeps it.
+    and results of two cohorts add to them. All count twice, as torch rounds pinned memory up to powers of two.
 
     Weights on the GPU add nothing. They are loaded one tensor at a time, and the last one is gone before the tier's
     first block is written. Nor does a measured vLLM server: an engine and a server never live at the same time.
