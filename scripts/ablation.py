@@ -1,6 +1,6 @@
 """Shows the effect of each strategy: the same requests with strategies forced, disabled, or run synchronously.
 
-python scripts/ablation.py [--backend simulated --setting apex-a10] [--help]
+python scripts/ablation.py [--backend simulated] [--help]
 """
 
 from __future__ import annotations
@@ -14,57 +14,104 @@ if __name__ == "__main__" and not __package__:  # run as a file
 from rich.console import Console
 from rich.table import Table
 
-from apex.cli.output import ratio, stdout_console
+from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation.experiments.ablation import measured, simulated
 from evaluation.experiments.ablation.options import Options
-from evaluation.experiments.ablation.rows import BASELINE, MEANINGS
+from evaluation.experiments.ablation.rows import RATE, ROWS, TO_BASELINE, TO_UNCHANGED, meanings, with_ratios
 from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.identity import identity
-from evaluation.experiments.runner import RunPoint
-from evaluation.plots.table import rows_table
+from evaluation.experiments.runner import Run, RunPoint
+from evaluation.plots.ablation import draw_ablation
+from evaluation.plots.notes import length_notes, neo_notes
+from evaluation.plots.style import FigureText, show_figure
+from evaluation.plots.table import Columns, rows_table
 from evaluation.results.folder import FlatRecord
-from evaluation.results.kinds import is_simulated
+from evaluation.results.frame import grouped
+from evaluation.results.kinds import distinct, is_simulated
+from evaluation.results.known import known_notes
 from evaluation.results.paths import model_folder
 from evaluation.results.provenance import model_identity
+from evaluation.results.tables import write_tables
 
-LATENCY = "per_token_latency_s_mean"
 ONCE = " Measured once: confirm differences with --repeats 3."
 
 
-def results_table(summary: Sequence[FlatRecord]) -> Table:
-    """A line for each row. Simulated rows have latencies in place of what concerns a real machine alone."""
-    base = next((record["output_tokens_per_s"] for record in summary if record["row"] == BASELINE), None)
+def columns_of(summary: Sequence[FlatRecord]) -> Columns:
+    """The table's columns. Simulated rows have latencies in place of what concerns a real machine alone."""
     predicted = is_simulated(summary[0])
-    columns = (
+    return (
         ("row", "row", "s"),
-        ("SIMULATED\ntok/s" if predicted else "tok/s", "output_tokens_per_s", ".1f"),
-        (f"/{BASELINE}", "ratio", ".2f"),
-        *((("s/token", LATENCY, ".3f"), ("TTFT\np99 (s)", "ttft_s_p99", ".1f")) if predicted else ()),
+        ("SIMULATED\ntok/s" if predicted else "tok/s", RATE, ".1f"),
+        ("over\nswiftllm", TO_BASELINE, ".2f"),
+        ("over its\nsystem", TO_UNCHANGED, ".2f"),
+        *(
+            (("s/token", "per_token_latency_s_mean", ".3f"), ("TTFT\np99 (s)", "ttft_s_p99", ".1f"))
+            if predicted
+            else ()
+        ),
         ("lane\nbusy", "lane_busy_fraction", ".0%"),
         ("CPU\nbusy", "cpu_busy_fraction", ".0%"),
         *(() if predicted else (("preempted", "preemptions", ".0f"), ("pred/actual", "predicted_over_actual", ".2f"))),
         ("strategy mix", "strategy_mix", "s"),
     )
-    records = [{**record, "ratio": ratio(record["output_tokens_per_s"], base)} for record in summary]
-    result = rows_table(records, columns)
+
+
+def results_table(summary: Sequence[FlatRecord]) -> Table:
+    """A line for each row of one machine."""
+    result = rows_table(summary, columns_of(summary))
     result.columns[0].no_wrap = True
     return result
 
 
-def heading(first: FlatRecord, options: Options) -> str:
-    """Model, machine and workload of the table."""
-    sizes = f"{first['num_requests']} requests of {first['input_len']:.0f} in / {first['output_len']:.0f} out"
+def heading(here: Sequence[FlatRecord], gpu_requests: int | None = None) -> str:
+    """Model, machine and workload of a table."""
+    first = here[0]
+    sizes = f"{first['num_requests']} requests of {first['input_len']:.0f} in / {first['output_len_mean']:.0f} out"
     if is_simulated(first):
+        title = ", ".join(filter(None, (first["setting_title"], first.get("reading"))))
         return (
-            f"SIMULATED: {first['setting_title']} ({first['dtype']}), {sizes}, {first['num_gpu_blocks']} GPU blocks of "
-            f"16 tokens"
+            f"SIMULATED: {title} ({first['dtype']}), {sizes}, {first['num_gpu_blocks']} GPU blocks of 16 tokens, "
+            f"{first['cpu_kv_gb']:g} GB on the host"
         )
-    return f"{first['model']} ({first['dtype']}), {sizes}, {options.gpu_requests} of them fit the GPU tier"
+    fit = "" if gpu_requests is None else f", {gpu_requests} of them fit the GPU tier"
+    return f"{first['model']} ({first['dtype']}), {sizes}{fit}"
+
+
+def figure_text(summary: Sequence[FlatRecord]) -> FigureText:
+    simulated_rows = is_simulated(summary[0])
+    kind = f"SIMULATED for {' and '.join(distinct(summary, 'gpu'))}" if simulated_rows else "MEASURED on this machine"
+    lines = [heading(here) for here in grouped(summary, "case").values()]
+    notes = [*length_notes(summary), *neo_notes(summary), *known_notes(summary)] if simulated_rows else []
+    notes += [simulated.attention_text(here) for here in grouped(summary, "case").values() if simulated_rows]
+    title = f"What each part of APEX and NEO contributes \u2014 {kind}"
+    return FigureText(title, "\n".join(lines), "\n".join(dict.fromkeys(notes)))
+
+
+def show(run: Run, console: Console, gpu_requests: int | None = None, once: str = "") -> None:
+    """Print a table for each machine; write figure, CSV and LaTeX into the run's folder."""
+    kind = simulated if is_simulated(run.summary[0]) else measured
+    for here in grouped(run.summary, "case").values():
+        console.print(f"\n{heading(here, gpu_requests)}", soft_wrap=True)
+        console.print(results_table(here))
+        for record in here:
+            if record["failed"]:
+                console.print(f"{record['row']}: {record['failed']:g} requests failed, see records/ in the results")
+        console.print(f"\n{kind.bound_text(here)}", soft_wrap=True)
+    console.print(f"\n{meanings(distinct(run.summary, 'row'))}.{once}\n", soft_wrap=True)
+    show_figure(draw_ablation(run.summary, figure_text(run.summary)), run.folder, console)
+    words = [{**record, "words": ROWS[record["row"]].words, "machine": machine_of(record)} for record in run.summary]
+    columns = (("machine", "machine", "s"), ("row", "row", "s"), ("what it is", "words", "s"), *columns_of(words)[1:])
+    write_tables(words, columns, run.folder, "ablation", f"{figure_text(run.summary).title}.")
+
+
+def machine_of(record: FlatRecord) -> str:
+    """The machine of a row in tables of several."""
+    return record.get("reading") or record.get("setting_title") or record["backend"]
 
 
 def main(options: Options, run_point: RunPoint | None = None, console: Console | None = None) -> int:
-    """Run and print the table and the result folder. Returns the exit status: 0 when every row is finished."""
+    """Run and show the rows. Returns the exit status: 0 when every row is finished."""
     console = console or stdout_console()
     kind = simulated if options.is_simulated else measured
     try:
@@ -75,17 +122,16 @@ def main(options: Options, run_point: RunPoint | None = None, console: Console |
         return 2
     model = None if options.is_simulated else model_identity(model_folder(options.model))
     settings = {"model": model, "points": identity(points)}
-    experiment = Experiment("ablation", run_point=run_point or kind.run_row, describe=lambda points: settings)
-    outcome = experiment.run(points, options.results_dir, options.jobs, console=console)
-    if outcome.summary:
-        console.print(f"\n{heading(outcome.summary[0], options)}", soft_wrap=True)
-        console.print(results_table(outcome.summary))
-        for record in outcome.summary:
-            if record["failed"]:
-                console.print(f"{record['row']}: {record['failed']:g} requests failed, see records/ in the results")
-        once = ONCE if options.repeats == 1 and not options.is_simulated else ""
-        console.print(f"\n{MEANINGS}.{once}\n\n{kind.bound_text(outcome.summary)}\n")
-    return outcome.print_outcome(console)
+    once = ONCE if options.repeats == 1 and not options.is_simulated else ""
+    fit = None if options.is_simulated else options.gpu_requests
+    experiment = Experiment(
+        "ablation",
+        lambda run, console: show(run, console, fit, once),
+        derive=with_ratios,
+        run_point=run_point or kind.run_row,
+        describe=lambda points: settings,
+    )
+    return experiment.run(points, options.results_dir, options.jobs, console=console).print_outcome(console)
 
 
 if __name__ == "__main__":

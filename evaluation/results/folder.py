@@ -193,14 +193,16 @@ TABLE = (
 def table_columns(records: Sequence[FlatRecord]) -> list[tuple[str, str, str]]:
     """Name, title and format of the summary table's columns; swept fields come before metrics.
 
-    The prediction beside a measurement is a column only where a row has one.
+    The prediction beside a measurement is a column only where a row has one. Rows with names of their own, since they
+    share a system, begin with these.
     """
+    named = [("row", "row", "{}")] if any(record.get("row") is not None for record in records) else []
     always = {name for name, _, _ in TABLE}
     swept = [name for name in SWEPT if name not in always and len({record.get(name) for record in records}) > 1]
     how = ("backend", "backend", "{}")  # distinguishes simulated from measured rows
     predicted = any(record.get(PREDICTED) is not None for record in records)
     rest = [column for column in TABLE[2:] if column[0] != PREDICTED or predicted]
-    return [*TABLE[:2], how, *((name, name.replace("_", " "), "{}") for name in swept), *rest]
+    return [*named, *TABLE[:2], how, *((name, name.replace("_", " "), "{}") for name in swept), *rest]
 
 
 def markdown_cell(value: Any, form: str) -> str:

@@ -2,65 +2,160 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
-from apex.cli.output import strategy_mix
+from apex.cli.output import ratio, strategy_mix
 from apex.replay.metrics import predicted_over_actual
 from apex.strategy import StrategyConfig
 from evaluation.experiments.axes import IDEAS
 from evaluation.experiments.runner import PointResult
+from evaluation.results.folder import FlatRecord
+from evaluation.results.frame import grouped
 
 BASELINE = "swiftllm"
+SYSTEMS, OF_APEX, OF_NEO, OURS = "systems", "apex with one change", "neo with one change", "this project's own"
+RATE, TO_BASELINE, TO_UNCHANGED = "output_tokens_per_s", "ratio_to_swiftllm", "ratio_to_unchanged"
+"""Fields: throughput, over that of the ``BASELINE``, and over that of the row without the change."""
 
 
 @dataclass(frozen=True)
 class AblationRow:
-    """A row of the table: a system and its changed settings. A simulation has no ``synchronous`` CPU attention."""
+    """A row of the table: a system and its changed settings.
+
+    Attributes:
+        words: what it is, for readers who do not know its name.
+        group: rows of a group stand together.
+        synchronous: the lane waits for CPU attention, without overlap.
+        axes: further changes, as axes of a simulated point (``axes.py``). Such a row is only simulated.
+    """
 
     name: str
     system: str
+    words: str
+    group: str
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     synchronous: bool = False
+    axes: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def unchanged(self) -> str | None:
+        """The name of the row without the change; None of a whole system."""
+        return None if self.name == self.system else self.system
+
+
+SWITCHES = (
+    (OF_APEX, "no-postponed-prompts", "apex", "disable_postponed_cpu_prompts", "without postponed CPU prompts"),
+    (OF_APEX, "no-decode-limit", "apex", "disable_cpu_decode_limit", "without the limit of CPU decodes"),
+    (OF_APEX, "no-request-limit", "apex", "disable_cpu_request_limit", "without the limit of CPU requests"),
+    (OF_NEO, "neo-no-postponed-prompts", "neo", "disable_postponed_cpu_prompts", "without step 5: postponed prompts"),
+    (OF_NEO, "neo-no-decode-limit", "neo", "disable_cpu_decode_limit", "without step 4: the limit of CPU decodes"),
+    (OURS, "compare-overlap", "apex", "compare_overlap", "apex that also compares overlap"),
+)
+"""Group, name, system, field of :class:`StrategyConfig` that is switched, words."""
+
+
+def switched(group: str) -> Iterator[AblationRow]:
+    """The group's rows of ``SWITCHES``."""
+    known = {field.name for field in fields(StrategyConfig)}
+    for of, name, system, switch, words in SWITCHES:
+        # MERGE: drop `known` and the second half of the condition once StrategyConfig has all of these fields.
+        if of == group and switch in known:
+            yield AblationRow(name, system, words, group, StrategyConfig(**{switch: True}))
+
+
+IDEA_WORDS = {
+    "prompt-chunks": "adaptive without prompt chunks sized for the decodes",
+    "free-running": "adaptive without cohorts that run free",
+    "lockstep": "adaptive without pipelining",
+}
+WHOLE_SWAPS = "KV cache copied whole, not layer by layer"
 
 ROWS = {
     row.name: row
     for row in (
-        AblationRow(BASELINE, "swiftllm"),
-        AblationRow("neo", "neo"),
-        AblationRow("fastdecode", "fastdecode"),
-        AblationRow("apex", "apex"),
-        AblationRow("force-pipelining", "apex", StrategyConfig(strategy="asymmetric-pipelining")),
-        AblationRow("force-overlap", "apex", StrategyConfig(strategy="asynchronous-overlap")),
-        AblationRow("no-pipelining", "apex", StrategyConfig(disable_asymmetric_pipelining=True)),
-        AblationRow("no-overlap", "apex", StrategyConfig(disable_asynchronous_overlap=True)),
-        AblationRow("no-threshold", "apex", StrategyConfig(min_cpu_request_ratio=0)),
-        AblationRow("synchronous", "apex", synchronous=True),
-        AblationRow("adaptive", "adaptive"),
-        AblationRow("adaptive-synchronous", "adaptive", synchronous=True),
-        *(AblationRow(f"adaptive-no-{idea}", "adaptive", strategy) for idea, strategy in IDEAS.items()),
+        AblationRow(BASELINE, "swiftllm", "GPU only", SYSTEMS),
+        AblationRow(
+            "simple-offloading", "fastdecode", "all KV cache on the CPU, no overlap", SYSTEMS, synchronous=True
+        ),
+        AblationRow("fastdecode", "fastdecode", "all KV cache on the CPU, pipelined", SYSTEMS),
+        AblationRow("neo", "neo", "a part on the CPU, pipelined", SYSTEMS),
+        AblationRow("apex", "apex", "a part on the CPU, pipelined or overlapped", SYSTEMS),
+        AblationRow(
+            "no-overlap", "apex", "without overlap", OF_APEX, StrategyConfig(disable_asynchronous_overlap=True)
+        ),
+        AblationRow(
+            "no-pipelining", "apex", "without pipelining", OF_APEX, StrategyConfig(disable_asymmetric_pipelining=True)
+        ),
+        AblationRow(
+            "force-overlap", "apex", "overlap at any time", OF_APEX, StrategyConfig(strategy="asynchronous-overlap")
+        ),
+        AblationRow(
+            "force-pipelining", "apex", "pipelining at any time", OF_APEX,
+            StrategyConfig(strategy="asymmetric-pipelining"),
+        ),
+        AblationRow(
+            "no-threshold", "apex", "overlap with any number of CPU requests", OF_APEX,
+            StrategyConfig(min_cpu_request_ratio=0),
+        ),
+        AblationRow("cohorts-1", "apex", "one cohort at a time, not two", OF_APEX, StrategyConfig(max_cohorts=1)),
+        AblationRow("cohorts-4", "apex", "up to four cohorts, not two", OF_APEX, StrategyConfig(max_cohorts=4)),
+        AblationRow(
+            "no-priority", "apex", "no priority of partial progress", OF_APEX,
+            StrategyConfig(disable_partial_progress_priority=True),
+        ),
+        AblationRow(
+            "no-correction", "apex", "predictions never corrected", OF_APEX,
+            StrategyConfig(disable_online_correction=True),
+        ),
+        *switched(OF_APEX),
+        AblationRow("ispc-kernel", "apex", "NEO's CPU kernel (ispc)", OF_APEX, axes={"kernel": "ispc"}),
+        AblationRow("whole-swaps", "apex", WHOLE_SWAPS, OF_APEX, axes={"whole_swaps": True}),
+        AblationRow("synchronous", "apex", "the GPU waits for CPU attention", OF_APEX, synchronous=True),
+        *switched(OF_NEO),
+        AblationRow(
+            "neo-llamafile-kernel", "neo", "APEX's CPU kernel (llamafile)", OF_NEO, axes={"kernel": "llamafile"}
+        ),
+        AblationRow("neo-whole-swaps", "neo", WHOLE_SWAPS, OF_NEO, axes={"whole_swaps": True}),
+        AblationRow("adaptive", "adaptive", "this project's scheduler", OURS),
+        *(
+            AblationRow(f"adaptive-no-{idea}", "adaptive", IDEA_WORDS[idea], OURS, strategy)
+            for idea, strategy in IDEAS.items()
+        ),
+        AblationRow(
+            "adaptive-synchronous", "adaptive", "adaptive whose GPU waits for CPU attention", OURS, synchronous=True
+        ),
+        *switched(OURS),
     )
-}
-MEANINGS = (
-    "neo, fastdecode and apex are as in their papers; the rows up to synchronous are variants of apex. force-*: one "
-    "strategy forced (overlap without its threshold); no-*: one strategy disabled; no-threshold: overlap with any "
-    "number of CPU requests; *synchronous: CPU attention inline, no overlap. adaptive is this project's own scheduler; "
-    "adaptive-no-*: without one of its three ideas"
-)
+}  # fmt: skip
 
 
-def chosen_rows(names: Sequence[str] | None, simulated: bool) -> list[AblationRow]:
+def chosen_rows(names: Sequence[str] | None, simulated: bool, own_kernels: bool = True) -> list[AblationRow]:
     """The rows of these names; without names all that can be run.
 
+    Args:
+        own_kernels: whether each system computes with its own CPU kernel. Else a row with another says nothing.
+
     Raises:
-        ValueError: there is no such row; the message lists those there are.
+        ValueError: there is no such row, or it cannot be run; the message lists those that can.
     """
-    there = {name: row for name, row in ROWS.items() if not (simulated and row.synchronous)}
-    if unknown := [name for name in names or () if name not in there]:
-        which = " that can be simulated" if simulated else ""
-        raise ValueError(f"no rows {', '.join(unknown)}{which}; there are {', '.join(there)}")
+    there = {
+        name: row
+        for name, row in ROWS.items()
+        if (simulated or not row.axes) and (own_kernels or "kernel" not in row.axes)
+    }
+    if unknown := [name for name in names or () if name not in ROWS]:
+        raise ValueError(f"no rows {', '.join(unknown)}; there are {', '.join(there)}")
+    if refused := [name for name in names or () if name not in there]:
+        why = "all systems have one kernel or one speed here" if simulated else "only --backend simulated has them"
+        raise ValueError(f"no rows {', '.join(refused)}: {why}; there are {', '.join(there)}")
     return [there[name] for name in names or there]
+
+
+def meanings(names: Sequence[str]) -> str:
+    """The rows of these names in words."""
+    return "; ".join(f"{name}: {ROWS[name].words}" for name in names)
 
 
 def with_mix(result: PointResult) -> PointResult:
@@ -71,3 +166,16 @@ def with_mix(result: PointResult) -> PointResult:
         "predicted_over_actual": predicted_over_actual(stats),
     }
     return replace(result, values={**result.values, **mix})
+
+
+def with_ratios(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
+    """The rows with their throughput over that of the baseline, and of the row without the change, on one machine."""
+    rates = {case: {row["row"]: row[RATE] for row in here} for case, here in grouped(rows, "case").items()}
+    return [
+        {
+            **row,
+            TO_BASELINE: ratio(row[RATE], rates[row.get("case")].get(BASELINE)),
+            TO_UNCHANGED: ratio(row[RATE], rates[row.get("case")].get(ROWS[row["row"]].unchanged)),
+        }
+        for row in rows
+    ]

@@ -1,4 +1,4 @@
-"""The ablation SIMULATED on a machine of the papers: its points, and the bound of any schedule."""
+"""The ablation SIMULATED on machines of the papers: its points, and the bound of any schedule."""
 
 from __future__ import annotations
 
@@ -7,49 +7,85 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from apex.simulator.paper_settings import BLOCK_SIZE
 from evaluation.experiments.ablation.options import Options
-from evaluation.experiments.ablation.rows import chosen_rows, with_mix
+from evaluation.experiments.ablation.rows import RATE, ROWS, chosen_rows, with_mix
 from evaluation.experiments.adaptive.bound import bound_tokens_per_s
-from evaluation.experiments.axes import SUBJECT
+from evaluation.experiments.axes import OWN_KERNELS, SUBJECT
+from evaluation.experiments.grid import Place
+from evaluation.experiments.options import given
 from evaluation.experiments.places import lengths_of, setting_of, simulate
 from evaluation.experiments.points import run_point
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct
+from evaluation.traces.workloads import Lengths
 
-SETTING = "apex-a10"
+SETTINGS = ("apex-a10-as-measured", "apex-a10")
+"""Both readings of the paper's A10."""
 NUM_REQUESTS, INPUT_LEN, OUTPUT_LEN = 300, 1000, 500
 
 
 def make_points(options: Options) -> list[Point]:
-    """A point per row: requests of about one size, all at once.
+    """A point per setting and row; the rows of a setting share their requests.
 
     Raises:
-        ValueError: an option is not valid, or the setting does not take requests of that size; the message says what
-            to do.
+        ValueError: an option is not valid, or a setting does not take requests of that size; the message says what to
+            do.
     """
-    rows, place = chosen_rows(options.rows, simulated=True), {"setting": options.setting or SETTING}
-    most = setting_of(place).limits.max_model_len
-    place |= {
-        "input_len": options.input_len or min(INPUT_LEN, most // 2),
-        "output_len": options.output_len or min(OUTPUT_LEN, most // 4),
-        "num_requests": options.num_requests or NUM_REQUESTS,
-        "seed": options.seed,
-    }
+    names = options.setting or SETTINGS
+    return [point for name in names for point in _points_of(name, options, several=len(names) > 1)]
+
+
+def _points_of(name: str, options: Options, several: bool) -> list[Point]:
+    own_kernels = options.kernel == OWN_KERNELS and options.cpu_bandwidth is None
+    rows, place = chosen_rows(options.rows, simulated=True, own_kernels=own_kernels), _place(name, options)
     lengths = lengths_of(place)
-    if (longest := max(row.input_tokens + row.output_tokens for row in lengths.rows)) > most:
+    _check_sizes(place, lengths)
+    bound, cost = bound_tokens_per_s(simulate({**place, "system": SUBJECT})), float(lengths.total_output_tokens)
+    points = []
+    for row in rows:
+        here = {**place, "system": row.system, "synchronous": row.synchronous or None, **row.axes}
+        task = simulate(here, case=name, row=row.name, bound_tokens_per_s=bound)
+        key = f"{name}-{row.name}" if several else row.name
+        task = replace(task, strategy=row.strategy)
+        points.append(Point(key, key, key, task, concurrent=True, cost=cost))
+    return points
+
+
+def _place(name: str, options: Options) -> Place:
+    most = setting_of({"setting": name}).limits.max_model_len
+    requests = {"num_requests": options.num_requests or NUM_REQUESTS, "seed": options.seed}
+    if options.workload is None:
+        requests["input_len"] = options.input_len or min(INPUT_LEN, most // 2)
+        requests["output_len"] = options.output_len or min(OUTPUT_LEN, most // 4)
+    machine = {"host": options.host, "num_gpu_blocks": options.num_gpu_blocks, "cpu_kv_gb": options.cpu_kv_gb}
+    attention = {"kernel": options.kernel, "cpu_bandwidth_gb_s": options.cpu_bandwidth}
+    trace = {"workload": options.workload, "output_len": options.output_len, "request_rate": options.request_rate}
+    return {"setting": name, **requests, **given(**machine, **attention, **trace)}
+
+
+def _check_sizes(place: Place, lengths: Lengths) -> None:
+    """
+    Raises:
+        ValueError: the longest request does not fit the setting's limit, or one of the pools.
+    """
+    setting = setting_of({**place, "system": SUBJECT})
+    most = setting.limits.max_model_len
+    longest = max(row.input_tokens + row.output_tokens for row in lengths.rows)
+    if longest > most and "workload" not in place:  # requests of a trace are clipped, as in the papers' figures
         raise ValueError(
             f"{place['setting']} takes at most {most} tokens a request, and the longest has {longest}: give a smaller "
             "--input-len or --output-len"
         )
-    bound, cost = bound_tokens_per_s(simulate({**place, "system": SUBJECT})), float(lengths.total_output_tokens)
-    points = []
-    for row in rows:
-        task = simulate({**place, "system": row.system}, row=row.name, bound_tokens_per_s=bound)
-        task = replace(task, strategy=row.strategy)
-        points.append(Point(row.name, row.name, row.name, task, concurrent=True, cost=cost))
-    return points
+    blocks = -(-min(longest, most) // BLOCK_SIZE)
+    for option, there in (("--num-gpu-blocks", setting.num_gpu_blocks), ("--cpu-kv-gb", setting.num_cpu_blocks)):
+        if there < blocks:
+            raise ValueError(
+                f"{place['setting']}: the longest request takes {blocks} blocks of {BLOCK_SIZE} tokens, and the pool "
+                f"has {there}: give a larger {option}, or shorter requests"
+            )
 
 
 def run_row(point: Point, label: str, console: Console) -> PointResult:
@@ -58,16 +94,24 @@ def run_row(point: Point, label: str, console: Console) -> PointResult:
 
 
 def bound_text(summary: Sequence[FlatRecord]) -> str:
-    """The best row compared with the bound of any schedule, and how fast CPU attention was assumed to be."""
-    best = max(summary, key=lambda record: record["output_tokens_per_s"] or 0.0)
-    bound, rate = best["bound_tokens_per_s"], best["output_tokens_per_s"] or 0.0
-    assumed = (record for record in summary if record["cpu_bandwidth_gb_s"] is not None)
+    """The best row of a setting compared with the bound of any schedule, and how fast CPU attention was assumed to
+    be."""
+    best = max(summary, key=lambda record: record[RATE] or 0.0)
+    bound, rate = best["bound_tokens_per_s"], best[RATE] or 0.0
+    return (
+        f"Bound of any schedule with the CPU attention of {SUBJECT}, without filling, draining and the attention "
+        f"of prompts: {bound:.0f} tokens/s. Best row: {best['row']}, {rate:.1f} tokens/s, {rate / bound:.0%} of it.\n"
+        f"{attention_text(summary)}"
+    )
+
+
+def attention_text(summary: Sequence[FlatRecord]) -> str:
+    """How fast attention was assumed to be: on the CPU by kernel, with the systems that have it as their own."""
+    unchanged = [record for record in summary if "kernel" not in ROWS[record["row"]].axes]
+    assumed = [record for record in unchanged if record["cpu_bandwidth_gb_s"] is not None]
     kernels = [
         f"{kernel} {gb_s:.0f} GB/s ({', '.join(distinct(here, 'system'))})"
         for (kernel, gb_s), here in grouped(assumed, "cpu_kernel", "cpu_bandwidth_gb_s").items()
     ]
-    return (
-        f"Bound of any schedule with the CPU attention of {SUBJECT}, without filling, draining and the attention "
-        f"of prompts: {bound:.0f} tokens/s. Best row: {best['row']}, {rate:.1f} tokens/s, {rate / bound:.0%} of it.\n"
-        f"CPU attention is assumed by kernel: {', '.join(kernels) or 'no row has it'}."
-    )
+    gpu_gb_s = summary[0]["gpu_attention_gb_s"]
+    return f"Attention is assumed: GPU {gpu_gb_s:.0f} GB/s; CPU by kernel: {', '.join(kernels) or 'no row has it'}."

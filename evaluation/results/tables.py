@@ -1,0 +1,60 @@
+"""Writes the rows of a run as CSV and as a LaTeX table, beside its summary."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from apex.cli.output import number
+from evaluation.results.folder import FlatRecord
+from swiftllm.files import write_atomically
+
+Columns = Sequence[tuple[str, str, str]]
+"""Title, field and format of columns, as those of :func:`evaluation.plots.table.rows_table`."""
+SPECIAL = {
+    "\\": r"\textbackslash{}",
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "~": r"\textasciitilde{}",
+}
+SPECIAL |= {"{": r"\{", "}": r"\}", "^": r"\textasciicircum{}"}
+
+
+def write_tables(rows: Sequence[FlatRecord], columns: Columns, folder: Path, name: str, caption: str) -> list[Path]:
+    """Write ``<name>.csv`` with the columns' fields in full, and ``<name>.tex`` as it is printed (needs booktabs)."""
+    table, tex = folder / f"{name}.csv", folder / f"{name}.tex"
+    write_atomically(table, as_csv(rows, [field for _, field, _ in columns]))
+    write_atomically(tex, as_latex(rows, columns, caption))
+    return [table, tex]
+
+
+def as_csv(rows: Sequence[FlatRecord], fields: Sequence[str]) -> str:
+    """The fields of the rows, a line for each; None is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(fields)
+    writer.writerows([row.get(field) for field in fields] for row in rows)
+    return text.getvalue()
+
+
+def as_latex(rows: Sequence[FlatRecord], columns: Columns, caption: str) -> str:
+    """A ``table`` with booktabs' rules. Columns of the format ``s`` are aligned left, others right."""
+    align = "".join("l" if form == "s" else "r" for _, _, form in columns)
+    lines = [[title.replace("\n", " ") for title, _, _ in columns]]
+    lines += [[number(row.get(field), form) for _, field, form in columns] for row in rows]
+    head, *body = (" & ".join(map(escaped, line)) + r" \\" for line in lines)
+    parts = (
+        r"\begin{table}", r"\centering", rf"\caption{{{escaped(caption)}}}", rf"\begin{{tabular}}{{{align}}}",
+        r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}", r"\end{table}", "",
+    )  # fmt: skip
+    return "\n".join(parts)
+
+
+def escaped(text: str) -> str:
+    """A text in which LaTeX reads no command."""
+    return "".join(SPECIAL.get(letter, letter) for letter in text)
