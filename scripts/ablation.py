@@ -67,7 +67,8 @@ def results_table(summary: Sequence[FlatRecord]) -> Table:
 def heading(here: Sequence[FlatRecord], gpu_requests: int | None = None) -> str:
     """Model, machine and workload of a table."""
     first = here[0]
-    sizes = f"{first['num_requests']} requests of {first['input_len']:.0f} in / {first['output_len_mean']:.0f} out"
+    outputs = first["output_len"] if first.get("output_len_mean") is None else first["output_len_mean"]
+    sizes = f"{first['num_requests']} requests of {first['input_len']:.0f} in / {outputs:.0f} out"
     if is_simulated(first):
         title = ", ".join(filter(None, (first["setting_title"], first.get("reading"))))
         return (

@@ -11,11 +11,13 @@ from rich.console import Console
 
 from evaluation.experiments.ablation.measured import make_points
 from evaluation.experiments.ablation.options import Options
-from evaluation.experiments.ablation.rows import BASELINE
+from evaluation.experiments.ablation.rows import BASELINE, with_ratios
 from evaluation.experiments.runner import PointResult
+from evaluation.plots.ablation import draw_ablation
+from evaluation.plots.style import FigureText
 from tests.reference.tiny_model import make_tiny_llama
 
-RATES = {"swiftllm": 40.0, "apex": 100.0}
+RATES = {"swiftllm": 40.0, "apex": 100.0, "no-overlap": 80.0, "neo": 90.0}
 
 
 @pytest.fixture
@@ -43,10 +45,10 @@ def record(row: str, **values) -> dict:
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"rows": ("apex", "nothing")}, "no rows nothing; there are swiftllm, neo"),
+        ({"rows": ("apex", "nothing")}, "no rows nothing; there are swiftllm, simple-offloading"),
         ({"gpu_requests": 0}, "gpu_requests=0 must be at least 1"),
         ({"model": "MISSING"}, "point --model at"),
-        ({"setting": "apex-a10", "jobs": 2}, "--setting, --jobs: only --backend simulated takes that"),
+        ({"setting": ("apex-a10",), "jobs": 2}, "--setting, --jobs: only --backend simulated takes that"),
         ({"backend": "simulated"}, "--model, --gpu-requests, --dtype: only --backend torch takes that"),
     ],
 )
@@ -59,7 +61,7 @@ def test_bad_options_end_as_one_line(options, capsys, tmp_path, changes, part):
 
 
 def test_ratios_are_to_the_gpu_only_row():
-    table = results_table([record("apex"), record("swiftllm")])
+    table = results_table(with_ratios([record("apex"), record("swiftllm")]))
     assert list(table.columns[2].cells) == ["2.50", "1.00"]
 
 
@@ -102,22 +104,50 @@ def test_each_row_runs_with_its_own_strategy(options, capsys):
     assert [point.task.task.engine.synchronous for point in make_points(replace(options, rows=rows))] == [0, 0, 1]
 
 
-def test_a_simulated_run_takes_no_model_and_says_what_it_is(tmp_path, capsys):
+def test_a_simulated_run_takes_no_model_and_names_each_row_in_every_file(tmp_path, capsys):
     chosen = Options(
-        backend="simulated", setting="apex-t4", rows=("swiftllm", "apex", "adaptive", "adaptive-no-lockstep"),
+        backend="simulated", setting=("apex-t4-as-measured", "apex-t4"),
+        rows=("swiftllm", "apex", "no-overlap", "adaptive", "adaptive-no-lockstep"),
         num_requests=40, output_len=60, jobs=1, results_dir=tmp_path,
     )  # fmt: skip
     assert main(chosen, console=Console(width=160)) == 0
     out = capsys.readouterr().out
-    assert "SIMULATED: T4 + Llama-2-7B (float16), 40 requests of" in out and "54 GPU blocks" in out
-    assert "Bound of any schedule" in out and "Measured once" not in out and "llamafile" in out
-    folder = tmp_path / "ablation/latest"
+    assert "SIMULATED: T4 + Llama-2-7B, as APEX measured (float16), 40 requests of" in out and "54 GPU blocks" in out
+    assert out.count("Bound of any schedule") == 2 and "Measured once" not in out and "llamafile" in out
+    folder = (tmp_path / "ablation/latest").resolve()
     summary = json.loads((folder / "summary.json").read_text())
-    assert {r["backend"] for r in summary} == {"simulated"} and [r["row"] for r in summary] == list(chosen.rows)
+    assert {r["backend"] for r in summary} == {"simulated"}
+    assert [(r["case"], r["row"]) for r in summary] == [(name, row) for name in chosen.setting for row in chosen.rows]
     assert all(r["completed"] == 40 and 0 < r["output_tokens_per_s"] < r["bound_tokens_per_s"] for r in summary)
-    rates = {r["row"]: r["output_tokens_per_s"] for r in summary}
+    rates = {r["row"]: r["output_tokens_per_s"] for r in summary if r["case"] == "apex-t4"}
     assert rates["adaptive"] > rates["swiftllm"] and rates["adaptive"] != rates["adaptive-no-lockstep"]
     assert "asymmetric-pipelining" not in summary[-1]["strategy_mix"]
-    assert list(results_table(summary).columns)[1].header == "SIMULATED\ntok/s"
+    assert len(list((folder / "points").iterdir())) == len(list((folder / "records").iterdir())) == len(summary)
+    lines = (folder / "summary.md").read_text().splitlines()
+    assert [line.split(" | ")[0].strip("| ") for line in lines if " simulated " in line] == [r["row"] for r in summary]
+    table = (folder / "ablation.csv").read_text().splitlines()
+    assert [line.split(",")[:2] for line in table[1:]] == [[r["reading"], r["row"]] for r in summary]
+    tex = (folder / "ablation.tex").read_text()
+    assert tex.count(r" \\") == len(summary) + 1 and r"\toprule" in tex and "SIMULATED" in tex and "100\\%" in tex
+    assert (folder / "figure.png").stat().st_size > 20_000
     assert main(chosen, console=Console(width=160)) == 0
     assert "finished before" in capsys.readouterr().out
+
+
+def test_the_figure_names_every_bar_in_words():
+    rows = [
+        record(name, output_tokens_per_s=rate, case="x", reading="as drawn", backend="simulated")
+        for name, rate in (("swiftllm", 40.0), ("apex", 100.0), ("no-overlap", 80.0), ("neo", None))
+    ]
+    figure = draw_ablation(rows, FigureText("SIMULATED", "", ""))
+    (axes,) = figure.axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == [
+        "swiftllm: GPU only", "apex: a part on the CPU, pipelined or overlapped", "neo: a part on the CPU, pipelined",
+        "without overlap",
+    ]  # fmt: skip
+    words = [text.get_text().strip() for text in axes.texts]
+    assert {"systems", "apex with one change", "0.40\u00d7", "100", "0.80\u00d7", "no result"} <= set(words)
+    assert "SIMULATED" in axes.get_xlabel() and axes.get_title(loc="left") == "as drawn"
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_ablation([rows[-1]], FigureText("", "", ""))

@@ -87,6 +87,8 @@ TASK_CHANGES = {
     "admission_control": (False, lambda new, old: new.strategy.disable_admission_control),
     "one_class": (True, lambda new, old: new.one_class),
     "duration_s": (9.0, lambda new, old: new.duration_s == 9.0),
+    "synchronous": (True, lambda new, old: new.synchronous and not old.synchronous),
+    "whole_swaps": (True, lambda new, old: new.whole_swaps and not old.whole_swaps),
     "vllm_defaults": (True, lambda new, old: new.vllm_defaults and new.cached_tiers == (Tier.GPU,) != old.cached_tiers),
 }
 
