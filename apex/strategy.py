@@ -30,6 +30,10 @@ class StrategyConfig:
     """Pipeline with every ready CPU decode, in two even batches, hidden or not (NEO section 3.2, step 4; neo, apex)."""
     disable_postponed_cpu_prompts: bool = False
     """Never put off prompts for the CPU tier, hidden CPU or not (NEO section 3.2, step 5; neo, apex)."""
+    disable_cpu_request_limit: bool = False
+    """Overlap with every CPU request that is ready, even if the CPU needs longer than an iteration (APEX section 6)."""
+    compare_overlap: bool = False
+    """Compare pipelining with asynchronous overlap, too, not with GPU-only alone; not in the paper (apex)."""
     disable_online_correction: bool = False
     """Predict from the profile as it was measured, however long iterations take now."""
     min_cpu_request_ratio: float = 8.0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import attrgetter
 
 from apex.perf.lane_load import LaneLoad, context_tokens
 from apex.perf.model import total_s
-from apex.schedulers.cpu_decodes import CpuDecodes
+from apex.schedulers.cpu_decodes import CpuDecodes, longest_run
 from apex.schedulers.hybrid import Hybrid, add_cpu_decodes, gpu_only, lane_s, pipelined, put_off_cpu_prompts
-from apex.schedulers.inequality import Inequality, mixed_cpu_window_s, pipelining_pays
+from apex.schedulers.inequality import Inequality, mixed_cpu_window_s, overlap_rate, pipelining_pays
 from apex.schedulers.pipeline import Pipeline
 from swiftllm.core.plan import HOP, CohortPlan, IterationPlan
 from swiftllm.core.request import Request
@@ -25,10 +27,14 @@ class Apex(Hybrid):
         partial = [request for cohort in under_way for request in cohort.members]
         num_cpu, cpu_context = len(ready) + len(partial), ready.context_tokens + context_tokens(partial)
         inequality = self._inequality(load, num_cpu, cpu_context)
+        pays = inequality.holds
         predicted = {"inequality_left": inequality.left, "inequality_right": inequality.right}
+        if self.config.compare_overlap and self.config.overlaps:
+            predicted["overlap_rate"] = self._overlap_rate(load, num_cpu, cpu_context)
+            pays &= inequality.left > predicted["overlap_rate"]
         may_start = self.config.overlaps and self._enough(ready, num_cpu, load)
         only_way = ready.overdue is not None and not self.config.overlaps
-        if self.config.pipelines and (inequality.holds or self.config.is_forced or only_way):
+        if self.config.pipelines and (pays or self.config.is_forced or only_way):
             if self._hides(load, partial):
                 pipeline = self._pipeline(load, ready, partial)
                 if any(batch.size for batch in pipeline.batches):
@@ -37,9 +43,10 @@ class Apex(Hybrid):
             else:
                 may_start = False  # cohorts under way overlap to their end, and no other starts
         cohorts = [cohort.plan(HOP) for cohort in under_way]
-        if may_start and len(cohorts) < self.config.max_cohorts:
+        may_start = may_start and len(cohorts) < self.config.max_cohorts
+        if may_start and (started := self._in_time(ready, partial, load)):
             # One cohort starts per iteration, so that later arrivals need not wait for the end of all others.
-            cohorts.append(draft.residents.cohorts.start(ready.requests).plan(HOP))
+            cohorts.append(draft.residents.cohorts.start(started).plan(HOP))
         if not cohorts:
             return gpu_only(draft, self.model, load, predicted)
         return draft.plan(cohorts, {"iteration_s": self._overlap_s(load, cohorts), **predicted})
@@ -49,11 +56,7 @@ class Apex(Hybrid):
     def _inequality(self, load: LaneLoad, num_cpu: int, cpu_context: int) -> Inequality:
         """Inequality (5) at this iteration's sizes; with prefills it has the longer CPU window of Algorithm 1."""
         model = self.model
-        linear_s = model.linear_s(load.decodes)
-        attention_s = model.gpu_attention_s(load.decodes, load.decode_context)
-        cpu_attention_s = model.cpu_attention_s(num_cpu, cpu_context)
-        cpu_rate = cpu_context / cpu_attention_s if cpu_attention_s else float("inf")
-        gpu_rate = load.decode_context / attention_s if attention_s else 0.0
+        gpu_rate, cpu_rate, linear_s, attention_s = self._rates(load, num_cpu, cpu_context)
         window_s = None
         if load.chunks:
             linear_with_prefill_s, attention_with_prefill_s = model.linear_s(load.tokens), load.gpu_attention_s(model)
@@ -61,6 +64,20 @@ class Apex(Hybrid):
             if not load.decodes:  # Algorithm 1 divides by the decodes' time; without any, the lane's replaces it
                 linear_s = linear_with_prefill_s
         return pipelining_pays(gpu_rate, cpu_rate, linear_s, attention_s, window_s, model.stream_s)
+
+    def _rates(self, load: LaneLoad, num_cpu: int, cpu_context: int) -> tuple[float, float, float, float]:
+        """N_G and N_C in tokens of context per second, T_glinear and T_gatt of the decodes in seconds per layer."""
+        model = self.model
+        attention_s = model.gpu_attention_s(load.decodes, load.decode_context)
+        cpu_attention_s = model.cpu_attention_s(num_cpu, cpu_context)
+        cpu_rate = cpu_context / cpu_attention_s if cpu_attention_s else float("inf")
+        gpu_rate = load.decode_context / attention_s if attention_s else 0.0
+        return gpu_rate, cpu_rate, model.linear_s(load.decodes), attention_s
+
+    def _overlap_rate(self, load: LaneLoad, num_cpu: int, cpu_context: int) -> float:
+        model = self.model
+        rates = self._rates(load, num_cpu, cpu_context)
+        return overlap_rate(*rates, cpu_context, model.num_layers, model.stream_s)
 
     def _hides(self, load: LaneLoad, partial: Sequence[Request]) -> bool:
         """Whether all requests under way fit the CPU's window; always with an empty lane, since nothing waits."""
@@ -88,6 +105,24 @@ class Apex(Hybrid):
             return False
         is_large = num_cpu >= self.config.min_cpu_request_ratio * load.requests
         return self.config.is_forced or ready.overdue is not None or is_large
+
+    def _in_time(self, ready: CpuDecodes, partial: Sequence[Request], load: LaneLoad) -> list[Request]:
+        """The CPU decodes to start: those left out longest, as many as the CPU attends to within an iteration.
+
+        Section 6 reduces the number of CPU requests where the CPU is seen to take longer than the GPU: a ticket that is
+        a little late waits for the next iteration, and with it the CPU. The predicted times are corrected by those of
+        iterations. Prompts make an iteration longer, but not those in which the cohort goes on: they do not count.
+        """
+        if self.config.disable_cpu_request_limit or not load.decodes:
+            return ready.requests
+        model = self.model
+        layer_s = model.linear_s(load.decodes) + model.gpu_attention_s(load.decodes, load.decode_context)
+        iteration_s = model.num_layers * model.layer_s(layer_s) + model.outside_layers_s(load.decodes)
+        left_s = iteration_s - model.cpu_attention_s(len(partial), context_tokens(partial))
+        waiting = sorted(ready.requests, key=attrgetter("last_served"))
+        sums = [0, *accumulate(request.num_tokens for request in waiting)]
+        most = longest_run(lambda count: model.cpu_attention_s(count, sums[count]), left_s, len(waiting))
+        return waiting[: max(most, not partial or ready.overdue is not None)]
 
     def _overlap_s(self, load: LaneLoad, cohorts: Sequence[CohortPlan]) -> float:
         """GPU-only time, plus what each rider adds to the boundary it crosses."""

@@ -57,6 +57,31 @@ def pipelining_pays(
     return Inequality(left, right)
 
 
+def overlap_rate(
+    gpu_rate: float,
+    cpu_rate: float,
+    linear_s: float,
+    gpu_attention_s: float,
+    cpu_context_tokens: float,
+    num_layers: int,
+    stream_s: float = 0.0,
+) -> float:
+    """Attended tokens per second of asynchronous overlap (APEX section 3.3), to compare with :func:`pipelining_pays`.
+
+    An iteration takes as long as GPU-only. In it the CPU attends to one layer of each of its requests, or to as much as
+    its rate allows. The paper has no such formula.
+
+    Args:
+        gpu_rate, cpu_rate, linear_s, gpu_attention_s, stream_s: as in :func:`pipelining_pays`.
+        cpu_context_tokens: context of all CPU requests.
+        num_layers: layers of an iteration.
+    """
+    layer_s = max(linear_s + gpu_attention_s, stream_s)
+    if not layer_s:
+        return cpu_rate
+    return gpu_rate * gpu_attention_s / layer_s + min(cpu_rate, cpu_context_tokens / (num_layers * layer_s))
+
+
 def mixed_cpu_window_s(linear_with_prefill_s: float, linear_s: float, attention_with_prefill_s: float) -> float:
     """The CPU's window when prefills run too (APEX section 3.4): T_glinear_pref + T_glinear + T_gatt_pref."""
     return linear_with_prefill_s + linear_s + attention_with_prefill_s

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from apex.cli.output import ratio, strategy_mix
@@ -56,13 +56,13 @@ SWITCHES = (
 """Group, name, system, field of :class:`StrategyConfig` that is switched, words."""
 
 
-def switched(group: str) -> Iterator[AblationRow]:
+def switched(group: str) -> list[AblationRow]:
     """The group's rows of ``SWITCHES``."""
-    known = {field.name for field in fields(StrategyConfig)}
-    for of, name, system, switch, words in SWITCHES:
-        # MERGE: drop `known` and the second half of the condition once StrategyConfig has all of these fields.
-        if of == group and switch in known:
-            yield AblationRow(name, system, words, group, StrategyConfig(**{switch: True}))
+    return [
+        AblationRow(name, system, words, group, StrategyConfig(**{switch: True}))
+        for of, name, system, switch, words in SWITCHES
+        if of == group
+    ]
 
 
 IDEA_WORDS = {

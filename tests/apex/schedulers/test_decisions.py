@@ -271,6 +271,38 @@ def test_apex_without_overlap_pipelines_for_a_request_that_waited_too_long() -> 
     assert ready[3] in [request for cohort in plan.cohorts for request in cohort.requests]
 
 
+@pytest.mark.parametrize(("disabled", "taken"), [(False, 6), (True, 10)])
+def test_apex_starts_no_more_requests_than_the_cpu_attends_to_in_an_iteration(disabled: bool, taken: int) -> None:
+    """Three layers of 2 ms and the ends are 6.01 ms; each request takes 1 ms. Who waited longest comes first."""
+    ready = cpu(10, 100)
+    for place, request in enumerate(ready):
+        request.last_served = -place
+    plan = decide(engine_of("apex", TENTH, disable_cpu_request_limit=disabled), gpu(1, 1000), ready)
+    assert plan.strategy is Strategy.OVERLAP and batch_sizes(plan) == {HOP: taken}
+    (cohort,) = plan.cohorts
+    assert set(cohort.requests) == set(ready[-taken:])
+
+
+def test_a_request_that_alone_is_late_starts_all_the_same() -> None:
+    plan = decide(engine_of("apex", TENTH), gpu(1, 1000), cpu(8, 700))
+    assert batch_sizes(plan) == {HOP: 1}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "compares", "strategy"),
+    [(125, True, Strategy.OVERLAP), (12, True, Strategy.PIPELINING), (125, False, Strategy.PIPELINING)],
+)
+def test_apex_may_compare_pipelining_with_overlap_too(num_tokens: int, compares: bool, strategy: Strategy) -> None:
+    """Pipelining attends to 533 tokens a ms, GPU-only to 500, overlap to 667 with 1,000 tokens and to 516 with 96."""
+    fifth = flat_table(gpu_token_s=1e-6, cpu_token_s=5e-6)
+    plan = decide(engine_of("apex", fifth, compare_overlap=compares), gpu(1, 1000), cpu(8, num_tokens))
+    assert plan.strategy is strategy
+    assert plan.predicted["inequality_left"] > plan.predicted["inequality_right"]
+    assert plan.predicted.get("overlap_rate") == (
+        pytest.approx(5e5 + 8 * num_tokens / 6e-3) if compares else None
+    )  # the CPU could attend to 200 a ms, and has one layer of each request in 6 ms
+
+
 @pytest.mark.parametrize("num_tokens", [0, 100])
 def test_algorithm_1_compares_these_rates(num_tokens: int) -> None:
     """Inequality (5); with prefills the CPU's window becomes T_glinear_pref + T_glinear + T_gatt_pref."""
