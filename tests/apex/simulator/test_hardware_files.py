@@ -70,8 +70,8 @@ def test_every_pair_makes_a_profile(gpu: str, host: str) -> None:
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'v100'.*a10.*h200.*t4"):
-        load_gpu("v100")
+    with pytest.raises(ValueError, match=r"'p100'.*a10.*h200.*t4"):
+        load_gpu("p100")
     with pytest.raises(ValueError, match=r"'t4'.*dual-xeon-6130.*g5-8xlarge"):
         load_host("t4")
     with pytest.raises(ValueError, match=r"'gpt-2'.*llama-2-7b"):
