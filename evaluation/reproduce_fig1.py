@@ -132,12 +132,13 @@ def text_of(words: str, linear: Sequence[FlatRecord], attention: Sequence[FlatRe
     shape = "" if size is None else f"{size['heads']} heads of {size['head_dim']}, {size['context']:,} tokens each. "
     first = linear[0] if linear else None
     table = "" if first is None else f"(a) {first['gpu']}: {first['known_from']}. "
+    rests_on = distinct(attention, "known_from")
+    known = f"(b) GPUs by the simulator's formula, {rests_on[0]}; " if rests_on else "(b) "
     return FigureText(
         "Why attention on the CPU can help, and how slow it is \u2014 SIMULATED and MEASURED",
         f"GPUs: SIMULATED. {on}\n(b) {shape}Marks: what the paper states.",
-        f"{table}(b) GPUs by the simulator's formula, {distinct(attention, 'known_from')[0] if attention else ''}; "
-        f"CPU: time of the thread on its core for one thread, else by the clock. In (b) {words}. It does not show its CPU's "
-        "latencies at batch 64 and 128.",
+        f"{table}{known}CPU: time of the thread on its core for one thread, else by the clock. In (b) {words}. It does "
+        "not show its CPU's latencies at batch 64 and 128.",
     )
 
 

@@ -49,7 +49,7 @@ PAPERS_500 = {"systems": ("swiftllm", "neo", "apex"), "num_requests": 500}
 NOT_SAMPLED = {
     **dict.fromkeys(("neo-fig9", "neo-fig10a", "fig5_sensitivity_gpu_blocks"), "older than the simulator"),
     **dict.fromkeys(("compare_vllm", "compare_vllm_amd", "compare_vllm_two_cores"), "measured on a machine"),
-    **dict.fromkeys(("bench_server_overhead", "pacpu", "pacpu-batches", "validate"), "measured on a machine"),
+    **dict.fromkeys(("bench_server_overhead", "fig1", "pacpu", "pacpu-batches", "validate"), "measured on a machine"),
     **dict.fromkeys(("quality", "quality-answers"), "measured on a machine"),
     "int8": "tests/evaluation/test_reproduce_int8.py computes a row of it",
     "prefix": "tests/evaluation/test_reproduce_prefix.py computes a row of it",

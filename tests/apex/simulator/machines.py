@@ -16,7 +16,8 @@ from apex.simulator.prediction.calibrated_profile import hardware_profile
 from swiftllm.model.config.model_config import ModelConfig
 
 GPUS = (
-    "a10", "a100", "a30", "a40", "a6000", "h100", "h200", "rtx-3090", "rtx-4090", "rtx-a4000", "rtx-pro-6000", "t4", "v100",
+    "a10", "a100", "a30", "a40", "a6000", "h100", "h200", "rtx-3090", "rtx-4090", "rtx-a4000",
+    "rtx-pro-6000", "t4", "v100",
 )  # fmt: skip
 HOSTS = (
     "dual-xeon-6130", "dual-xeon-6342", "g4dn-12xlarge", "g4dn-2xlarge", "g4dn-4xlarge", "g4dn-8xlarge", "g4dn-xlarge",
