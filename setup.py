@@ -208,7 +208,7 @@ class BuildPython(build_py):
 
 
 NEEDED, FOR_DEVELOPMENT = Path("requirements.txt").read_text().split("\n# development")
-RAY = re.search(r"^ray==(.+)$", FOR_DEVELOPMENT, re.MULTILINE)[1]
+RAY, PYARROW = (re.search(rf"^{name}==(.+)$", FOR_DEVELOPMENT, re.MULTILINE)[1] for name in ("ray", "pyarrow"))
 
 
 def dependencies() -> list[str]:
@@ -254,6 +254,7 @@ setup(
     extras_require={
         "ray": [f"ray=={RAY}"],
         "ray-serve": [f"ray[serve]=={RAY}"],
+        "traces": [f"pyarrow=={PYARROW}"],
         "t4": ["humming-kernels[cu13]==0.1.19"],  # 4-bit weights; torch's wheels are for CUDA 13
     },
     ext_modules=[Extension("pacpu._pacpu", sources=[])],

@@ -10,7 +10,7 @@ finds them. The CSV has the columns arrival_s (seconds from the first request, e
 input_tokens and output_tokens. The JSON records the origin and the conversion. No text is kept.
 
 Tokens of texts are counted with --tokenizer, without a chat template. LiveBench and OSC are in parquet and need
-`pip install pyarrow`.
+pyarrow, which `make setup` installs. A measurement on a GPU fetches the traces of its own workloads first.
 
 The test suite covers the conversions, but not the downloads, since these need the sources' servers.
 """
@@ -33,7 +33,7 @@ import tyro
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation.results.paths import default_model, trace_dirs
-from evaluation.traces.sources import SOURCES, TextOptions, fetch_trace
+from evaluation.traces.sources import LIVEBENCH_MODEL, MAX_ROWS, SOURCES, TextOptions, fetch_trace
 
 if TYPE_CHECKING:
     Name = str
@@ -45,16 +45,16 @@ else:
 class Options:
     """Download the original request traces and convert each to request lengths.
 
-    LiveBench and OSC are in parquet and need pyarrow: pip install pyarrow
+    LiveBench and OSC are in parquet and need pyarrow, which `make setup` installs.
     """
 
     names: Annotated[tyro.conf.Positional[tuple[Name, ...]], tyro.conf.arg(metavar="NAME ...")] = ()
     """Traces to download, or all. Without names, list the traces with origin, licence and size."""
     tokenizer: Path = field(default_factory=default_model)
     """Tokenizer for sources of text: a tokenizer.json or a folder that has one."""
-    max_rows: int = 10_000
+    max_rows: int = MAX_ROWS
     """Maximum number of requests from a source of text."""
-    livebench_model: str = "meta-llama-3.1-8b-instruct-turbo"
+    livebench_model: str = LIVEBENCH_MODEL
     """Model whose LiveBench answers to use."""
 
 

@@ -48,6 +48,18 @@ def short_first_start() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_network() -> Iterator[None]:
+    """Measurements in a paper's setting find no published trace, here as on any machine."""
+
+    def unreachable(*_: object) -> None:
+        raise OSError("tests fetch nothing")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("evaluation.planning.traces.fetch_apart", unreachable)
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     sampled_cases.add_option(parser)
 

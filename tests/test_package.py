@@ -112,6 +112,7 @@ def test_versions_are_declared_once_in_requirements_txt(wheel: zipfile.ZipFile) 
         f'ray=={pins["ray"]}; extra == "ray"',
         f'ray[serve]=={pins["ray"]}; extra == "ray-serve"',
     }
+    assert f'pyarrow=={pins["pyarrow"]}; extra == "traces"' in extras
     assert any(line.startswith("humming-kernels[cu13]==") and 'extra == "t4"' in line for line in extras)
 
 

@@ -36,6 +36,10 @@ class ChildEnded(RuntimeError):
     """The process ended before it answered, by itself or since it said nothing for too long. The message says which."""
 
 
+class ChildHung(ChildEnded):
+    """It said nothing for too long, and was killed."""
+
+
 @dataclass(frozen=True)
 class Beat:
     """A sign of life, and the seconds until the next one or the answer."""
@@ -94,7 +98,7 @@ class Child:
         # On SIGABRT a Python prints where each of its threads is.
         is_gone = end_session(self._process, signal.SIGABRT, ABORT_GRACE_S)
         held = "" if is_gone else "; the kernel still holds it, and with it perhaps the GPU"
-        raise ChildEnded(f"{self.name} hung: it gave no sign of life for {limit_s:g} s and was killed{held}")
+        raise ChildHung(f"{self.name} hung: it gave no sign of life for {limit_s:g} s and was killed{held}")
 
     def stop(self) -> None:
         """Kill the process and all that it started."""

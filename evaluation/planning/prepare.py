@@ -53,10 +53,7 @@ def prepare(
     card = None if options.device == "cpu" else first_card()
     if card is None and options.device == "cuda":
         raise ValueError("--device cuda: nvidia-smi shows no GPU here")
-    if options.rehearse:
-        here = panels_for_rehearsal(grid)
-    else:
-        here = panels_here(on_hosts_here(grid, host_memory_bytes()), options.setting, card, figure.paper)
+    here = panels_to_measure(grid, options, card, figure)
     if options.scale:
         here = here.with_(scale=options.scale)
     here = with_output_lens(here, options.output_lens)
@@ -69,6 +66,17 @@ def prepare(
     stall_timeout_s = max(STALL_TIMEOUT_S, options.stall_timeout_s)
     jobs = options.jobs or usable_cores()
     return Planner(here, profile_settings(local, live), vllm, stall_timeout_s, figure.row, jobs)
+
+
+def panels_to_measure(grid: Grid, options: FigureOptions, card: Card | None, figure: PaperFigure) -> Grid:
+    """The panels of the figure's grid that apply to this machine.
+
+    Raises:
+        NotApplicable: there is none.
+    """
+    if options.rehearse:
+        return panels_for_rehearsal(grid)
+    return panels_here(on_hosts_here(grid, host_memory_bytes()), options.setting, card, figure.paper)
 
 
 def vllm_here(systems: Collection[str], local: Mapping[str, LocalSetting], console: Console) -> Path | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 import statistics
 from dataclasses import dataclass, replace
@@ -200,7 +201,7 @@ def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
         for source in entry["sources"]:
             path = folder / source["file"]
             if path.is_file():
-                origin = Origin(source["kind"], source["note"], source["file"])
+                origin = Origin(source["kind"], source["note"] + _counted(path), source["file"])
                 return RecordedTrace(name, entry["title"], origin, read_rows(path))
     sides = ("input_tokens", "output_tokens")
     if shape := entry.get("lognormal"):
@@ -214,6 +215,15 @@ def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
         return SessionTrace(name, entry["title"], Origin("synthetic", fitted["note"]), *quantiles, **sessions)
     original = next((source.name for source in fetchable(name) if source.has_arrivals), None)
     return DrawnTrace(name, entry["title"], Origin("fitted", fitted["note"]), *quantiles, original)
+
+
+def _counted(path: Path) -> str:
+    """Whose tokens the lengths of a fetched text are, for the note of its origin; empty where no text was counted."""
+    provenance = path.with_suffix(".json")
+    of_text = {source.file for source in SOURCES if source.counted is None}
+    if path.name not in of_text or not provenance.is_file():
+        return ""
+    return f"; tokens counted by {json.loads(provenance.read_text())['tokens_counted_by']}"
 
 
 def fetchable(name: str) -> list[Source]:

@@ -50,7 +50,7 @@ def read_parquet(dataset: str, split: str, columns: list[str], folder: Path) -> 
     import pandas as pd
 
     if importlib.util.find_spec("pyarrow") is None:
-        raise RuntimeError(f"{dataset} is in parquet: pip install pyarrow, then try again")
+        raise RuntimeError(f"{dataset} is in parquet: install pyarrow (`make setup` does; or pip install pyarrow)")
     with open_url(f"{HUGGING_FACE}/api/datasets/{dataset}/parquet") as response:
         splits = next(iter(json.load(response).values()))
     if split not in splits:

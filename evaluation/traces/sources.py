@@ -23,7 +23,12 @@ from evaluation.traces.conversions import (
 )
 from evaluation.traces.downloads import download, open_url, read_parquet
 from evaluation.traces.files import TraceRow, write_rows
+from swiftllm.model.folder.hub import model_name
 
+LIVEBENCH_MODEL = "meta-llama-3.1-8b-instruct-turbo"
+"""Model whose LiveBench answers are the outputs, unless another is chosen."""
+MAX_ROWS = 10_000
+"""Most requests from a source of text, unless another number is chosen."""
 LIVEBENCH_CATEGORIES = ("reasoning", "math", "coding", "language", "data_analysis", "instruction_following")
 
 
@@ -36,6 +41,12 @@ class TextOptions:
     max_rows: int
     livebench_model: str
     """Model whose answers are the outputs of LiveBench."""
+
+    @property
+    def counted_by(self) -> str:
+        """The tokenizer by its model's name: that on the hub, or its folder's."""
+        folder = self.tokenizer.parent if self.tokenizer.suffix == ".json" else self.tokenizer
+        return f"tokenizer of {model_name(folder)}"
 
 
 @dataclass(frozen=True)
@@ -121,7 +132,7 @@ def fetch_trace(source: Source, options: TextOptions, folder: Path) -> Path:
         raise RuntimeError(f"no usable row in {len(rows)}")
     provenance = {
         **{name: getattr(source, name) for name in ("name", "title", "origin", "licence", "note")},
-        "tokens_counted_by": source.counted or str(options.tokenizer),
+        "tokens_counted_by": source.counted or options.counted_by,
         "livebench_model": options.livebench_model if source.name == "livebench" else None,
         "fetched": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "rows": len(kept),

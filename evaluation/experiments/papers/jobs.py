@@ -22,9 +22,10 @@ from evaluation.experiments.papers.small_model import small_points
 from evaluation.experiments.runner import Point, RunPoint
 from evaluation.experiments.simulated_point import SimulatedTask
 from evaluation.measure.live_systems import LiveSystems
-from evaluation.planning.panels import panels_here
+from evaluation.planning.panels import NotApplicable, panels_here
 from evaluation.planning.plan import Plan, Planner, plan_within, print_plan, print_settings
-from evaluation.planning.prepare import measures_settings, prepare
+from evaluation.planning.prepare import measures_settings, panels_to_measure, prepare
+from evaluation.planning.traces import fetch_traces
 from evaluation.results.progress import format_s, print_line
 from swiftllm.machine import first_card
 
@@ -178,6 +179,10 @@ def make_job(
     refuse_unused_options(options, backends, in_setting)
     if section is None:
         section = experiment_settings(figure.name, options.config)["simulated"]
+    if in_setting and not options.rehearse:
+        with contextlib.suppress(NotApplicable):  # the measured half says so below
+            here = panels_to_measure(figure_grid(section, options), options, card, figure)
+            fetch_traces(here, options, console)  # first: predictions of the measured points have the same lengths
     points: list[Point] = []
     configuration: dict[str, Any] = {}
     measured = None
