@@ -28,28 +28,33 @@ from tests.golden.tasks import undescribed
 
 RECORDS = Path(__file__).parents[2] / "docs/records"
 SAMPLES: dict[str, dict[str, object]] = {
-    "fig5": {"system": "apex", "workload": "osc", "output_len": 50.0},
-    "fig6": {"system": "apex", "gpu": "T4", "workload": "osc", "request_rate": 3.2},
-    "fig7": {"system": "adaptive", "output_len": 50.0},
+    "fig5": {"system": "apex", "workload": "osc", "output_len": 50.0, "setting": "apex-t4-as-measured"},
+    "fig6": {"system": "apex", "gpu": "T4", "workload": "osc", "request_rate": 3.2, "setting": "apex-t4"},
+    "fig7": {"system": "adaptive", "output_len": 50.0, "setting": "apex-a10"},
     "neo-fig6": {"system": "neo", "gpu": "T4", "workload": "osc", "request_rate": 4.5},
     "neo-fig7": {"system": "vllm"},
     "neo-fig8": {"system": "fastdecode", "output_len": 10.0},
-    "adaptive": {"system": "apex", "case": "2xh100-u2000-25"},
+    "adaptive": {"system": "neo", "case": "2xh100-u2000-25"},
     "machines": {"system": "swiftllm", "case": "4xt4-llama-2-7b-tp1-250-500"},
-    "fig5_sensitivity_cpu_bandwidth": {"system": "swiftllm", "workload": "azure-conv"},
-    "fig7_sensitivity": {"system": "apex", "output_len": 100.0, "cpu_bandwidth_gb_s": 20.0},
+    "fig5_sensitivity_kernel_ratio": {
+        "system": "neo",
+        "workload": "azure-conv",
+        "kernel_ratio": 1.0,
+        "setting": "apex-a10",
+    },
 }
 """What picks the row: one that takes a second or two, and each system once or more."""
 VARIED = {
-    "fig5_sensitivity_cpu_bandwidth": ("a10", "cpu_bandwidth=179..231"),
-    "fig7_sensitivity": (None, "cpu_bandwidth=20..43"),
+    "fig5_sensitivity_kernel_ratio": ("a10", "kernel_ratio=1..2"),
 }
 """The options --gpu and --sensitivity of records that vary an assumption."""
-PAPERS_500 = {"systems": ("swiftllm", "neo", "apex"), "num_requests": 500}
+OF_300 = {"systems": ("vllm", "swiftllm", "neo", "apex"), "num_requests": 300}
 NOT_SAMPLED = {
-    **dict.fromkeys(("neo-fig9", "neo-fig10a", "fig5_sensitivity_gpu_blocks"), "older than the simulator"),
+    **dict.fromkeys(("neo-fig9", "neo-fig10a"), "older than the simulator"),
     **dict.fromkeys(("compare_vllm", "compare_vllm_amd", "compare_vllm_two_cores"), "measured on a machine"),
-    **dict.fromkeys(("bench_server_overhead", "fig1", "pacpu", "pacpu-batches", "validate"), "measured on a machine"),
+    **dict.fromkeys(
+        ("ablation", "bench_server_overhead", "fig1", "pacpu", "pacpu-batches", "validate"), "measured on a machine"
+    ),
     **dict.fromkeys(("quality", "quality-answers"), "measured on a machine"),
     "int8": "tests/evaluation/test_reproduce_int8.py computes a row of it",
     "prefix": "tests/evaluation/test_reproduce_prefix.py computes a row of it",
@@ -90,6 +95,6 @@ def _points(record: str, gpu: str | None) -> Sequence[Point]:
             figure = {"fig5": reproduce_fig5, "fig6": reproduce_fig6, "fig7": reproduce_fig7}[record[:4]].FIGURE
             options = FigureOptions(backend="simulated", gpu=gpu)
             if record in VARIED:
-                options = replace(options, gpu=VARIED[record][0], sensitivity=VARIED[record][1], **PAPERS_500)
+                options = replace(options, gpu=VARIED[record][0], sensitivity=VARIED[record][1], **OF_300)
             job = make_job(figure, options, None, None)
         return job.points
