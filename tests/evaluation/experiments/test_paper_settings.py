@@ -44,6 +44,24 @@ def test_overrides_reach_the_profile():
     assert weaker.figures["cpu_kv_gb"].origin == "a smaller host"
 
 
+def test_neos_launches_lengthen_its_tickets_and_its_rows_say_whether_they_do():
+    setting = load_setting("apex-a10-as-measured")
+    charged = replace(setting, charges_launches=True)
+    for system, us in (("neo", 300.0), ("fastdecode", 300.0), ("apex", None), ("vllm", None)):
+        without, with_them = (simulated_task(s, system, lengths((10, 20))) for s in (setting, charged))
+        assert without.values.get("ticket_launch_us") == (None if us is None else 0.0)
+        assert with_them.values.get("ticket_launch_us") == us
+        hand_over_s = with_them.hardware.table.hand_over(64)
+        assert hand_over_s - without.hardware.table.hand_over(64) == pytest.approx((us or 0.0) * 1e-6)
+
+
+def test_rows_of_a_reading_name_it_and_the_machine_that_claims_are_about():
+    values = simulated_task(load_setting("apex-t4-as-measured"), "neo", lengths((10, 20))).values
+    assert (values["paper_setting"], values["reading"], values["cpu_kernel"]) == ("apex-t4", "as APEX measured", "ispc")
+    assert values["cpu_bandwidth_gb_s"] == pytest.approx(0.02805 * 272)
+    assert "reading" not in simulated_task(load_setting("neo-t4"), "neo", lengths((10, 20))).values
+
+
 def test_several_gpus_and_hosts_reach_the_machine_and_the_row():
     setting = load_setting("omniserve-llama-2-70b")
     assert setting.tensor_parallel == 4 and setting.remote_hosts is None
