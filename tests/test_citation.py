@@ -31,4 +31,5 @@ def test_both_files_agree() -> None:
     assert len(titles) == len(ZENODO["references"])
     assert all(title in text for title, text in zip(titles, ZENODO["references"], strict=True))
     preprints = [item["value"] for entry in CITATION["references"] for item in entry.get("identifiers", ())]
-    assert [item["identifier"] for item in ZENODO["related_identifiers"]] == preprints
+    articles = [entry["doi"] for entry in CITATION["references"] if "doi" in entry]
+    assert [item["identifier"] for item in ZENODO["related_identifiers"]] == preprints + articles
