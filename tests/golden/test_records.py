@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,19 +35,8 @@ SAMPLES: dict[str, dict[str, object]] = {
     "neo-fig8": {"system": "fastdecode", "output_len": 10.0},
     "adaptive": {"system": "neo", "case": "2xh100-u2000-25"},
     "machines": {"system": "swiftllm", "case": "4xt4-llama-2-7b-tp1-250-500"},
-    "fig5_sensitivity_kernel_ratio": {
-        "system": "neo",
-        "workload": "azure-conv",
-        "kernel_ratio": 1.0,
-        "setting": "apex-a10",
-    },
 }
 """What picks the row: one that takes a second or two, and each system once or more."""
-VARIED = {
-    "fig5_sensitivity_kernel_ratio": ("a10", "kernel_ratio=1..2"),
-}
-"""The options --gpu and --sensitivity of records that vary an assumption."""
-OF_300 = {"systems": ("vllm", "swiftllm", "neo", "apex"), "num_requests": 300}
 NOT_SAMPLED = {
     **dict.fromkeys(("neo-fig9", "neo-fig10a"), "older than the simulator"),
     **dict.fromkeys(("compare_vllm", "compare_vllm_amd", "compare_vllm_two_cores"), "measured on a machine"),
@@ -94,7 +82,5 @@ def _points(record: str, gpu: str | None) -> Sequence[Point]:
         else:
             figure = {"fig5": reproduce_fig5, "fig6": reproduce_fig6, "fig7": reproduce_fig7}[record[:4]].FIGURE
             options = FigureOptions(backend="simulated", gpu=gpu)
-            if record in VARIED:
-                options = replace(options, gpu=VARIED[record][0], sensitivity=VARIED[record][1], **OF_300)
             job = make_job(figure, options, None, None)
         return job.points
