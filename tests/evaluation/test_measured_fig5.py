@@ -116,7 +116,7 @@ def on_fake_card(tmp_path_factory) -> Run:
         jobs=1,
     )
     with pytest.MonkeyPatch.context() as patch:
-        on_machine(patch, folder / "cache", T4, host_gib=0.51)
+        on_machine(patch, folder / "cache", T4, host_gib=3.76)  # 10 MiB beside what is left for all else
         with_profiles(patch)
         patch.setattr(figure_jobs, "LiveSystems", OnFakeCard)
         patch.setattr("swiftllm.runtime.torch_backend.device_name", lambda device: T4.name)

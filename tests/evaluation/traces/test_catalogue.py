@@ -132,7 +132,8 @@ def workloads_named(settings: object) -> set[str]:
         return set().union(*map(workloads_named, settings))
     if not isinstance(settings, dict):
         return set()
-    own = {settings[key] for key in ("workload", "name") if key in settings}
+    values = (settings[key] for key in ("workload", "name") if key in settings)
+    own = {name for value in values for name in (value if isinstance(value, list) else [value])}
     return own.union(*map(workloads_named, settings.values()))
 
 
