@@ -101,7 +101,9 @@ def why_not_mapped(claim: Claim) -> str:
     if claim.ratio is None:
         return "states no number"
     if claim.metric != METRIC:
-        return f"is about {METRIC_WORDS.get(claim.metric, claim.metric)}, which needs many request rates in each cell"
+        over_rates = "latency" in claim.metric or "rate" in claim.metric
+        why = "needs many request rates in each cell" if over_rates else "is no throughput of two systems at a point"
+        return f"is about {METRIC_WORDS.get(claim.metric, claim.metric)}, which {why}"
     if claim.setting is not None:
         return "is about a paper whose systems are no schedulers"
     return "names no machine"
