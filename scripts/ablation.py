@@ -38,7 +38,8 @@ ONCE = " Measured once: confirm differences with --repeats 3."
 
 
 def columns_of(summary: Sequence[FlatRecord]) -> Columns:
-    """The table's columns. Simulated rows have latencies in place of what concerns a real machine alone."""
+    """The table's columns. Simulated rows have latencies in place of what concerns a real machine alone, and the GPU's
+    own time: a lane that waits for CPU attention counts as busy."""
     predicted = is_simulated(summary[0])
     return (
         ("row", "row", "s"),
@@ -50,7 +51,7 @@ def columns_of(summary: Sequence[FlatRecord]) -> Columns:
             if predicted
             else ()
         ),
-        ("lane\nbusy", "lane_busy_fraction", ".0%"),
+        ("GPU\nbusy", "gpu_busy_fraction", ".0%") if predicted else ("lane\nbusy", "lane_busy_fraction", ".0%"),
         ("CPU\nbusy", "cpu_busy_fraction", ".0%"),
         *(() if predicted else (("preempted", "preemptions", ".0f"), ("pred/actual", "predicted_over_actual", ".2f"))),
         ("strategy mix", "strategy_mix", "s"),
@@ -84,7 +85,9 @@ def figure_text(summary: Sequence[FlatRecord]) -> FigureText:
     kind = f"SIMULATED for {' and '.join(distinct(summary, 'gpu'))}" if simulated_rows else "MEASURED on this machine"
     lines = [heading(here) for here in grouped(summary, "case").values()]
     notes = [*length_notes(summary), *neo_notes(summary), *known_notes(summary)] if simulated_rows else []
-    notes += [simulated.attention_text(here) for here in grouped(summary, "case").values() if simulated_rows]
+    if simulated_rows:
+        machines = grouped(summary, "case").values()
+        notes += [f"{machine_of(here[0])}: {simulated.attention_text(here)}" for here in machines]
     title = f"What each part of APEX and NEO contributes \u2014 {kind}"
     return FigureText(title, "\n".join(lines), "\n".join(dict.fromkeys(notes)))
 

@@ -58,8 +58,10 @@ def draw_panel(ax: Axes, rows: Sequence[FlatRecord], lines: int) -> None:
             continue
         ratio = line[RATE] / unit
         ax.barh(place, ratio, 0.74, color=system_colour(row.system), alpha=1.0 if row.unchanged is None else 0.62)
-        number = f" {line[RATE]:.0f}" if line["row"] == SUBJECT else f" {times(ratio)}"
-        ax.text(ratio, place, number, va="center", fontsize=7.5, color=INK)
+        number = f"{line[RATE]:.0f}" if line["row"] == SUBJECT else times(ratio)
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # the line at 1 would cross the number
+        beside = {"xytext": (3.5, 0), "textcoords": "offset points", "va": "center"}
+        ax.annotate(number, (ratio, place), **beside, fontsize=7.5, color=INK, bbox=behind)
     ax.axvline(1.0, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
     ax.set_yticks(ticks, words, fontsize=8)
     ax.tick_params(axis="y", length=0)

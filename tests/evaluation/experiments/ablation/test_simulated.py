@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from rich.console import Console
 
@@ -9,10 +11,10 @@ from apex.simulator.paper_settings import load_setting, setting_names
 from evaluation.experiments.ablation.options import Options
 from evaluation.experiments.ablation.rows import OF_APEX, OF_NEO, ROWS
 from evaluation.experiments.ablation.simulated import make_points, run_row
+from evaluation.experiments.axes import TASK
 
-ELSEWHERE = {"cohorts-1", "cohorts-4", "no-priority", "no-correction", "no-request-limit"}
-"""Rows whose switch needs what this workload has not: arrivals while a cohort is under way, or a machine that is not as
-its profile. The tests of the schedulers have them."""
+OF_COHORTS = ("cohorts-1", "cohorts-4", "no-priority", "no-request-limit", "compare-overlap")
+"""Rows that matter only where several cohorts are under way, some of them while pipelining pays."""
 
 
 @pytest.mark.parametrize("setting", setting_names())
@@ -69,14 +71,44 @@ def test_what_cannot_be_simulated_is_refused(options, words):
         make_points(Options(backend="simulated", **options))
 
 
+def outcomes(points) -> dict[str, tuple[float, int]]:
+    """SIMULATED tokens/s and iterations of each row."""
+    done = {point.key: run_row(point, point.key, Console(quiet=True)).values for point in points}
+    return {name: (values["output_tokens_per_s"], values["iterations"]) for name, values in done.items()}
+
+
+def without_effect(points) -> set[str]:
+    """The rows whose outcome is that of their system without the change."""
+    found = outcomes(points)
+    return {name for name in found if ROWS[name].unchanged and found[name] == found[ROWS[name].unchanged]}
+
+
 def test_each_change_of_a_system_changes_what_it_plans_or_how_long_it_takes():
     """On a workload of this test's own, in which both strategies run and blocks are swapped."""
-    names = ("neo", "apex", *(name for name, row in ROWS.items() if row.group in (OF_APEX, OF_NEO)))
+    changed = (name for name, row in ROWS.items() if row.group in (OF_APEX, OF_NEO))
+    names = ("neo", "apex", *(name for name in changed if name not in (*OF_COHORTS, "no-correction")))
     place = {"setting": ("apex-a10-as-measured",), "num_requests": 110, "num_gpu_blocks": 1300}
-    points = make_points(Options(backend="simulated", rows=names, input_len=3000, output_len=60, **place))
-    done = {point.key: run_row(point, point.key, Console(quiet=True)) for point in points}
-    outcome = {
-        name: (result.values["output_tokens_per_s"], result.values["iterations"]) for name, result in done.items()
-    }
-    same = {name for name in names if ROWS[name].unchanged and outcome[name] == outcome[ROWS[name].unchanged]}
-    assert same <= ELSEWHERE, same
+    assert not without_effect(
+        make_points(Options(backend="simulated", rows=names, input_len=3000, output_len=60, **place))
+    )
+
+
+def crowded(rows: tuple[str, ...]) -> list:
+    """Points where several cohorts are under way while the inequality changes sides."""
+    machine = {"setting": ("apex-t4-as-measured",), "num_gpu_blocks": 225, "cpu_bandwidth": 12.0}
+    return make_points(
+        Options(backend="simulated", rows=rows, num_requests=200, input_len=400, output_len=100, **machine)
+    )
+
+
+def test_each_change_about_cohorts_changes_a_run_in_which_several_are_under_way():
+    assert not without_effect(crowded(("apex", *OF_COHORTS)))
+
+
+def test_correction_pays_where_the_cpu_is_slower_than_its_profile():
+    slow = [
+        replace(point, task=TASK["actual_over_believed"](point.task, 3.0))
+        for point in crowded(("apex", "no-correction"))
+    ]
+    found = outcomes(slow)
+    assert found["apex"][0] > 1.2 * found["no-correction"][0]
