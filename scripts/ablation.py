@@ -18,7 +18,15 @@ from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation.experiments.ablation import measured, simulated
 from evaluation.experiments.ablation.options import Options
-from evaluation.experiments.ablation.rows import RATE, ROWS, TO_BASELINE, TO_UNCHANGED, meanings, with_ratios
+from evaluation.experiments.ablation.rows import (
+    RATE,
+    ROWS,
+    TO_BASELINE,
+    TO_UNCHANGED,
+    machine_of,
+    meanings,
+    with_ratios,
+)
 from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.identity import identity
 from evaluation.experiments.runner import Run, RunPoint
@@ -107,11 +115,6 @@ def show(run: Run, console: Console, gpu_requests: int | None = None, once: str 
     words = [{**record, "words": ROWS[record["row"]].words, "machine": machine_of(record)} for record in run.summary]
     columns = (("machine", "machine", "s"), ("row", "row", "s"), ("what it is", "words", "s"), *columns_of(words)[1:])
     write_tables(words, columns, run.folder, "ablation", f"{figure_text(run.summary).title}.")
-
-
-def machine_of(record: FlatRecord) -> str:
-    """The machine of a row in tables of several."""
-    return record.get("reading") or record.get("setting_title") or record["backend"]
 
 
 def main(options: Options, run_point: RunPoint | None = None, console: Console | None = None) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from evaluation.experiments.ablation.rows import OURS, RATE, ROWS, SYSTEMS, AblationRow
+from evaluation.experiments.ablation.rows import OURS, RATE, ROWS, SYSTEMS, AblationRow, machine_of
 from evaluation.plots.style import FAINT, INK, FigureText, panel_title, sheet, system_colour, tidy_axes, times
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
@@ -69,7 +69,7 @@ def draw_panel(ax: Axes, rows: Sequence[FlatRecord], lines: int) -> None:
     ax.set_xlim(0, 1.12 * max(rate / unit for rate in rates.values() if rate))
     tidy_axes(ax, grid="x")
     first = rows[0]
-    panel_title(ax, first.get("reading") or first.get("setting_title") or "this machine")
+    panel_title(ax, machine_of(first))
     how = "SIMULATED" if is_simulated(first) else "measured"
     tokens = f"{SUBJECT}: {unit:.0f} tokens/s" if rates.get(SUBJECT) else f"1: {unit:.0f} tokens/s"
     ax.set_xlabel(f"output tokens/s relative to {SUBJECT}, {how} ({tokens})", color=FAINT, labelpad=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from evaluation.experiments.ablation.measured import make_points
 from evaluation.experiments.ablation.options import Options
-from evaluation.experiments.ablation.rows import BASELINE, with_ratios
+from evaluation.experiments.ablation.rows import BASELINE, machine_of, with_ratios
 from evaluation.experiments.runner import PointResult
 from evaluation.plots.ablation import draw_ablation
 from evaluation.plots.style import FigureText
@@ -126,12 +127,25 @@ def test_a_simulated_run_takes_no_model_and_names_each_row_in_every_file(tmp_pat
     lines = (folder / "summary.md").read_text().splitlines()
     assert [line.split(" | ")[0].strip("| ") for line in lines if " simulated " in line] == [r["row"] for r in summary]
     table = (folder / "ablation.csv").read_text().splitlines()
-    assert [line.split(",")[:2] for line in table[1:]] == [[r["reading"], r["row"]] for r in summary]
+    assert [line[:2] for line in csv.reader(table[1:])] == [
+        [f"{r['setting_title']}, {r['reading']}", r["row"]] for r in summary
+    ]
     tex = (folder / "ablation.tex").read_text()
     assert tex.count(r" \\") == len(summary) + 1 and r"\toprule" in tex and "SIMULATED" in tex and "100\\%" in tex
     assert (folder / "figure.png").stat().st_size > 20_000
     assert main(chosen, console=Console(width=160)) == 0
     assert "finished before" in capsys.readouterr().out
+
+
+def test_machines_of_one_reading_have_names_of_their_own():
+    rows = [
+        record("apex", case=title, setting_title=title, reading="as APEX measured", backend="simulated")
+        for title in ("T4 + Llama-2-7B", "A10 + Llama-3.1-8B")
+    ]
+    names = ["T4 + Llama-2-7B, as APEX measured", "A10 + Llama-3.1-8B, as APEX measured"]
+    assert [machine_of(row) for row in rows] == names
+    figure = draw_ablation(rows, FigureText("SIMULATED", "", ""))
+    assert [axes.get_title(loc="left") for axes in figure.axes] == names
 
 
 def test_the_figure_names_every_bar_in_words():

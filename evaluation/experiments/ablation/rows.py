@@ -158,6 +158,12 @@ def meanings(names: Sequence[str]) -> str:
     return "; ".join(f"{name}: {ROWS[name].words}" for name in names)
 
 
+def machine_of(record: FlatRecord) -> str:
+    """The machine of a row where there are several: its setting, in its reading."""
+    said = (record.get("setting_title"), record.get("reading"))
+    return ", ".join(filter(None, said)) or record["backend"]
+
+
 def with_mix(result: PointResult) -> PointResult:
     """The result with what its strategies were, and how well iterations were predicted."""
     stats = result.details["engine_stats"]
