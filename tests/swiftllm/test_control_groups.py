@@ -1,7 +1,7 @@
 """Limits of control groups as the kernel enforces them: those of the own group and of every group around it.
 
-The files are those of the kernel's Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst, proc(5) and cgroups(7). The runtimes of
-Java, Go and Node read the same limits.
+The files are those of the kernel's Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst, proc(5) and cgroups(7). Java,
+Go and Node read the same limits.
 """
 
 from __future__ import annotations
