@@ -70,7 +70,7 @@ def find_llamafile() -> tuple[Path | None, str | None]:
 
 
 def cache_dir() -> Path:
-    return Path(os.environ.get("APEX_CACHE_DIR") or Path.home() / ".cache/apex")
+    return Path(os.path.expanduser(os.environ.get("APEX_CACHE_DIR") or "~/.cache/apex"))
 
 
 def is_current(output: Path, command: list[str]) -> bool:

@@ -18,7 +18,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv="${VENV-.venv}"
 state="${venv:-build}/.setup" # one stamp per stage, holding the hash of what the stage was made from
-cache="${APEX_CACHE_DIR:-$HOME/.cache/apex}"
+cache="${APEX_CACHE_DIR:-${HOME:?is not set: set it or APEX_CACHE_DIR}/.cache/apex}"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 export PYTHONDONTWRITEBYTECODE= # empty: Python keeps what it compiles
 

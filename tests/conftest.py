@@ -43,7 +43,7 @@ def short_first_start() -> Iterator[None]:
         patch.setattr(choices, "MIN_BYTES", 1)
         patch.setattr(choices, "last_level_cache_bytes", lambda: 0)
         patch.setattr(choices, "measure", lambda *_: choices.Measured(rates, costs))
-        patch.setattr(choices, "write_atomically", lambda *_: None)
+        patch.setattr(choices, "keep", lambda *_: None)
         patch.setattr("apex.perf.profiler.ROUNDS", 3)
         yield
 
