@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import apex.environment  # noqa: F401  before matplotlib
 from tests import sampled_cases
 from tests.evaluation.headless_browser import NOT_FOUND
 
