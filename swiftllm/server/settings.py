@@ -89,6 +89,6 @@ class ServerSettings:
         if self.chat_template is None:
             return None
         try:
-            return expand(self.chat_template).read_text()
+            return expand(self.chat_template).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeError) as error:
             raise ValueError(f"chat_template={self.chat_template!r} cannot be read: {error}") from None
