@@ -242,7 +242,7 @@ setup(
         "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.13",  # what apex/environment.py calls tested
     install_requires=dependencies(),
     packages=[*find_packages(include=["swiftllm*", "apex*", "pacpu*", "evaluation*"]), "apex.configs"],
     package_dir={"apex.configs": "configs"},  # apex/source_tree.py finds it in either place
