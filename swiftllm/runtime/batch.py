@@ -62,12 +62,13 @@ class EarlierContext:
 @dataclass
 class PrefillChunk:
     """Rows of one request. ``contexts``: for each group of layers; None where the chunk attends to itself. ``earlier``
-    is the earlier context in the layer that comes next, where it comes from the CPU tier.
+    is the earlier context in layer ``earlier_layer``, the next to come, where it comes from the CPU tier.
     """
 
     rows: slice
     contexts: Sequence[EarlierContext | None]
     earlier: LoadedContext | None = None
+    earlier_layer: int | None = None
 
 
 @dataclass(frozen=True)

@@ -140,20 +140,24 @@ class KVTransfers:
         """Begin to gather what :meth:`take_context` gives in the first layer."""
         for group in lane.prefills:
             for chunk in group.chunks if group.tier is Tier.CPU else ():
-                chunk.earlier = self._load_earlier(0, chunk)
+                self._load_ahead(0, chunk)
 
     def take_context(self, layer: int, chunk: PrefillChunk, own: torch.Tensor) -> torch.Tensor | None:
         """The chunk's context on the device: the earlier one in the CPU tier, and its ``own [2, num_kv_heads, rows,
         head_dim]``. None without an earlier one.
 
-        Layers come in order: while the device computes this one, the host gathers the next.
+        While the device computes this layer, the host gathers the next. A layer that does not follow the one before
+        waits for the host.
         """
-        if chunk.earlier is None:
-            return None
-        context = torch.cat([chunk.earlier.on_device(), own], dim=2)
+        if chunk.earlier_layer != layer:
+            self._load_ahead(layer, chunk)
+        context = None if chunk.earlier is None else torch.cat([chunk.earlier.on_device(), own], dim=2)
         if layer + 1 < len(self._pools.layers[Tier.GPU]):
-            chunk.earlier = self._load_earlier(layer + 1, chunk)
+            self._load_ahead(layer + 1, chunk)
         return context
+
+    def _load_ahead(self, layer: int, chunk: PrefillChunk) -> None:
+        chunk.earlier, chunk.earlier_layer = self._load_earlier(layer, chunk), layer
 
     def _load_earlier(self, layer: int, chunk: PrefillChunk) -> LoadedContext | None:
         groups = self._pools.groups
