@@ -96,6 +96,11 @@ def pytest_runtest_call(item: pytest.Item) -> None:
     chance.seed_generators(item.nodeid)
 
 
+def pytest_runtest_teardown() -> None:
+    """Commands that start servers handle SIGTERM for the rest of their process."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
     files = Counter(report.nodeid.split("::")[0] for report in skipped if NOT_FOUND in str(report.longrepr))
