@@ -1,4 +1,4 @@
-"""For all tests: one torch thread, one core, and a last line that names what was skipped for want of a browser.
+"""For all tests: one torch thread, one core, seeds, a random order, and last lines that say what was left out.
 
 One thread for the lane and torch, since two are many times slower than one on a busy small machine. The process that
 hands out the tests imports no torch.
@@ -9,14 +9,19 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 import apex.environment  # noqa: F401  before matplotlib
-from tests import sampled_cases
+from tests import chance, sampled_cases
 from tests.evaluation.headless_browser import NOT_FOUND
 
 # A shell ignores interrupts in what it starts in the background, and so would the processes that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples in each run, however long they take.
+hypothesis.settings.register_profile("same", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("same")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -63,16 +68,38 @@ def no_network() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     sampled_cases.add_option(parser)
+    chance.add_option(parser)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    chance.draw_order(config)
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest then brings tests together that share a fixture's case
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     sampled_cases.take_sample(config, items)
-    items.sort(key=lambda item: item.path.name != "test_triton.py")  # the longest first: none is left to one process
+    chance.shuffle(config, items)
 
 
 def pytest_collection_finish() -> None:
     """What has been imported stays: a collection, as before each capture of graphs, need not look at it."""
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
+    """A fixture that several tests share draws the same whichever of them comes first."""
+    chance.seed_generators(f"{request.node.nodeid} {fixturedef.argname}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    chance.seed_generators(item.nodeid)
+
+
+def pytest_runtest_teardown() -> None:
+    """Commands that start servers handle SIGTERM for the rest of their process."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -81,3 +108,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if files:
         names = ", ".join(f"{file} ({count})" for file, count in sorted(files.items()))
         terminalreporter.write_line(f"skipped without a browser: {names}; {NOT_FOUND}", yellow=True)
+    terminalreporter.write_line(chance.order_said(terminalreporter.config))

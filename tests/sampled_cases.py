@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 
 import pytest
+
+from tests.chance import place_of
 
 MOST_CASES = 2
 """Of one test, where a case is fast."""
@@ -63,11 +64,6 @@ def take_sample(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept: set[pytest.Item] = set()
     for (file, _), those in cases.items():
         most = MOST_SLOW_CASES if file.startswith(SLOW_FILES) else MOST_CASES
-        kept.update(sorted(those, key=place)[:most])
+        kept.update(sorted(those, key=lambda item: place_of(item.nodeid))[:most])
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
-
-
-def place(item: pytest.Item) -> str:
-    """An order of cases that has nothing to do with their parameters and is always the same."""
-    return hashlib.sha256(item.nodeid.encode()).hexdigest()

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import os
 import re
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import httpx
 from rich.console import Console
 
 from evaluation.measure.sessions import describe_status, end_session, session_stats, start_session
+from swiftllm.ports import reserved_port
 
 PROBE_TIMEOUT_S = 5.0
 POLL_EVERY_S = 0.25
@@ -215,12 +215,12 @@ def launched_server(
     """
     start, console = time.monotonic(), console or Console(quiet=True)
     console.print(f"starting {label or command.name} ...", highlight=False, markup=False)
-    port = free_port()
-    arguments = (*command.arguments, "--host", "127.0.0.1", "--port", str(port))
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **command.environment}
     streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     with contextlib.ExitStack() as stack:
+        port = stack.enter_context(reserved_port())
+        arguments = (*command.arguments, "--host", "127.0.0.1", "--port", str(port))
         with log.open("wb") as output, bound_to(command.cores):
             process = start_session(arguments, env=environment, stdout=output, **streams)
             stack.callback(end_session, process)
@@ -248,13 +248,6 @@ def bound_to(cores: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-def free_port() -> int:
-    """A port on which nothing listens at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def end_of_log(log: Path) -> str:

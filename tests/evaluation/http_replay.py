@@ -19,7 +19,7 @@ def replayed(behave, *rows, **limits):
     """The result of a workload (input, output, arrival) on a server with this behaviour, and the requests it got."""
     with FakeServer(behave) as fake:
         return replay_workload(
-            connect_server("fake", fake.url, 5.0), workload(*(rows or [(4, 6, 0.0)])), **limits
+            connect_server("fake", fake.url, 60.0), workload(*(rows or [(4, 6, 0.0)])), **limits
         ), fake.requests
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.scripts.conftest import SCRIPTS, add_tool
 
 TESTS_END = "1 failed, 6 passed, 7 skipped in 3.2s"
+ORDER = "order of the tests: --order-seed 7"
 SKIPPED = "skipped without a browser: tests/test_page.py (7); run scripts/install_chromium.sh"
 
 
@@ -22,6 +23,7 @@ def run_ci(bare_path: Path, cache: Path, **variables: str) -> subprocess.Complet
         [ "$APEX_REQUIRE_BROWSER" ] || echo "{SKIPPED}"
         echo "=== short test summary info ==="
         echo "FAILED tests/test_page.py::test_a"
+        echo "{ORDER}"
         echo "{TESTS_END}"
         echo "a line of make" >&2
         exit ${{TESTS_STATUS:-2}}""",
@@ -36,7 +38,7 @@ def test_with_a_browser_no_test_of_a_page_may_be_skipped(bare_path, tmp_path):
     done = run_ci(bare_path, tmp_path / "cache")
     lines = done.stdout.splitlines()
     assert "required: 1" in lines and done.returncode == 2
-    assert lines[lines.index("----") + 1 :] == ["FAILED tests/test_page.py::test_a", TESTS_END]
+    assert lines[lines.index("----") + 1 :] == ["FAILED tests/test_page.py::test_a", ORDER, TESTS_END]
 
 
 def test_without_a_browser_it_lists_what_was_skipped(bare_path, tmp_path):
@@ -44,6 +46,6 @@ def test_without_a_browser_it_lists_what_was_skipped(bare_path, tmp_path):
     done = run_ci(bare_path, tmp_path / "cache")
     lines = done.stdout.splitlines()
     assert "required: no" in lines and any(line.startswith("chromium: not installed") for line in lines)
-    failed, told, skipped, end = lines[lines.index("----") + 1 :]
+    failed, told, *ends = lines[lines.index("----") + 1 :]
     assert failed.startswith("FAILED") and "no browser could be installed" in told
-    assert (skipped, end) == (SKIPPED, TESTS_END)
+    assert ends == [SKIPPED, ORDER, TESTS_END]

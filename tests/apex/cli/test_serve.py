@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from apex.cli import main
+from tests.reference.missing_package import error_without
 from tests.reference.tiny_model import make_tiny_llama
 
 REPO = Path(__file__).resolve().parents[3]
@@ -43,15 +44,9 @@ def test_a_port_in_use_and_a_host_of_others_are_said_before_anything_loads(capsy
 
 
 @pytest.mark.parametrize("package", ["fastapi", "prometheus_client"])
-def test_a_package_that_is_missing_is_said(capsys, monkeypatch, package):
-    for name in list(sys.modules):
-        if name.startswith("swiftllm.server.") and not name.startswith(
-            ("swiftllm.server.service", "swiftllm.server.settings")
-        ):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    assert main(["serve", "/nowhere", "--port", "0"]) == 2
-    assert f"the server needs the package {package}: type `make setup`" in capsys.readouterr().err
+def test_a_package_that_is_missing_is_said(package):
+    error = error_without(package, "serve", "/nowhere", "--port", "0")
+    assert f"the server needs the package {package}: type `make setup`" in error
 
 
 def ask(url: str, body: dict | None = None) -> str:

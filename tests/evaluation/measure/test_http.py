@@ -9,7 +9,7 @@ import time
 import pytest
 
 from apex.replay.metrics import compute_metrics
-from evaluation.measure.http import HttpReplay, replay_workload, spread_over
+from evaluation.measure.http import HttpReplay, SentRequest, replay_workload, spread_over
 from evaluation.measure.server import Server, ServerNotReady, connect_server
 from swiftllm.core.request import ServiceClass
 from tests.evaluation.fake_server import FakeServer, token_by_token
@@ -19,7 +19,7 @@ from tests.evaluation.http_replay import only_record, replayed, workload
 def test_a_normal_run():
     work = workload((4, 6, 0.0), (5, 1, 0.0), (3, 9, 0.0))
     with FakeServer() as fake:
-        server = connect_server("fake", fake.url, 5.0)
+        server = connect_server("fake", fake.url, 60.0)
         result = replay_workload(server, work)
     assert (server.model, server.max_model_len, server.version) == ("some/Tiny-Llama", 4096, "9.9")
     assert [record.request_id for record in result.records] == ["osc-0", "osc-1", "osc-2"]
@@ -42,36 +42,44 @@ def test_a_normal_run():
     }
 
 
-def test_tokens_of_one_chunk_share_its_time():
+@pytest.fixture
+def received_s(monkeypatch) -> list[float]:
+    """When the client received each event but the last, by its own clock."""
+    moments, receive = [], SentRequest.receive
+
+    def noted(sent, data, now_s):
+        moments.append(now_s)
+        receive(sent, data, now_s)
+
+    monkeypatch.setattr(SentRequest, "receive", noted)
+    return moments
+
+
+def test_tokens_of_one_chunk_share_its_time(received_s):
     def three_and_two(exchange, body, index):
         exchange.start()
         exchange.chunk("abc", None, 3)
-        time.sleep(0.1)
         exchange.chunk("", None, 3)  # nothing new
-        time.sleep(0.1)
         exchange.chunk("de", "length", 5)
         exchange.done(5)
 
     (record,) = replayed(three_and_two, (4, 5, 0.0))[0].records
-    times = record.token_times_s
-    assert record.completed and len(times) == 5
-    assert times[0] == times[1] == times[2] and times[3] == times[4] and times[3] - times[0] >= 0.19
+    first, _, second, _ = received_s
+    assert record.completed and record.token_times_s == (first, first, first, second, second) and first < second
 
 
-def test_a_server_that_counts_only_at_the_end():
+def test_a_server_that_counts_only_at_the_end(received_s):
     def two_chunks(exchange, body, index):
         exchange.start()
         exchange.chunk("abc")
-        time.sleep(0.1)
         exchange.chunk("def")
-        time.sleep(1.0)
         exchange.chunk("", "length")  # closes the stream, carries no token
         exchange.done(6)
 
     record = only_record(two_chunks)
+    first, second, _, _ = received_s
     assert record.completed and record.output_len == 6
-    assert record.token_times_s[0] == record.token_times_s[2] and record.token_times_s[3] == record.token_times_s[5]
-    assert 0.09 <= record.token_times_s[-1] - record.token_times_s[0] < 0.9
+    assert record.token_times_s == (first, first, first, second, second, second)
 
 
 @pytest.mark.parametrize(
@@ -89,36 +97,49 @@ def test_tokens_are_spread_from_the_first_chunk_to_the_last(chunks, tokens, expe
 
 
 def test_a_slow_first_token_is_the_time_to_first_token():
+    waited_s = []
+
     def slow(exchange, body, index):
+        begun_s = time.perf_counter()
         exchange.start()
         time.sleep(0.3)
+        waited_s.append(time.perf_counter() - begun_s)
         exchange.chunk("a", None, 1)
         exchange.chunk("b", "length", 2)
         exchange.done(2)
 
     result, _ = replayed(slow, (4, 2, 0.0))
     metrics = compute_metrics(result.records, result.wall_s)
-    assert metrics["ttft_s_mean"] >= 0.3 and metrics["tpot_s_mean"] < 0.3
+    first_s, second_s = result.records[0].token_times_s
+    assert metrics["ttft_s_mean"] == first_s >= waited_s[0]
+    assert metrics["tpot_s_mean"] == pytest.approx(second_s - first_s)
     assert metrics["lane_busy_fraction"] is None and metrics["cpu_busy_fraction"] is None
 
 
-def test_open_loop_arrivals_wait_for_nobody():
-    def slow(exchange, body, index):
-        time.sleep(0.6)
+def test_open_loop_arrivals_wait_for_nobody(monkeypatch):
+    """The server answers none before it has all."""
+    all_there, sent, record_of = threading.Barrier(3), [], SentRequest.record
+
+    def together(exchange, body, index):
+        all_there.wait(60)
         token_by_token(exchange, body, index)
 
-    result, requests = replayed(slow, (4, 2, 0.5), (4, 2, 0.0), (4, 2, 0.25))
-    begun = [moment for moment, _ in requests]
-    assert begun[1] - begun[0] == pytest.approx(0.25, abs=0.1) and begun[2] - begun[0] == pytest.approx(0.5, abs=0.1)
+    def noted(stream):
+        sent.append(stream)
+        return record_of(stream)
+
+    monkeypatch.setattr(SentRequest, "record", noted)
+    result, _ = replayed(together, (4, 2, 0.5), (4, 2, 0.0), (4, 2, 0.25))
     assert [record.arrival_s for record in result.records] == [0.5, 0.0, 0.25]
-    assert all(record.completed and record.first_token_s >= record.arrival_s + 0.6 for record in result.records)
+    assert all(record.completed for record in result.records)
+    assert all(stream.sent_s >= stream.arrival_s for stream in sent)
 
 
 def test_many_at_once_are_all_under_way_together():
     together = threading.Barrier(100)
 
     def all_or_none(exchange, body, index):
-        together.wait(10)
+        together.wait(60)
         token_by_token(exchange, body, index)
 
     result, _ = replayed(all_or_none, *[(4, 2, 0.0)] * 100)
@@ -149,14 +170,14 @@ def test_a_server_that_is_still_loading():
         with pytest.raises(ServerNotReady, match=r"GET /health: HTTP 503"):
             connect_server("fake", fake.url, 0.3)
         threading.Timer(0.3, fake.pages.__setitem__, ("/health", (200, ""))).start()
-        assert connect_server("fake", fake.url, 5.0).version == "9.9"
+        assert connect_server("fake", fake.url, 60.0).version == "9.9"
 
 
 def test_a_server_without_health_and_version():
     with FakeServer() as fake:
         del fake.pages["/health"], fake.pages["/version"]
         fake.pages["/v1/models"] = (200, {"data": [{"id": "m"}]})
-        server = connect_server("fake", fake.url, 1.0)
+        server = connect_server("fake", fake.url, 60.0)
     assert (server.model, server.version, server.max_model_len) == ("m", None, None)
 
 
@@ -171,28 +192,37 @@ def test_a_server_of_another_kind(page):
 def test_best_effort_requests_are_sent_as_such_and_recorded() -> None:
     work = workload((4, 3, 0.0), (5, 3, 0.0, ServiceClass.BEST_EFFORT))
     with FakeServer() as fake:
-        result = replay_workload(connect_server("fake", fake.url, 5.0), work)
+        result = replay_workload(connect_server("fake", fake.url, 60.0), work)
     assert [record.service_class for record in result.records] == ["latency-sensitive", "best-effort"]
     assert {len(body["prompt"]): body.get("priority") for _, body in fake.requests} == {4: None, 5: 1}
 
 
-def test_a_run_of_fixed_duration_keeps_the_tokens_of_unfinished_requests() -> None:
-    def slowly(exchange, body, index):
+def test_a_run_of_fixed_duration_keeps_the_tokens_of_unfinished_requests(monkeypatch) -> None:
+    """By a clock that goes on once the first request has ended and the second has three tokens."""
+    is_over = threading.Event()
+
+    def three_tokens(exchange, body, index):
         exchange.start()
-        for number in range(1, body["max_tokens"] + 1):
-            time.sleep(0.05)
-            exchange.chunk("a", "length" if number == body["max_tokens"] else None, number)
+        for number in range(1, min(3, body["max_tokens"]) + 1):
+            exchange.chunk("a", None, number)
+        if body["max_tokens"] > 3:
+            is_over.wait(60)
         exchange.done(body["max_tokens"])
 
-    result, _ = replayed(slowly, (4, 2, 0.0), (4, 1000, 0.0), (4, 5, 30.0), duration_s=1.0)
+    def now(replay):
+        whole, cut, _ = replay.streams
+        return 0.5 if whole.finish_s is None or cut.tokens_so_far < 3 else 1.5
+
+    monkeypatch.setattr(HttpReplay, "now", now)
+    result, _ = replayed(three_tokens, (4, 2, 0.0), (4, 1000, 0.0), (4, 5, 30.0), duration_s=1.0)
+    is_over.set()
     whole, cut, unsent = result.records
-    assert 1.0 <= result.wall_s < 3.0
+    assert result.wall_s == 1.5
     assert whole.completed and not cut.completed and "after 1 s" in cut.failure and "after 1 s" in unsent.failure
-    assert 2 < cut.output_len < 30
+    assert cut.token_times_s == (0.5, 0.5, 0.5)
     metrics = compute_metrics(result.records, result.wall_s, window_s=1.0)
     assert (metrics["latency_sensitive_arrived"], metrics["latency_sensitive_completed"]) == (2, 1)
-    in_window = sum(time_s <= 1.0 for time_s in cut.token_times_s)
-    assert metrics["latency_sensitive_output_tokens"] == 2 + in_window
+    assert metrics["latency_sensitive_output_tokens"] == 2 + 3
 
 
 BEST_EFFORT = (4, 1, 0.0, ServiceClass.BEST_EFFORT)

@@ -30,7 +30,7 @@ def largest_common(most: list[int], fits) -> int:
     return max(n for n in range(FEWEST_REQUESTS, max(most) + 1) if fits(counts_at(n / max(most), most)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     PANELS,
     st.floats(0.0, 3000.0),
@@ -56,7 +56,7 @@ def test_the_time_is_used_and_never_exceeded(most, constant, per_request, power,
     assert num_predicted <= 12, "each prediction is a simulation"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(PANELS, st.floats(1.0, 1e5), st.floats(0.0, 0.99))
 def test_less_time_than_the_fewest_requests_take_is_refused(most, constant, share):
     times = Times(constant, 1.0, 1.0)

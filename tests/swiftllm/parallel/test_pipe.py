@@ -76,7 +76,7 @@ def test_no_rank_outlives_its_driver() -> None:
     pid = int(driver.stdout.readline())
     driver.kill()
     driver.wait()
-    end_s = time.monotonic() + 5.0
+    end_s = time.monotonic() + 60.0
     while os.path.exists(f"/proc/{pid}") and _state(pid) != "Z":  # nobody may be left to collect it
         assert time.monotonic() < end_s, "the rank goes on"
         time.sleep(0.01)

@@ -16,7 +16,6 @@ from swiftllm.core.request import Tier
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.backend import HostDied
 from swiftllm.engine.engine import Engine
-from swiftllm.remote.frames import SILENCE_S
 from swiftllm.remote.tier import RemoteCpuTier
 from swiftllm.runtime.workers import AttentionTask, BlocksRead, BlocksWrite, ContextRead, RowsWrite
 from swiftllm.server.service.fault_isolation import FaultIsolation
@@ -27,6 +26,7 @@ from tests.swiftllm.remote.test_tokens import BLOCK_BYTES, MAX_TOKENS, add_all, 
 from tests.swiftllm.server.serving import LocalClient, read_all, run_client
 
 ROOM = {"num_gpu_blocks": 12, "num_cpu_blocks": 60, "max_model_len": 90}
+SILENT = "nothing was received"
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def on_host(engine: Engine, host: int) -> set[str]:
     return {request.request_id for request in running if engine.kv.pool_of(request) is pool}
 
 
-def step_until(engine: Engine, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def step_until(engine: Engine, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end_s and engine.has_unfinished(), engine.state()
@@ -72,10 +72,9 @@ def check_only_its_own_are_lost(engine: Engine, end_host: Callable[[], None], pr
     """End host 1 while all hosts are in use. Its requests, and no others, are computed again."""
     requests, recomputed = add_all(engine, prompts), count_recomputed(engine)
     step_until(engine, lambda: len(on_host(engine, 1)) >= 2 and on_host(engine, 2) and on_host(engine, 0))
-    start_s = time.monotonic()
     end_host()
-    assert remote(engine).channel.wait_dead(5.0)
-    assert time.monotonic() - start_s < SILENCE_S  # not because nothing was heard
+    channel = remote(engine).channel
+    assert channel.wait_dead(120.0) and SILENT not in channel.error
     there = on_host(engine, 1)
     engine.step()
     assert recomputed == [there]
@@ -112,9 +111,8 @@ def test_a_frozen_host_is_noticed_and_one_in_its_place_is_used(tiny, process) ->
     requests, recomputed = add_all(engine, prompts), count_recomputed(engine)
     step_until(engine, lambda: bool(on_host(engine, 1)))
     os.kill(frozen.pid, signal.SIGSTOP)
-    start_s = time.monotonic()
     step_until(engine, lambda: bool(recomputed))
-    assert time.monotonic() - start_s < 5.0
+    assert SILENT in remote(engine).channel.error
     frozen.kill()
     frozen.wait()
     run_to_end(engine)

@@ -15,12 +15,14 @@ import httpx
 import openai
 
 from swiftllm.engine.engine import Engine
+from swiftllm.ports import reserved_port
 from swiftllm.server.run import make_server
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 from tests.swiftllm.server.serving import LocalClient
 
 TIMEOUT_S = 30.0  # of tests that would hang
+STARTED_S = 120.0  # a process loads its packages first
 DEFAULT_SETTINGS = ServerSettings()
 
 
@@ -79,19 +81,18 @@ def server_process(
     service: str = "slow_service", stderr: IO[str] | int = subprocess.PIPE
 ) -> Iterator[tuple[subprocess.Popen, str]]:
     """A server of ``stand_ins.py`` in a process, with its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tests.swiftllm.server.stand_ins", service, str(port)]
-    process = subprocess.Popen(command, stdout=stderr, stderr=stderr, text=True)
-    try:
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while socket.socket().connect_ex(("127.0.0.1", port)):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.02)
-        yield process, f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.communicate()
+    with reserved_port() as port:
+        command = [sys.executable, "-m", "tests.swiftllm.server.stand_ins", service, str(port)]
+        process = subprocess.Popen(command, stdout=stderr, stderr=stderr, text=True)
+        try:
+            deadline_s = time.monotonic() + STARTED_S
+            while socket.socket().connect_ex(("127.0.0.1", port)):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.02)
+            yield process, f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+            process.communicate()
 
 
 class Gate:

@@ -24,7 +24,7 @@ NUM_LAYERS = 3  # of the fake engine
 MOST_POLLS = 21  # until a ticket of the fake backend is ready
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**16),
     gpu=st.sampled_from((0, 1, 4, 12, 30)),

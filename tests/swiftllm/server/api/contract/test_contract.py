@@ -224,7 +224,7 @@ def test_no_request_of_that_description_fails_in_the_server(server):
 
     def run(operation) -> None:
         @hypothesis.given(case=operation.as_strategy())
-        @hypothesis.settings(max_examples=40, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
+        @hypothesis.settings(max_examples=40, suppress_health_check=list(hypothesis.HealthCheck))
         def call(case) -> None:
             if isinstance(case.body, dict):
                 for limit in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
