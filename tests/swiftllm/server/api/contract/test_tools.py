@@ -42,6 +42,11 @@ def thinker(tiny_chat_dir, tmp_path_factory) -> Iterator[RunningServer]:
     engine.kv.check_blocks()
 
 
+def allowed(mode: str, *names: str) -> dict:
+    named = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+
+
 def body_of(said: str | None = None, **fields: object) -> dict:
     choice = {} if said is None else {"structured_outputs": {"choice": [said]}}
     return {"messages": HELLO, "max_tokens": 400, "tools": TOOLS, **choice, **fields}
@@ -285,7 +290,12 @@ def test_without_tools_a_call_is_content(thinker) -> None:
         ({"tools": [TOOLS[0]] * 2}, "two have the same name"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "not among tools"),
         ({"tools": [], "tool_choice": "required"}, "needs tools"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tool_choice": "any"}, "should be 'auto', 'none', 'required', or of type 'function' or 'allowed_tools'"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "x"}}}, "of type 'function' or 'allowed_tools'"),
+        ({"tool_choice": {"type": "function", "name": "news"}}, "tool_choice.function: Field required"),
+        ({"tool_choice": allowed("required", "x")}, "names 'x', which is not among tools"),
+        ({"tool_choice": allowed("required")}, "needs tools"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [tool_of("f", {"type": "string"})], "tool_choice": "required"}, "'f' must have the type 'object'"),
         ({"tools": [tool_of("f", {"$defs": 3, "$ref": "#/$defs/a"})], "tool_choice": "required"}, "tools"),

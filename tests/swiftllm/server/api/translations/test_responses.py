@@ -113,7 +113,7 @@ def test_parameters_become_those_of_chat():
         text={"format": {"type": "json_schema", "name": "a", "schema": schema}, "verbosity": "low"},
         max_output_tokens=5, top_p=0.5, seed=3, service_tier="flex", logit_bias={"5": 1}, store=True, n=1,
     )  # fmt: skip
-    assert chat.pop("response_format")["json_schema"]["schema"] == schema
+    assert chat.pop("response_format")["schema"] == schema
     del chat["messages"]
     assert chat == {"max_tokens": 5, "top_p": 0.5, "seed": 3, "service_tier": "flex", "logit_bias": {5: 1.0}}
 
@@ -122,7 +122,7 @@ def test_parameters_become_those_of_chat():
     ("field", "value"),
     [
         ("previous_response_id", "resp-1"), ("conversation", "c"), ("background", True), ("prompt", {"id": "p"}),
-        ("include", ["message.output_text.logprobs"]), ("top_logprobs", 2), ("n", 2), ("prompt_logprobs", 1),
+        ("n", 2), ("prompt_logprobs", 1),
     ],
 )  # fmt: skip
 def test_what_would_change_the_answer_is_refused_by_name(server, field, value):
@@ -140,8 +140,11 @@ def test_what_would_change_the_answer_is_refused_by_name(server, field, value):
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image'", "input"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id: Field required", "input"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens=0 must be at least 1", "max_output_tokens"),
-        ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema: Field required", "text"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0: type 'web_search' is not implemented", "tools"),
+        ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "format.schema: Field required", "text.format"),
+        ({"input": "a", "text": {"format": {"type": "text", "schema": {}}}}, "a schema needs the type", "text.format"),
+        ({"input": "a", "include": ["message"]}, "include.0: Input should be", "include"),
+        ({"input": "a", "top_logprobs": 21}, "top_logprobs: Input should be less than or equal to 20", "top_logprobs"),
+        ({"input": "a", "tool_choice": "required"}, "tool_choice=required needs tools", "tool_choice"),
         ({"input": "a" * 600}, "maximum context length is 512", "input"),
     ],
 )  # fmt: skip
