@@ -51,6 +51,11 @@ def wholes(values: Any) -> Any:
     return [wholes(value) if isinstance(value, list) else whole(value) for value in values]
 
 
+def is_list_of(kind: type, value: Any) -> bool:
+    """Whether ``value`` is a non-empty list whose items have exactly this type (so that true is no int)."""
+    return isinstance(value, list) and set(map(type, value)) == {kind}
+
+
 Flag = Annotated[bool, BeforeValidator(null_is_left_out)]
 """True or false; null stands for the default."""
 

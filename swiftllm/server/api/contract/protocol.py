@@ -18,6 +18,7 @@ from swiftllm.server.api.contract.parsing import (
     Lenient,
     Whole,
     Wholes,
+    is_list_of,
     null_is_left_out,
     wholes,
     with_token_ids,
@@ -410,8 +411,3 @@ class TokenizeRequest(TemplateOptions):
 class DetokenizeRequest(Lenient):
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], BeforeValidator(wholes)]
-
-
-def is_list_of(kind: type, value: Any) -> bool:
-    """Whether ``value`` is a non-empty list whose items have exactly this type (so that true is no int)."""
-    return isinstance(value, list) and set(map(type, value)) == {kind}

@@ -89,7 +89,7 @@ def test_the_request_of_a_coding_agent_ends_in_a_call_of_one_of_its_functions(ca
     assert response.status == "completed" and json.loads(call.arguments) == {"a": "x"}
     assert [tool.type for tool in response.tools] == [tool["type"] for tool in tools]
     back = {"type": "function_call_output", "call_id": call.call_id, "output": "README.md"}
-    follow_up = {**how, "input": [*AGENT["input"], call.to_dict(), back], "tool_choice": "none"}
+    follow_up = {**how, "input": [*AGENT["input"], call.to_dict(), back], "tool_choice": "none", "max_output_tokens": 4}
     assert caller.client().responses.create(**follow_up).output[0].type == "message"
 
 
