@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -190,7 +189,7 @@ class ServingContext:
 def is_of_folder(name: str, folder: str) -> bool:
     """Whether a name is the path of a model's folder, or the name on the hub of the model there."""
     hub_name = model_name(folder)
-    return Path(os.path.expanduser(name)) == Path(folder) or ("/" in hub_name and name == hub_name)
+    return Path(name) == Path(folder) or ("/" in hub_name and name == hub_name)
 
 
 def fingerprint_of(description: Mapping[str, Any]) -> str:

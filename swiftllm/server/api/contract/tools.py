@@ -10,7 +10,7 @@ from swiftllm.server.api.contract.parsing import Lenient
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.formats.call_grammars import MAX_TOOLS, Tools
 
-NAME = "^[a-zA-Z0-9_.:-]{1,128}$"
+NAME = "^[a-zA-Z0-9_.:-]{1,258}$"  # 128 each for a namespace and a function in it
 ANY_OBJECT = {"type": "object"}
 NO_ARGUMENTS = {**ANY_OBJECT, "properties": {}, "additionalProperties": False}
 

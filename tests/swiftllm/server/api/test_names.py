@@ -21,7 +21,7 @@ def test_a_model_has_several_names_and_the_path_that_was_served(tmp_path):
             answer = server.post(COMPLETIONS, {"prompt": [5], "max_tokens": 1, "model": name}).json()
             assert answer["model"] == "m"
         assert server.http.get(f"/v1/models/{tmp_path}").json()["id"] == str(tmp_path)
-        for name in (tmp_path.name, str(tmp_path.parent), "~nobody/m"):
+        for name in (tmp_path.name, str(tmp_path.parent), "~nobody/m", "~\0"):
             error = error_of(server.post(COMPLETIONS, {"prompt": [5], "model": name}), 404)
             assert "serves 'm' or 'n'" in error["message"]
 
