@@ -24,7 +24,7 @@ class ResponseFormat(Lenient):
     """OpenAI's form of the answer. A schema may lie beside the type, as in its API for responses, and other servers
     take one for ``json_object``, too."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
     schema_beside: dict[str, Any] | None = Field(None, alias="schema")
 

@@ -51,6 +51,10 @@ class TranslatedRequest(GenerationRequest):
         """
         shared = self.model_fields_set & GenerationRequest.model_fields.keys() - REFUSED.keys() - {"stream_options"}
         own = {name: value for name, value in self.chat_fields().items() if value is not None}
+        for name in self.names.keys() & shared & own.keys():
+            if getattr(self, name) is not None:
+                own_name = self.name_of(name)
+                raise ApiError(400, f"give one of {own_name} and {name}", own_name, "invalid_value")
         chat = parse_body(ChatRequest, {name: getattr(self, name) for name in shared} | own)
         chat.check_fields()
         return chat

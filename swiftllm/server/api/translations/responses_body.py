@@ -88,7 +88,7 @@ class ResponsesRequest(TranslatedRequest):
     metadata: dict[str, Any] | None = None
     include: list[Includable] | None = None
     top_logprobs: Whole | None = None
-    """Likely tokens to report at each position of a text, which is done for this or for ``include``."""
+    """Likely tokens to report at each position of a text. Above 0 it asks for log-probabilities as ``include`` does."""
     previous_response_id: str | None = None
     """Refused: nothing is stored."""
 
@@ -102,9 +102,8 @@ class ResponsesRequest(TranslatedRequest):
 
     def chat_fields(self) -> dict[str, Any]:
         tools, messages = self.known_tools, self._messages()
-        is_begun = (
-            isinstance(self.input, list) and self.input and self.input[-1].is_begun and messages[-1]["content"].strip()
-        )
+        last = self.input[-1] if isinstance(self.input, list) and self.input else None
+        is_begun = last is not None and last.is_begun and messages[-1]["content"].strip()
         return {
             "messages": messages,
             "max_tokens": self.max_output_tokens,
