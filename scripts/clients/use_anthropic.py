@@ -55,6 +55,15 @@ def answer_async(server: Server) -> None:
     require_text(asyncio.run(run()))
 
 
+def continued(server: Server) -> None:
+    """a turn to continue, and a document of text."""
+    source = {"type": "text", "media_type": "text/plain", "data": "It is sunny."}
+    asked = [{"type": "document", "source": source, "title": "Weather"}, {"type": "text", "text": "How is it?"}]
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": "It is"}]
+    message = client_of(server).messages.create(**how(server), messages=messages)
+    require_text(message.content[0].text)
+
+
 def parse(server: Server) -> None:
     """`parse`."""
     message = client_of(server).messages.parse(**how(server), messages=MESSAGES, output_format=Colour)
@@ -75,4 +84,4 @@ def loop(server: Server) -> None:
     require_text(last.content[0].text)
 
 
-CHECKS = [answer, answer_async, parse, loop]
+CHECKS = [answer, answer_async, continued, parse, loop]

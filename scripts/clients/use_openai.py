@@ -81,10 +81,30 @@ def chat_tools_streamed(server: Server) -> None:
 
 
 def responses(server: Server) -> None:
-    """responses."""
-    how: dict[str, Any] = dict(model=server.model, instructions="Be brief", max_output_tokens=MAX_TOKENS)
-    answer = client_of(server).responses.create(**how, input=QUESTION)
+    """responses, and `input_tokens`."""
+    client, how = client_of(server).responses, dict(model=server.model, instructions="Be brief", input=QUESTION)
+    answer = client.create(**how, max_output_tokens=MAX_TOKENS)
     require_text(answer.output_text)
+    require(client.input_tokens.count(**how).input_tokens == answer.usage.input_tokens, answer.usage)
+
+
+def responses_logprobs(server: Server) -> None:
+    """responses, log-probabilities."""
+    how: dict[str, Any] = dict(include=["message.output_text.logprobs"], top_logprobs=2, max_output_tokens=4)
+    (part,) = client_of(server).responses.create(model=server.model, input=QUESTION, **how).output[0].content
+    require(part.logprobs and all(len(entry.top_logprobs) == 2 for entry in part.logprobs), part)
+
+
+def responses_agent(server: Server) -> None:
+    """responses, the tools of a coding agent."""
+    space = {"type": "namespace", "name": "mcp__x", "description": "Of the weather", "tools": [FUNCTION]}
+    how: dict[str, Any] = dict(max_output_tokens=MAX_TOKENS, parallel_tool_calls=False, tool_choice="required")
+    answer = client_of(server).responses.create(
+        model=server.model, input=QUESTION, tools=[{"type": "web_search"}, space], **how
+    )
+    (call,) = answer.output
+    require((call.type, call.namespace, call.name) == ("function_call", "mcp__x", "weather"), answer)
+    WeatherTool()(**json.loads(call.arguments))
 
 
 def responses_parse(server: Server) -> None:
@@ -111,4 +131,7 @@ def responses_tools(server: Server) -> None:
     require_text(client_of(server).responses.create(**how, input=items, tool_choice="none").output_text)
 
 
-CHECKS = [chat, chat_async, chat_parse, chat_tools, chat_tools_streamed, responses, responses_parse, responses_tools]
+CHECKS = [
+    chat, chat_async, chat_parse, chat_tools, chat_tools_streamed,
+    responses, responses_logprobs, responses_agent, responses_parse, responses_tools,
+]  # fmt: skip

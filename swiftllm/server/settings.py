@@ -29,8 +29,9 @@ class ServerSettings:
     """Address to listen on; 0.0.0.0 is every interface of this machine."""
     port: int = 8000
     """Port to listen on; 0 takes any free port."""
-    served_model_name: str | None = None
-    """Model name that clients use; by default the name of the model's folder."""
+    served_model_name: tuple[str, ...] = ()
+    """Names of the model for clients, of which answers have the first; by default the name of the model's folder. The
+    MODEL that is served is always one, too."""
     api_key: str | None = None
     """Key that clients must send as `Authorization: Bearer KEY`; by default no key is required."""
     allowed_origins: tuple[str, ...] = ()
@@ -48,6 +49,10 @@ class ServerSettings:
     """Maximum size of a request body; reading a large one delays all streams."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.served_model_name, str):
+            object.__setattr__(self, "served_model_name", (self.served_model_name,))
+        if "" in self.served_model_name:
+            raise ValueError("served_model_name has an empty name: leave it out to take the folder's")
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port={self.port!r} must be in 0..65535")
         for origin in self.allowed_origins:

@@ -31,8 +31,9 @@ from swiftllm.server.api.contract.protocol import (
 from swiftllm.server.api.errors import ApiError, handle_errors
 from swiftllm.server.api.translations.messages_answer import answer_message
 from swiftllm.server.api.translations.messages_body import MessagesRequest
+from swiftllm.server.api.translations.request import TranslatedRequest
 from swiftllm.server.api.translations.responses_answer import answer_response
-from swiftllm.server.api.translations.responses_body import ResponsesRequest
+from swiftllm.server.api.translations.responses_body import InputTokensRequest, ResponsesRequest
 from swiftllm.server.observe.activity import log_activity
 from swiftllm.server.observe.metrics import Metrics
 from swiftllm.server.observe.status import StatusPage
@@ -50,7 +51,7 @@ GENERATING: dict[str, tuple[type[GenerationRequest], Answerer]] = {
     "/v1/responses": (ResponsesRequest, answer_response),
     "/v1/messages": (MessagesRequest, answer_message),
 }
-BODIES = (TokenizeRequest, DetokenizeRequest, *(kind for kind, _ in GENERATING.values()))
+BODIES = (TokenizeRequest, DetokenizeRequest, InputTokensRequest, *(kind for kind, _ in GENERATING.values()))
 
 
 class Application(FastAPI):
@@ -152,21 +153,30 @@ def api_routes(context: ServingContext, metrics: Metrics) -> APIRouter:
     for path, (kind, answer) in GENERATING.items():
         add_generation(path, kind, answer)
 
-    @router.post("/v1/messages/count_tokens", openapi_extra=json_body(MessagesRequest))
-    async def count_tokens(request: Request) -> Response:
-        body = await body_of(request, MessagesRequest)
+    async def count_input(body: TranslatedRequest) -> int:
         with body.own_names():
             _, tokens = await chat_prompt(context, body.as_chat())
-        return JSONResponse({"input_tokens": len(tokens)})
+        return len(tokens)
+
+    @router.post("/v1/messages/count_tokens", openapi_extra=json_body(MessagesRequest))
+    async def count_tokens(request: Request) -> Response:
+        return JSONResponse({"input_tokens": await count_input(await body_of(request, MessagesRequest))})
+
+    @router.post("/v1/responses/input_tokens", openapi_extra=json_body(InputTokensRequest))
+    async def input_tokens(request: Request) -> Response:
+        body = await body_of(request, InputTokensRequest)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": await count_input(body)})
 
     @read(router, "/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [model_card(context)]})
+        return JSONResponse(
+            {"object": "list", "data": [{**model_card(context), "id": name} for name in context.model_names]}
+        )
 
     @read(router, "/v1/models/{name:path}")
     async def model(name: str) -> Response:
         context.check_model(name)
-        return JSONResponse(model_card(context))
+        return JSONResponse({**model_card(context), "id": name})
 
     @router.post("/reset_prefix_cache")
     async def reset_prefix_cache(request: Request) -> Response:

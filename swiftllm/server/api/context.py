@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
+from swiftllm import __version__
 from swiftllm.model.folder.hub import model_name
 from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.sampling.trial import GrammarTrials, TriedGrammar
@@ -39,7 +43,8 @@ class ServingContext:
         self.service = service
         self.settings = settings
         self.model_path = str(ready.description.get("model", "model"))
-        self.model_name = settings.served_model_name or model_name(self.model_path)
+        self.model_names = tuple(dict.fromkeys(settings.served_model_name)) or (model_name(self.model_path),)
+        self.fingerprint = fingerprint_of(ready.description)
         self.caches_prefixes = ready.caches_prefixes
         self.created = int(time.time())
         self.tokenizer = service.tokenizer
@@ -52,18 +57,25 @@ class ServingContext:
         self._trying = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     @property
+    def model_name(self) -> str:
+        """The first of the model's names."""
+        return self.model_names[0]
+
+    @property
     def admission(self) -> Admission:
         """The engine's limits for requests."""
         return self.service.ready.admission
 
     def check_model(self, name: str | None) -> None:
-        """Check the model that a client names; None and "" are the served model, as in vLLM.
+        """Check the model that a client names; None and "" are the served model, as in vLLM, and so is what the command
+        line called it.
 
         Raises:
             ApiError: the client names another model.
         """
-        if name and name != self.model_name:
-            message = f"the model {name[:MAX_NAME_CHARS]!r} does not exist; this server serves {self.model_name!r}"
+        if name and name not in self.model_names and not is_of_folder(name, self.model_path):
+            served = " or ".join(map(repr, self.model_names))
+            message = f"the model {name[:MAX_NAME_CHARS]!r} does not exist; this server serves {served}"
             raise ApiError(404, message, "model", "model_not_found")
 
     def require_tokenizer(self) -> Tokenizer:
@@ -172,3 +184,15 @@ class ServingContext:
             return await self._run_by_size(num_chars, render, *options, self._chat_template, tools)
         except ValueError as error:
             raise ApiError(400, str(error), "messages", "chat_template") from None
+
+
+def is_of_folder(name: str, folder: str) -> bool:
+    """Whether a name is the path of a model's folder, or the name on the hub of the model there."""
+    hub_name = model_name(folder)
+    return Path(name) == Path(folder) or ("/" in hub_name and name == hub_name)
+
+
+def fingerprint_of(description: Mapping[str, Any]) -> str:
+    """OpenAI's `system_fingerprint`: equal seeds may give other outputs where it is another one."""
+    what = {name: description.get(name) for name in ("system", "model", "device", "dtype", "cpu_kv_dtype")}
+    return f"fp_{hashlib.sha256(json.dumps([__version__, what], sort_keys=True).encode()).hexdigest()[:12]}"

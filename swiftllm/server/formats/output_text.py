@@ -57,6 +57,11 @@ def parts_of(piece: Piece) -> Sequence[Part]:
     return (Part("content", piece.text),) if piece.parts is None else piece.parts
 
 
+def num_reasoning_tokens(piece: Piece) -> int:
+    """The tokens of a piece that has reasoning."""
+    return len(piece.token_ids) if any(part.kind == "reasoning" for part in parts_of(piece)) else 0
+
+
 class TokenTexts:
     """The texts of the tokens of one output; joined they are its text.
 

@@ -80,8 +80,12 @@ class Answer(AnyAnswer):
         self._has_usage = self.body.usage_wanted.include_usage
         self._has_usage_always = self._has_usage and self.body.usage_wanted.continuous_usage_stats
         self._has_token_ids = self.body.return_token_ids
-        model_name = generation.context.model_name
-        self._envelope = {"id": generation.request_id, "created": int(time.time()), "model": model_name}
+        self._envelope = {
+            "id": generation.request_id,
+            "created": int(time.time()),
+            "model": generation.context.model_name,
+            "system_fingerprint": generation.context.fingerprint,
+        }
         if self.body.tier_served is not None:
             self._envelope["service_tier"] = self.body.tier_served
         envelope = as_json({"object": self.chunk_object_name, **self._envelope})
@@ -107,6 +111,10 @@ class Answer(AnyAnswer):
 
     def opening_events(self, choice: Choice) -> str:
         return "".join(self.chunk_event(choice, piece) for piece in self.prompt_pieces(choice))
+
+    def output_details(self) -> dict[str, Any]:
+        """What is said of the output tokens beside their number, once all are there."""
+        return {}
 
     def extra_fields(self) -> dict[str, Any]:
         """Further fields of an answer that is not a stream."""
@@ -194,7 +202,8 @@ class Answer(AnyAnswer):
     def _total_usage(self) -> dict[str, Any]:
         prompt = sum(len(prompt.token_ids) for prompt in self.generation.prompts)
         output = sum(choice.text.num_tokens for choice in self.generation.choices)
-        usage = {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output}
+        usage: dict[str, Any] = {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output}
+        usage |= self.output_details()
         if not self.generation.context.caches_prefixes:
             return usage
         cached = sum(choice.stream.num_cached_tokens for choice in self.generation.choices[:: self.body.n])

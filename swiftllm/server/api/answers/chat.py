@@ -8,12 +8,14 @@ from typing import Any
 
 from fastapi import Request, Response
 
+from swiftllm.core.request import TokenLogprob
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.server.api.answers.answer import Answer, as_json, finite, text_as_json, token_text
 from swiftllm.server.api.answers.generation import Choice, Generation, Prompt
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.contract.protocol import ChatRequest
 from swiftllm.server.api.contract.tools import may_follow
-from swiftllm.server.formats.output_text import Piece, parts_of
+from swiftllm.server.formats.output_text import Piece, num_reasoning_tokens, parts_of
 from swiftllm.server.formats.parts import Part, joined
 
 TEXT_FIELDS = {"content": ("content",), "reasoning": ("reasoning_content", "reasoning")}
@@ -38,7 +40,7 @@ async def start_chat(context: ServingContext, body: ChatRequest, id_prefix: str 
     has_tools = bool(body.tools_offered) and bound_by != "response_format"  # what has its form is no call
     if context.formats.is_harmony or has_tools:  # marks may be special tokens
         body = body.model_copy(update={"skip_special_tokens": False})
-    how = {"named": body.named_tool, "is_required": body.tool_choice == "required", "is_parallel": body.is_parallel}
+    how = {"named": body.named_tool, "is_required": body.is_call_required, "is_parallel": body.is_parallel}
     how |= {"is_guided": grammar is not None and bound_by is None, "is_bound": bound_by is not None}
     reader = partial(context.formats.reader, text, has_tools=has_tools, **how)
     return Generation(context, id_prefix, body, [prompt], max_tokens, grammar, reader)
@@ -58,6 +60,7 @@ class ChatAnswer(Answer):
     """Formats the outputs as chat completions."""
 
     object_name, chunk_object_name = "chat.completion", "chat.completion.chunk"
+    _num_reasoning_tokens = 0  # so far, of all choices
 
     def opening_events(self, choice: Choice) -> str:
         role = '"delta":{"role":"assistant","content":""}'
@@ -68,6 +71,7 @@ class ChatAnswer(Answer):
     def chunk_text(self, piece: Piece) -> str:
         if piece.parts is None:
             return f'"delta":{{"content":{text_as_json(piece.text)}}}'
+        self._num_reasoning_tokens += num_reasoning_tokens(piece)
         return f'"delta":{as_json(self.delta_of(joined(piece.parts)))}'
 
     def delta_of(self, parts: Sequence[Part]) -> dict[str, Any]:
@@ -77,6 +81,7 @@ class ChatAnswer(Answer):
         return {**delta, "tool_calls": calls} if calls else delta
 
     def text_fields(self, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
+        self._num_reasoning_tokens += sum(map(num_reasoning_tokens, pieces))
         parts = joined(part for piece in pieces for part in parts_of(piece))
         texts = self._texts_of(parts)
         calls = [call_of(part) for part in parts if part.kind == "tool_call"]
@@ -92,23 +97,28 @@ class ChatAnswer(Answer):
                 texts |= dict.fromkeys(names, text)
         return texts
 
+    def output_details(self) -> dict[str, Any]:
+        return {"completion_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens}}
+
     def extra_fields(self) -> dict[str, Any]:
         choice = self.generation.choices[0]  # all choices have the same prompt
         return self.prompt_logprobs(choice) | self.prompt_token_ids(choice)
 
     def logprobs(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        content = [
-            {
-                **self._token(entry.token_id, entry.logprob),
-                "top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top],
-            }
-            for entry in piece.logprobs
-        ]
-        return {"content": content}
+        return {"content": logprobs_of(self.tokenizer, piece.logprobs)}
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        known = list(self.tokenizer.token_bytes(token_id))  # there is no chat without a tokenizer
-        return {"token": token_text(self.tokenizer, token_id), "logprob": finite(logprob), "bytes": known}
+
+def logprobs_of(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Log-probabilities in OpenAI's form; there is no chat without a tokenizer."""
+
+    def token(token_id: int, logprob: float) -> dict[str, Any]:
+        known = list(tokenizer.token_bytes(token_id))
+        return {"token": token_text(tokenizer, token_id), "logprob": finite(logprob), "bytes": known}
+
+    return [
+        {**token(entry.token_id, entry.logprob), "top_logprobs": [token(*likely) for likely in entry.top]}
+        for entry in entries
+    ]
 
 
 def call_of(part: Part) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any, TypeVar
 
@@ -12,7 +13,7 @@ from pydantic_core import PydanticCustomError, PydanticUseDefault
 from swiftllm.core.request import first_of
 from swiftllm.server.api.errors import ApiError
 
-UNION_MEMBERS = ("str", "int", "TextPart", "ResponsesTool")
+UNION_MEMBERS = ("str", "int", "TextPart", "ResponsesChoice", "Source")
 REFERENCE = "#/components/schemas/{model}"
 TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
 
@@ -38,8 +39,31 @@ def with_token_ids(value: Any) -> Any:
     return {int(key): entry for key, entry in value.items()} if isinstance(value, dict) else value
 
 
+def whole(value: Any) -> Any:
+    """A number without a fraction as an int, as JSON schema counts it: 2.0 is 2."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def wholes(values: Any) -> Any:
+    """The same for a list of numbers, and for each list in a list."""
+    if not isinstance(values, list) or set(map(type, values)) <= {int, str}:
+        return values
+    return [wholes(value) if isinstance(value, list) else whole(value) for value in values]
+
+
+def is_list_of(kind: type, value: Any) -> bool:
+    """Whether ``value`` is a non-empty list whose items have exactly this type (so that true is no int)."""
+    return isinstance(value, list) and set(map(type, value)) == {kind}
+
+
 Flag = Annotated[bool, BeforeValidator(null_is_left_out)]
 """True or false; null stands for the default."""
+
+Whole = Annotated[int, BeforeValidator(whole)]
+"""An integer; 2.0 is one, "2" and true are none."""
+
+Wholes = Annotated[list[int], BeforeValidator(wholes)]
+"""A list of integers."""
 
 Body = TypeVar("Body", bound=Lenient)
 
@@ -51,9 +75,22 @@ def parse_body(kind: type[Body], data: bytes | dict[str, Any]) -> Body:
         ApiError: it is not JSON, or a field has a wrong type or value.
     """
     try:
-        return kind.model_validate_json(data) if isinstance(data, bytes) else kind.model_validate(data)
+        return kind.model_validate_json(as_utf8(data)) if isinstance(data, bytes) else kind.model_validate(data)
     except ValidationError as error:
         raise as_invalid_value(error) from None
+
+
+def as_utf8(data: bytes) -> bytes:
+    """JSON in UTF-8 without a mark before it, which programs for Windows write, as they write UTF-16.
+
+    Raises:
+        ApiError: it is said to be UTF-16 or UTF-32, and is none.
+    """
+    encoding = json.detect_encoding(data)
+    try:
+        return data if encoding == "utf-8" else data.decode(encoding).encode()
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is no JSON: {error}"[:300], code="invalid_value") from None
 
 
 def as_invalid_value(error: ValidationError) -> ApiError:

@@ -13,9 +13,18 @@ from swiftllm.core.request import SamplingParams, ServiceClass
 from swiftllm.core.sampling_params import MAX_LOGPROBS
 from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import Kind
-from swiftllm.server.api.contract.parsing import Flag, Lenient, null_is_left_out, with_token_ids
+from swiftllm.server.api.contract.parsing import (
+    Flag,
+    Lenient,
+    Whole,
+    Wholes,
+    is_list_of,
+    null_is_left_out,
+    wholes,
+    with_token_ids,
+)
 from swiftllm.server.api.contract.structured import ResponseFormat, StructuredOutputs
-from swiftllm.server.api.contract.tools import NamedTool, Tool, ToolChoice, check_tools, schemas_of
+from swiftllm.server.api.contract.tools import AllowedTools, NamedTool, Tool, ToolChoice, check_tools, schemas_of
 from swiftllm.server.api.contract.unsupported import check_unsupported_fields
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.formats.call_grammars import compact, forced_schema
@@ -40,6 +49,8 @@ SAMPLING_FIELDS = (
 PROMPT_FORMS = [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}]
 PROMPT_FORMS += [{"type": "array", "items": form, "minItems": 1} for form in PROMPT_FORMS]
 
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
+URGENT_TIERS = ("priority", "fast", "ultrafast")  # OpenAI's answer to all of them is "priority"
 BadWord = Annotated[str, Field(min_length=1, max_length=100, pattern=r"\S")]
 
 
@@ -56,25 +67,25 @@ class GenerationRequest(Lenient):
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(with_token_ids)] | None = None
-    seed: int | None = None
-    n: Annotated[int, BeforeValidator(null_is_left_out), Field(ge=1, le=MAX_CHOICES)] = 1
-    best_of: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    seed: Whole | None = None
+    n: Annotated[Whole, BeforeValidator(null_is_left_out), Field(ge=1, le=MAX_CHOICES)] = 1
+    best_of: Whole | None = None
+    max_tokens: Whole | None = None
+    min_tokens: Whole | None = None
     bad_words: list[BadWord] | None = None
     """Words that the output never has, with a space before them or without (vLLM)."""
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Wholes | None = None
     """The only tokens that the output may have (vLLM)."""
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncate_prompt_tokens: Annotated[Whole, Field(ge=-1)] | None = None
     """Keep only so many tokens of the prompt, the last; -1: as many as fit (vLLM)."""
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Wholes | None = None
     include_stop_str_in_output: Flag = False
     ignore_eos: Flag = False
     skip_special_tokens: Flag = True
@@ -84,15 +95,15 @@ class GenerationRequest(Lenient):
     structured_outputs: StructuredOutputs | None = None
     request_id: Annotated[str, Field(pattern=REQUEST_ID)] | None = None
     """Part of the answer's id (vLLM); no two requests may have the same at once."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Whole | None = None
     """Number of likely tokens to report at each position of the prompt, in vLLM's form."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Seconds until the request's deadline; not in OpenAI's API."""
-    priority: int | None = None
+    priority: Whole | None = None
     """vLLM's; lower is earlier. A request above 0 is best-effort, all others are latency-sensitive."""
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    service_tier: ServiceTier | None = None
     """OpenAI's. A request with "flex" is best-effort."""
     user: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
@@ -110,7 +121,7 @@ class GenerationRequest(Lenient):
             return None
         if self.service_class is ServiceClass.BEST_EFFORT:
             return "flex"
-        return "priority" if self.service_tier == "priority" else "default"
+        return "priority" if self.service_tier in URGENT_TIERS else "default"
 
     @property
     def usage_wanted(self) -> StreamOptions:
@@ -154,7 +165,7 @@ class GenerationRequest(Lenient):
         if len(self.bad_words or ()) > MAX_BAD_WORDS:
             raise ApiError(400, f"bad_words must be at most {MAX_BAD_WORDS}", "bad_words", "invalid_value")
         priority = self.priority or 0
-        if (self.service_tier == "flex" and priority < 0) or (self.service_tier == "priority" and priority > 0):
+        if (self.service_tier == "flex" and priority < 0) or (self.service_tier in URGENT_TIERS and priority > 0):
             message = f"service_tier={self.service_tier!r} contradicts priority={priority}: leave one of them out"
             raise ApiError(400, message, "service_tier", "invalid_value")
         if self.stream_options is not None and not self.stream:
@@ -212,9 +223,9 @@ class GenerationRequest(Lenient):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: Annotated[Any, WithJsonSchema({"anyOf": PROMPT_FORMS})]
+    prompt: Annotated[Any, BeforeValidator(wholes), WithJsonSchema({"anyOf": PROMPT_FORMS})]
     echo: Flag = False
-    logprobs: int | None = None
+    logprobs: Whole | None = None
     add_special_tokens: Flag = True
 
     @property
@@ -324,32 +335,41 @@ class TemplateOptions(Lenient):
     @property
     def tools_offered(self) -> list[Tool]:
         """The tools that the model may call."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        if self.tool_choice == "none":
+            return []
+        allowed = self.tool_choice.names if isinstance(self.tool_choice, AllowedTools) else None
+        return [tool for tool in self.tools or () if allowed is None or tool.function.name in allowed]
+
+    @property
+    def is_call_required(self) -> bool:
+        """Whether a tool must be called, whichever."""
+        choice = self.tool_choice
+        return (choice.mode if isinstance(choice, AllowedTools) else choice) == "required"
 
 
 class ChatRequest(GenerationRequest, TemplateOptions):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: Flag = True
     """Show the model's reasoning (vLLM)."""
 
     @property
     def grammar(self) -> tuple[str, Kind, Any] | None:
+        found = super().grammar
         if not self.must_call:
-            return super().grammar
-        if super().grammar is not None:
-            message = "give response_format, or a tool_choice that forces a call"
-            raise ApiError(400, message, "tool_choice", "invalid_value")
+            return found
+        if found is not None and found[0] != "response_format":  # that is of content, which a call does not have
+            raise ApiError(400, f"give {found[0]}, or a tool_choice that forces a call", "tool_choice", "invalid_value")
         schemas = schemas_of(self.tools_offered)
         named = compact(schemas[self.named_tool]) if self.named_tool else None
         return "tools", "json_schema", named or forced_schema(schemas, self.is_parallel)
 
     @property
     def must_call(self) -> bool:
-        return self.tool_choice == "required" or self.named_tool is not None
+        return self.is_call_required or self.named_tool is not None
 
     @property
     def is_parallel(self) -> bool:
@@ -390,9 +410,4 @@ class TokenizeRequest(TemplateOptions):
 
 class DetokenizeRequest(Lenient):
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, lt=2**32)]]
-
-
-def is_list_of(kind: type, value: Any) -> bool:
-    """Whether ``value`` is a non-empty list whose items have exactly this type (so that true is no int)."""
-    return isinstance(value, list) and set(map(type, value)) == {kind}
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], BeforeValidator(wholes)]

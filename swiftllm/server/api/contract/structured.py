@@ -21,22 +21,30 @@ class JsonSchema(Lenient):
 
 
 class ResponseFormat(Lenient):
-    """OpenAI's form of the answer."""
+    """OpenAI's form of the answer. A schema may lie beside the type, as in its API for responses, and other servers
+    take one for ``json_object``, too."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
+    schema_beside: dict[str, Any] | None = Field(None, alias="schema")
 
     def source(self, name: str) -> Source | None:
         """The grammar; None if there is none. ``name`` is the field's.
 
         Raises:
-            ApiError: the schema is missing.
+            ApiError: the schema is missing, there are two, or one that a text would not follow.
         """
-        if self.type != "json_schema":
-            return ANY_OBJECT if self.type == "json_object" else None
-        if self.json_schema is None:
-            raise ApiError(400, f"{name}.json_schema: a schema is required", name, "missing")
-        return "json_schema", self.json_schema.json_schema
+        nested = self.json_schema.json_schema if self.json_schema else None
+        if nested is not None and self.schema_beside is not None:
+            raise ApiError(400, f"{name}: give one of schema and json_schema", name, "invalid_value")
+        schema = self.schema_beside if nested is None else nested
+        if self.type == "text":
+            if schema is not None:
+                raise ApiError(400, f"{name}: a schema needs the type 'json_schema'", name, "invalid_value")
+            return None
+        if schema is None and self.type == "json_schema":
+            raise ApiError(400, f"{name}.schema: Field required", name, "missing")
+        return ("json_schema", schema) if schema or self.type == "json_schema" else ANY_OBJECT
 
 
 class StructuredOutputs(Lenient):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from swiftllm.server.api.contract.parsing import Lenient
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.formats.call_grammars import MAX_TOOLS, Tools
 
-NAME = "^[a-zA-Z0-9_.:-]{1,128}$"
+NAME = "^[a-zA-Z0-9_.:-]{1,258}$"  # 128 each for a namespace and a function in it
 ANY_OBJECT = {"type": "object"}
 NO_ARGUMENTS = {**ANY_OBJECT, "properties": {}, "additionalProperties": False}
 
@@ -38,8 +38,51 @@ class NamedTool(Lenient):
     type: Literal["function"]
     function: FunctionName
 
+    @property
+    def names(self) -> set[str]:
+        return {self.function.name}
 
-ToolChoice = Literal["auto", "none", "required"] | NamedTool
+
+class AllowedNames(Lenient):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedTools(Lenient):
+    """The model may call, or must call, some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
+
+    @property
+    def mode(self) -> str:
+        return self.allowed_tools.mode
+
+    @property
+    def names(self) -> set[str]:
+        return {tool.function.name for tool in self.allowed_tools.tools}
+
+
+WORDS = ("auto", "none", "required")
+CHOICES = {**dict.fromkeys(WORDS, "a word"), "function": "a function", "allowed_tools": "allowed tools"}
+
+
+def form_of_choice(value: Any) -> str | None:
+    """Which of the forms of a choice this is, so that errors are about that one."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", value)
+    return CHOICES.get(kind) if isinstance(kind, str) and isinstance(value, str) is (kind in WORDS) else None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal[WORDS], Tag("a word")]
+    | Annotated[NamedTool, Tag("a function")]
+    | Annotated[AllowedTools, Tag("allowed tools")],
+    Discriminator(
+        form_of_choice,
+        custom_error_type="tool_choice",
+        custom_error_message="it should be 'auto', 'none', 'required', or of type 'function' or 'allowed_tools'",
+    ),
+]
 
 
 def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
@@ -53,10 +96,13 @@ def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
         raise ApiError(400, f"tools must be at most {MAX_TOOLS}", "tools", "invalid_value")
     if len(set(names)) < len(names):
         raise ApiError(400, "tools: two have the same name", "tools", "invalid_value")
-    if choice == "required" and not names:
-        raise ApiError(400, "tool_choice=required needs tools", "tool_choice", "invalid_value")
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        message = f"tool_choice names {choice.function.name[:100]!r}, which is not among tools"
+    wanted = choice.names if isinstance(choice, NamedTool | AllowedTools) else set()
+    if unknown := sorted(wanted - set(names)):
+        message = f"tool_choice names {unknown[0][:100]!r}, which is not among tools"
+        raise ApiError(400, message, "tool_choice", "invalid_value")
+    mode, offered = (choice.mode, wanted) if isinstance(choice, AllowedTools) else (choice, names)
+    if mode == "required" and not offered:
+        message = "tool_choice=required needs tools, and they must be functions"
         raise ApiError(400, message, "tool_choice", "invalid_value")
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import Request, Response
 
+from swiftllm.core.request import TokenLogprob
 from swiftllm.server.api.answers.chat import start_chat
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.translations.messages_body import MessagesRequest
@@ -33,7 +34,7 @@ class MessageAnswer(TypedAnswer):
     def open(self, item: Item) -> Iterator[Event]:
         yield {"type": "content_block_start", "index": item.index, "content_block": block_of(item)}
 
-    def add(self, item: Item, text: str) -> Iterator[Event]:
+    def add(self, item: Item, text: str, entries: Sequence[TokenLogprob]) -> Iterator[Event]:
         match item.kind:
             case "content":
                 delta = {"type": "text_delta", "text": text}

@@ -8,7 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from swiftllm.server.api.contract.parsing import Lenient
-from swiftllm.server.api.translations.request import TranslatedRequest, not_implemented, required
+from swiftllm.server.api.contract.protocol import ServiceTier
+from swiftllm.server.api.contract.structured import ResponseFormat
+from swiftllm.server.api.errors import ApiError
+from swiftllm.server.api.translations.request import (
+    CONTINUED,
+    TranslatedRequest,
+    not_implemented,
+    required,
+)
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -23,6 +31,40 @@ class Block(Lenient):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+    source: str | Source | None = None
+    """Of a document; of a search result it is a name."""
+    title: str | None = None
+    context: str | None = None
+
+    def as_text(self, where: str, param: str = "messages") -> str:
+        """The text of a block that is one, such as a document of text.
+
+        Raises:
+            ApiError: it is something else.
+        """
+        match self.type, self.source:
+            case "text", _:
+                return self.text or ""
+            case "document", Source(type="text"):
+                text = required(self.source.data, f"{where}.source.data", param)
+            case "document", Source(type="content"):
+                text = text_of(self.source.content, f"{where}.source.content", param)
+            case "document", Source():
+                raise not_implemented(f"{where}.source", self.source.type, param)
+            case "search_result", _:
+                text = text_of(self.content, f"{where}.content", param)
+            case _:
+                raise not_implemented(where, self.type, param)
+        about = (self.title, self.context, self.source if isinstance(self.source, str) else None)
+        return "\n".join([*(word for word in about if word), text])
+
+
+class Source(Lenient):
+    """Where the content of a document is."""
+
+    type: str
+    data: str | None = None
     content: str | list[Block] | None = None
 
 
@@ -62,17 +104,9 @@ class Thinking(Lenient):
     type: str
 
 
-class OutputFormat(Lenient):
-    type: Literal["json_schema"]
-    json_schema: dict[str, Any] = Field(alias="schema")
-
-    def for_chat(self) -> dict[str, Any]:
-        return {"type": self.type, "json_schema": {"schema": self.json_schema}}
-
-
 class OutputConfig(Lenient):
     effort: str | None = None
-    format: OutputFormat | None = None
+    format: ResponseFormat | None = None
 
 
 class MessagesRequest(TranslatedRequest):
@@ -92,25 +126,34 @@ class MessagesRequest(TranslatedRequest):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: ResponseFormat | None = None
+    """An older name of ``output_config.format``."""
     chat_template_kwargs: dict[str, Any] | None = None
-    service_tier: Literal["auto", "standard_only", "default", "flex", "priority"] | None = None
+    service_tier: ServiceTier | Literal["standard_only"] | None = None
+
+    def name_of(self, field: str | None) -> str | None:
+        return "output_format" if field == "response_format" and self.output_format else super().name_of(field)
 
     def chat_fields(self) -> dict[str, Any]:
         output = self.output_config or OutputConfig()
+        if output.format and self.output_format:
+            raise ApiError(400, "give one of output_config.format and output_format", "output_format", "invalid_value")
         choice = self.tool_choice or ToolChoice(type="auto")
         tools = [tool.for_chat(f"tools.{number}") for number, tool in enumerate(self.tools or ())]
         parallel = None if choice.disable_parallel_tool_use is None else not choice.disable_parallel_tool_use
         with_tools = {"tools": tools, "tool_choice": choice.for_chat(), "parallel_tool_calls": parallel}
         thinking = {"enable_thinking": self.thinking.type != "disabled"} if self.thinking else {}
+        messages = self._messages()
         return {
-            "messages": self._messages(),
+            "messages": messages,
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences,
             "service_tier": "default" if self.service_tier == "standard_only" else self.service_tier,
-            "response_format": output.format.for_chat() if output.format else None,
+            "response_format": output.format or self.output_format,
             "reasoning_effort": output.effort,
             "chat_template_kwargs": {**thinking, **(self.chat_template_kwargs or {})},
-            **(with_tools if tools else {}),
+            **(with_tools if self.tools or self.tool_choice else {}),
+            **(CONTINUED if is_begun(messages[-1]) else {}),
         }
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -134,11 +177,7 @@ def text_of(content: str | list[Block] | None, where: str, param: str = "message
     """
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
-    for number, block in enumerate(content):
-        if block.type != "text":
-            raise not_implemented(f"{where}.{number}", block.type, param)
-        texts.append(block.text or "")
+    texts = [block.as_text(f"{where}.{number}", param) for number, block in enumerate(content)]
     return "\n\n".join(texts) if param == "system" else "".join(texts)
 
 
@@ -177,8 +216,11 @@ def from_user(message: InputMessage, where: str) -> list[dict[str, Any]]:
             call_id = required(block.tool_use_id, f"{where}.{number}.tool_use_id", "messages")
             output = text_of(block.content, f"{where}.{number}.content")
             results.append({"role": "tool", "tool_call_id": call_id, "content": output})
-        elif block.type == "text":
-            texts.append(block.text or "")
         else:
-            raise not_implemented(f"{where}.{number}", block.type, "messages")
+            texts.append(block.as_text(f"{where}.{number}"))
     return results + ([{"role": message.role, "content": "".join(texts)}] if texts or not results else [])
+
+
+def is_begun(message: dict[str, Any]) -> bool:
+    """Whether a conversation that ends with this message of the model goes on with it, as in Anthropic's API."""
+    return message["role"] == "assistant" and bool(message["content"].strip()) and not message.get("tool_calls")

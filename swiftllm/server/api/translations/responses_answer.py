@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import Request, Response
 
-from swiftllm.server.api.answers.chat import start_chat
+from swiftllm.core.request import TokenLogprob
+from swiftllm.server.api.answers.chat import logprobs_of, start_chat
 from swiftllm.server.api.answers.generation import Generation
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.translations.responses_body import ResponsesRequest
+from swiftllm.server.api.translations.responses_tools import Function
 from swiftllm.server.api.translations.typed_answer import Event, Item, TypedAnswer
 
 ID_PREFIXES = {"content": "msg", "reasoning": "rs", "tool_call": "fc"}
@@ -47,19 +49,20 @@ class ResponseAnswer(TypedAnswer):
         fields = {**self._item_fields(item, "in_progress"), **({} if item.kind == "tool_call" else {"content": []})}
         yield {"type": "response.output_item.added", "output_index": item.index, "item": fields}
         if item.kind != "tool_call":
-            yield {"type": "response.content_part.added", **self._place(item), "part": part_of(item)}
+            yield {"type": "response.content_part.added", **self._place(item), "part": self._part_of(item)}
 
-    def add(self, item: Item, text: str) -> Iterator[Event]:
-        logprobs = {"logprobs": []} if item.kind == "content" else {}
+    def add(self, item: Item, text: str, entries: Sequence[TokenLogprob]) -> Iterator[Event]:
+        logprobs = {"logprobs": self._logprobs(entries)} if item.kind == "content" else {}
         yield {"type": f"{event_name(item)}.delta", **self._place(item), "delta": text, **logprobs}
 
     def close(self, item: Item) -> Iterator[Event]:
         done = {"type": f"{event_name(item)}.done", **self._place(item)}
         if item.kind == "tool_call":
-            yield {**done, "name": item.name, "arguments": item.text}
+            yield {**done, "name": self._function(item).name, "arguments": item.text}
         else:
-            yield {**done, "text": item.text, **({"logprobs": []} if item.kind == "content" else {})}
-            yield {"type": "response.content_part.done", **self._place(item), "part": part_of(item)}
+            part = self._part_of(item)
+            yield {**done, "text": item.text, **({"logprobs": part["logprobs"]} if item.kind == "content" else {})}
+            yield {"type": "response.content_part.done", **self._place(item), "part": part}
         fields = self._item_fields(item, self._item_status(item))
         yield {"type": "response.output_item.done", "output_index": item.index, "item": fields}
 
@@ -85,11 +88,26 @@ class ResponseAnswer(TypedAnswer):
         fields: dict[str, Any] = {"id": self._item_id(item), "status": status}
         match item.kind:
             case "content":
-                return {"type": "message", **fields, "role": "assistant", "content": [part_of(item)]}
+                return {"type": "message", **fields, "role": "assistant", "content": [self._part_of(item)]}
             case "reasoning":
-                return {"type": "reasoning", **fields, "summary": [], "content": [part_of(item)]}
-        call = {"call_id": item.call_id, "name": item.name, "arguments": item.text}
-        return {"type": "function_call", **fields, **call}
+                return {"type": "reasoning", **fields, "summary": [], "content": [self._part_of(item)]}
+        function = self._function(item)
+        call = {"call_id": item.call_id, "name": function.name, "arguments": item.text}
+        return {"type": "function_call", **fields, **call, **function.in_namespace}
+
+    def _function(self, item: Item) -> Function:
+        """The function that an item calls, as the client knows it."""
+        return self._asked.known_tools.functions.get(item.name) or Function(item.name)
+
+    def _part_of(self, item: Item) -> dict[str, Any]:
+        """The one part of a message's or of reasoning's content."""
+        part: dict[str, Any] = {"type": PART_TYPES[item.kind], "text": item.text}
+        return (
+            {**part, "annotations": [], "logprobs": self._logprobs(item.logprobs)} if item.kind == "content" else part
+        )
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        return logprobs_of(self.generation.context.tokenizer, entries) if entries else []
 
     def whole(self) -> dict[str, Any]:
         asked, body, is_over = self._asked, self.generation.body, self.end is not None
@@ -116,6 +134,7 @@ class ResponseAnswer(TypedAnswer):
             "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
             "temperature": body.temperature,
             "top_p": body.top_p,
+            "top_logprobs": asked.top_logprobs or 0,
             "text": as_given(asked, "text") or {"format": {"type": "text"}},
             "tool_choice": as_given(asked, "tool_choice") or "auto",
             "tools": as_given(asked, "tools") or [],
@@ -133,12 +152,6 @@ class ResponseAnswer(TypedAnswer):
 
 def event_name(item: Item) -> str:
     return "response.function_call_arguments" if item.kind == "tool_call" else f"response.{PART_TYPES[item.kind]}"
-
-
-def part_of(item: Item) -> dict[str, Any]:
-    """The one part of a message's or of reasoning's content."""
-    part: dict[str, Any] = {"type": PART_TYPES[item.kind], "text": item.text}
-    return {**part, "annotations": [], "logprobs": []} if item.kind == "content" else part
 
 
 def as_given(asked: ResponsesRequest, name: str) -> Any:

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from swiftllm.server.api.contract.parsing import Lenient
+from swiftllm.server.api.contract.parsing import Lenient, Whole
 from swiftllm.server.api.contract.protocol import TextPart
-from swiftllm.server.api.translations.request import TranslatedRequest, not_implemented, required, text_of
+from swiftllm.server.api.contract.structured import ResponseFormat
+from swiftllm.server.api.translations.request import (
+    CONTINUED,
+    TranslatedRequest,
+    not_implemented,
+    required,
+    text_of,
+)
+from swiftllm.server.api.translations.responses_tools import Function, ResponsesChoice, ResponsesTool, ResponsesTools
 
 ROLES = {"developer": "system"}  # chat templates know no developers
 ASSISTANT = "assistant"
 
+LOGPROBS = "message.output_text.logprobs"
+
 Text = str | list[str | TextPart]
+Includable = Literal[
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+    "message.input_image.image_url", "message.output_text.logprobs", "reasoning.encrypted_content",
+    "web_search_call.action.sources", "web_search_call.results",
+]  # fmt: skip
+"""What answers may have more of. But for the log-probabilities it is of items that these answers do not have."""
 
 
 class InputItem(Lenient):
@@ -27,34 +44,21 @@ class InputItem(Lenient):
     call_id: str | None = None
     output: Text | None = None
     summary: Text | None = None
+    namespace: str | None = None
+    status: str | None = None
 
-
-class TextFormat(Lenient):
-    """The form of the answer: chat's `response_format`, with the schema beside its name."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
-
-    def for_chat(self) -> dict[str, Any]:
-        if self.type != "json_schema":
-            return {"type": self.type}
-        schema = required(self.json_schema, "text.format.schema", "text")
-        return {"type": self.type, "json_schema": {"schema": schema}}
+    @property
+    def is_begun(self) -> bool:
+        """Whether it is a text that the model has begun and not ended, which it then goes on with, as in vLLM."""
+        return self.type == "message" and self.role == ASSISTANT and self.status in ("in_progress", "incomplete")
 
 
 class ResponsesText(Lenient):
-    format: TextFormat | None = None
+    format: ResponseFormat | None = None
 
 
 class ReasoningOptions(Lenient):
     effort: str | None = None
-
-
-class ResponsesTool(Lenient):
-    """A tool: a function, as its fields are beside its type and not below it."""
-
-    type: str
-    name: str | None = None
 
 
 class ResponsesRequest(TranslatedRequest):
@@ -63,10 +67,8 @@ class ResponsesRequest(TranslatedRequest):
     refused: ClassVar = {
         "background": (False,),
         "conversation": (),
-        "include": ([], ["reasoning.encrypted_content"]),
         "previous_response_id": (),
         "prompt": (),
-        "top_logprobs": (0,),
     }
     names: ClassVar = {
         "messages": "input",
@@ -77,42 +79,42 @@ class ResponsesRequest(TranslatedRequest):
 
     input: str | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Whole | None = None
     text: ResponsesText | None = None
     reasoning: ReasoningOptions | None = None
     tools: list[ResponsesTool] | None = None
-    tool_choice: str | ResponsesTool | None = None
+    tool_choice: str | ResponsesChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, Any] | None = None
-    include: list[str] | None = None
+    include: list[Includable] | None = None
+    top_logprobs: Whole | None = None
+    """Likely tokens to report at each position of a text. Above 0 it asks for log-probabilities as ``include`` does."""
     previous_response_id: str | None = None
     """Refused: nothing is stored."""
 
-    def chat_fields(self) -> dict[str, Any]:
-        text_format = self.text.format if self.text else None
-        return {
-            "messages": self._messages(),
-            "max_tokens": self.max_output_tokens,
-            "response_format": text_format.for_chat() if text_format else None,
-            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
-            **self._tool_fields(),
-        }
+    @cached_property
+    def known_tools(self) -> ResponsesTools:
+        return ResponsesTools(self.tools or ())
 
-    def _tool_fields(self) -> dict[str, Any]:
-        if not self.tools:
-            return {}
-        tools = []
-        for number, tool in enumerate(self.tools):
-            if tool.type != "function":
-                raise not_implemented(f"tools.{number}", tool.type, "tools")
-            name = required(tool.name, f"tools.{number}.name", "tools")
-            tools.append({"type": "function", "function": {"name": name, **(tool.model_extra or {})}})
-        choice: Any = self.tool_choice
-        if isinstance(choice, ResponsesTool):
-            if choice.type != "function":
-                raise not_implemented("tool_choice", choice.type, "tool_choice")
-            choice = {"type": "function", "function": {"name": choice.name}}
-        return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls}
+    @property
+    def has_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    def chat_fields(self) -> dict[str, Any]:
+        tools, messages = self.known_tools, self._messages()
+        last = self.input[-1] if isinstance(self.input, list) and self.input else None
+        is_begun = last is not None and last.is_begun and messages[-1]["content"].strip()
+        return {
+            "messages": messages,
+            "max_tokens": self.max_output_tokens,
+            "response_format": self.text.format if self.text else None,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "tools": tools.for_chat or None,
+            "tool_choice": tools.choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            **({"logprobs": True, "top_logprobs": self.top_logprobs} if self.has_logprobs else {}),
+            **(CONTINUED if is_begun else {}),
+        }
 
     def _messages(self) -> list[dict[str, Any]]:
         """The conversation. Reasoning, text and calls of one turn of the model are one message."""
@@ -121,7 +123,7 @@ class ResponsesRequest(TranslatedRequest):
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
-        for number, item in enumerate(self.input):
+        for number, item in enumerate(self.input or ()):
             self._add(messages, item, f"input.{number}")
         return messages
 
@@ -147,7 +149,8 @@ class ResponsesRequest(TranslatedRequest):
                 if thoughts:
                     from_model("content", "tool_calls", "reasoning_content")["reasoning_content"] = thoughts
             case "function_call":
-                call = {"name": required(item.name, f"{where}.name", "input"), "arguments": item.arguments or "{}"}
+                function = Function(required(item.name, f"{where}.name", "input"), item.namespace)
+                call = {"name": function.flat, "arguments": item.arguments or "{}"}
                 call_id = required(item.call_id, f"{where}.call_id", "input")
                 calls = from_model().setdefault("tool_calls", [])
                 calls.append({"id": call_id, "type": "function", "function": call})
@@ -157,3 +160,12 @@ class ResponsesRequest(TranslatedRequest):
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             case other:
                 raise not_implemented(where, other, "input")
+
+
+class InputTokensRequest(ResponsesRequest):
+    """A conversation to count the tokens of; there may be instructions alone."""
+
+    input: str | list[InputItem] | None = None
+
+    def _messages(self) -> list[dict[str, Any]]:
+        return required(super()._messages() or None, "input", "input")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.responses import Response
 
+from swiftllm.core.request import TokenLogprob
 from swiftllm.server.api.answers.answer import AnyAnswer, as_json
 from swiftllm.server.api.answers.generation import Choice, Generation
 from swiftllm.server.api.errors import as_api_error
-from swiftllm.server.formats.output_text import Piece, parts_of
+from swiftllm.server.formats.output_text import Piece, num_reasoning_tokens, parts_of
 from swiftllm.server.formats.parts import Part
 
 Event = dict[str, Any]
@@ -28,6 +29,8 @@ class Item:
     call_id: str = ""
     name: str = ""
     texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of a text's tokens, if the client asked for them."""
 
     @property
     def text(self) -> str:
@@ -44,6 +47,7 @@ class TypedAnswer(AnyAnswer):
         self.end: Piece | None = None
         """The last piece, once there is one: it says why the output ended."""
         self.num_reasoning_tokens = 0
+        self._logprobs_held: list[TokenLogprob] = []  # of tokens that have given no text yet
 
     async def whole_response(self, request: Request) -> Response:
         await self.generation.read_outputs(self.chunk_event, request.receive)
@@ -64,8 +68,8 @@ class TypedAnswer(AnyAnswer):
         """The events of a new item."""
 
     @abstractmethod
-    def add(self, item: Item, text: str) -> Iterator[Event]:
-        """The events of text that an item has got."""
+    def add(self, item: Item, text: str, entries: Sequence[TokenLogprob]) -> Iterator[Event]:
+        """The events of text that an item has got, with its tokens' log-probabilities."""
 
     @abstractmethod
     def close(self, item: Item) -> Iterator[Event]:
@@ -98,27 +102,31 @@ class TypedAnswer(AnyAnswer):
 
     def _events_of(self, piece: Piece) -> Iterator[Event]:
         parts = parts_of(piece)
-        if any(part.kind == "reasoning" for part in parts):
-            self.num_reasoning_tokens += len(piece.token_ids)
-        for part in parts:
-            yield from self._continue(part)
+        self.num_reasoning_tokens += num_reasoning_tokens(piece)
+        self._logprobs_held += piece.logprobs
+        told = [part for part in parts if part.text or part.call_id]
+        for part in told[:-1]:
+            yield from self._continue(part, ())
+        if told:
+            held, self._logprobs_held = self._logprobs_held, []
+            yield from self._continue(told[-1], held)
         if piece.finish_reason is not None:
             self.end = piece
             if not self.items:  # clients expect at least a text
                 yield from self._open(Part("content", ""))
+            self.items[-1].logprobs += self._logprobs_held  # of the token that ended it
             yield from self.close(self.items[-1])
 
-    def _continue(self, part: Part) -> Iterator[Event]:
+    def _continue(self, part: Part, entries: Sequence[TokenLogprob]) -> Iterator[Event]:
         last = self.items[-1] if self.items else None
         if last is None or last.kind != part.kind or part.call_id:
-            if not (part.text or part.call_id):
-                return
             if last is not None:
                 yield from self.close(last)
             yield from self._open(part)
         if part.text:
             self.items[-1].texts.append(part.text)
-            yield from self.add(self.items[-1], part.text)
+            self.items[-1].logprobs += entries
+            yield from self.add(self.items[-1], part.text, entries)
 
     def _open(self, part: Part) -> Iterator[Event]:
         self.items.append(Item(part.kind, len(self.items), part.call_id, part.name))

@@ -40,6 +40,9 @@ LS, BE = ServiceClass
         ({"service_tier": "default"}, LS, "default"),
         ({"service_tier": "priority"}, LS, "priority"),
         ({"service_tier": "priority", "priority": -1}, LS, "priority"),
+        ({"service_tier": "scale"}, LS, "default"),
+        ({"service_tier": "fast"}, LS, "priority"),  # OpenAI's answer
+        ({"service_tier": "ultrafast"}, LS, "priority"),
         ({"service_tier": "flex"}, BE, "flex"),
         ({"service_tier": "flex", "priority": 0}, BE, "flex"),
         ({"service_tier": "flex", "priority": 5}, BE, "flex"),

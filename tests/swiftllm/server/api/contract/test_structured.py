@@ -124,3 +124,38 @@ def test_a_grammar_with_a_dead_end_is_the_requests_fault_and_others_go_on(server
     assert error["code"] == "invalid_grammar" and "cannot be followed after 1 tokens" in error["message"]
     assert other.result().json()["usage"]["completion_tokens"] == 60
     assert server.service.snapshot().step_failures == num_failed + 1, "blamed at once"
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"const": "z"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+@pytest.mark.parametrize("where", [{"schema": SCHEMA}, {"json_schema": {"name": "a", "schema": SCHEMA}}])
+def test_a_schema_is_followed_wherever_it_is(server, kind, where):
+    """llama.cpp, Together and Fireworks take one for `json_object`; vLLM and OpenAI's responses, beside the type."""
+    body = {"messages": HELLO, "response_format": {"type": kind, **where}}
+    assert json.loads(server.post(CHAT, body).json()["choices"][0]["message"]["content"]) == {"a": "z"}
+
+
+@pytest.mark.parametrize("schema", [None, {}])
+def test_a_json_object_without_a_schema_is_any_object(server, schema):
+    how = {"messages": HELLO, "max_tokens": 200, "seed": 1}
+    form = {"type": "json_object", "schema": schema}
+    choice = server.post(CHAT, {**how, "response_format": form}).json()["choices"][0]
+    assert choice["message"]["content"].lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"type": "text", "schema": SCHEMA}, "a schema needs the type 'json_schema'"),
+        (
+            {"type": "json_schema", "schema": SCHEMA, "json_schema": {"schema": {}}},
+            "give one of schema and json_schema",
+        ),
+        ({"type": "json_schema"}, "response_format.schema: Field required"),
+        ({"type": "regex", "pattern": "a"}, "response_format.type: Input should be"),
+    ],
+)
+def test_a_form_that_would_be_left_out_is_refused(server, form, message):
+    assert message in error_of(server.post(CHAT, {"messages": HELLO, "response_format": form}))["message"]

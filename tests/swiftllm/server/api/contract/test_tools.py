@@ -42,6 +42,11 @@ def thinker(tiny_chat_dir, tmp_path_factory) -> Iterator[RunningServer]:
     engine.kv.check_blocks()
 
 
+def allowed(mode: str, *names: str) -> dict:
+    named = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+
+
 def body_of(said: str | None = None, **fields: object) -> dict:
     choice = {} if said is None else {"structured_outputs": {"choice": [said]}}
     return {"messages": HELLO, "max_tokens": 400, "tools": TOOLS, **choice, **fields}
@@ -110,6 +115,44 @@ def test_a_required_call_is_one_of_the_tools(thinker) -> None:
             assert {call["function"]["name"] for call in calls} <= {"weather", "news"}
             whole = calls if choice["finish_reason"] == "tool_calls" else calls[:-1]  # the last may be cut
             assert all(json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome") for call in whole)
+
+
+def test_a_forced_call_has_no_content_that_a_form_would_be_of(thinker) -> None:
+    """vLLM lets the choice of a tool override `response_format`, and OpenAI takes both."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": 1}}}
+    for choice in ("required", {"type": "function", "function": {"name": "news"}}, allowed("required", "news")):
+        body = body_of(tool_choice=choice, response_format=form, parallel_tool_calls=False)
+        (call,) = thinker.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
+
+
+def test_allowed_tools_are_the_only_ones(thinker) -> None:
+    """OpenAI's form of a choice: some of the tools, one of which may or must be called."""
+    for seed in range(3):
+        body = body_of(tool_choice=allowed("required", "news"), parallel_tool_calls=False, seed=seed)
+        (call,) = thinker.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "news"
+    choices = (allowed("auto", "news", "weather"), allowed("auto", "weather"), allowed("auto"))
+    counts = [thinker.post("/tokenize", body_of(tool_choice=choice)).json()["count"] for choice in choices]
+    assert counts == sorted(set(counts), reverse=True)
+    for choice, calls in zip(choices[1:], (True, False), strict=True):
+        answer = thinker.post(CHAT, body_of(CALL, tool_choice=choice)).json()["choices"][0]
+        assert ("tool_calls" in answer["message"]) is calls
+
+
+def test_usage_tells_the_tokens_of_reasoning(thinker) -> None:
+    """In OpenAI's field, of all choices together, in a stream as in a whole answer."""
+    how = {"structured_outputs": {"choice": ["<think>Look it up</think>Hi"]}, "temperature": 0}
+    one, two = (thinker.post(CHAT, body_of(**how, n=n)).json()["usage"] for n in (1, 2))
+    details = one["completion_tokens_details"]
+    assert 3 <= details["reasoning_tokens"] < one["completion_tokens"]
+    assert two["completion_tokens_details"] == {"reasoning_tokens": 2 * details["reasoning_tokens"]}
+    stream = thinker.client().chat.completions.create(
+        model="", messages=HELLO, tools=TOOLS, stream=True, stream_options={"include_usage": True}, extra_body=how
+    )
+    assert list(stream)[-1].usage.completion_tokens_details.reasoning_tokens == details["reasoning_tokens"]
+    plain = thinker.post(CHAT, body_of("</think>Hi")).json()["usage"]
+    assert plain["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -285,7 +328,12 @@ def test_without_tools_a_call_is_content(thinker) -> None:
         ({"tools": [TOOLS[0]] * 2}, "two have the same name"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "not among tools"),
         ({"tools": [], "tool_choice": "required"}, "needs tools"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tool_choice": "any"}, "should be 'auto', 'none', 'required', or of type 'function' or 'allowed_tools'"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "x"}}}, "of type 'function' or 'allowed_tools'"),
+        ({"tool_choice": {"type": "function", "name": "news"}}, "tool_choice.function: Field required"),
+        ({"tool_choice": allowed("required", "x")}, "names 'x', which is not among tools"),
+        ({"tool_choice": allowed("required")}, "needs tools"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [tool_of("f", {"type": "string"})], "tool_choice": "required"}, "'f' must have the type 'object'"),
         ({"tools": [tool_of("f", {"$defs": 3, "$ref": "#/$defs/a"})], "tool_choice": "required"}, "tools"),

@@ -153,3 +153,48 @@ def test_errors_have_anthropics_form_and_name_its_fields(server, body, message, 
     error = error_of(answer, 404 if param == "model" else 400)
     assert answer.json()["type"] == "error" and message in error["message"] and error["param"] == param
     assert error["type"] == ("not_found_error" if param == "model" else "invalid_request_error")
+
+
+def test_a_turn_of_the_model_at_the_end_is_continued(server):
+    """As Anthropic's API does; the prompt is that of chat's `continue_final_message`."""
+    begun = {"role": "assistant", "content": "My name is"}
+    chat = {"messages": [*HELLO, begun], "continue_final_message": True, "add_generation_prompt": False}
+    expected = server.post(CHAT, {**HOW, **chat}).json()
+    for content in ("My name is", [{"type": "text", "text": "My "}, {"type": "text", "text": "name is"}]):
+        body = {"messages": [*HELLO, {"role": "assistant", "content": content}]}
+        message = server.post(MESSAGES, {**HOW, **body}).json()
+        assert message["content"][0]["text"] == expected["choices"][0]["message"]["content"]
+        count = server.post(f"{MESSAGES}/count_tokens", body).json()["input_tokens"]
+        assert count == expected["usage"]["prompt_tokens"]
+
+
+def test_a_turn_of_the_model_without_text_is_answered():
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    for content in (" ", [], [use], [{"type": "text", "text": "I look"}, use]):
+        assert "continue_final_message" not in chat_of([*HELLO, {"role": "assistant", "content": content}])
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "D"}, "title": None}, "D"),
+        ({"type": "document", "source": {"type": "content", "content": "D"}, "title": "T", "context": "C"}, "T\nC\nD"),
+        ({"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "D"}]}}, "D"),
+        ({"type": "search_result", "source": "S", "title": "T", "content": [{"type": "text", "text": "D"}]}, "T\nS\nD"),
+    ],
+)
+def test_documents_of_text_are_text(block, text):
+    (message,) = chat_of([{"role": "user", "content": [block, {"type": "text", "text": "?"}]}])["messages"]
+    assert message["content"] == f"{text}?"
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [block]}
+    (message,) = chat_of([{"role": "user", "content": [result]}])["messages"]
+    assert message["content"] == text
+
+
+def test_output_format_is_an_older_name_of_the_form(server):
+    fields = {"output_format": {"type": "json_schema", "schema": {"const": 1}}}
+    assert server.post(MESSAGES, {**HOW, "messages": HELLO, **fields}).json()["content"][0]["text"] == "1"
+    both = {**fields, "output_config": {"format": fields["output_format"]}}
+    bad = {"output_format": {"type": "json_schema", "schema": {"type": "no such"}}}
+    for body in (both, bad):
+        assert error_of(server.post(MESSAGES, {**HOW, "messages": HELLO, **body}))["param"] == "output_format"

@@ -113,7 +113,7 @@ def test_parameters_become_those_of_chat():
         text={"format": {"type": "json_schema", "name": "a", "schema": schema}, "verbosity": "low"},
         max_output_tokens=5, top_p=0.5, seed=3, service_tier="flex", logit_bias={"5": 1}, store=True, n=1,
     )  # fmt: skip
-    assert chat.pop("response_format")["json_schema"]["schema"] == schema
+    assert chat.pop("response_format")["schema"] == schema
     del chat["messages"]
     assert chat == {"max_tokens": 5, "top_p": 0.5, "seed": 3, "service_tier": "flex", "logit_bias": {5: 1.0}}
 
@@ -122,7 +122,7 @@ def test_parameters_become_those_of_chat():
     ("field", "value"),
     [
         ("previous_response_id", "resp-1"), ("conversation", "c"), ("background", True), ("prompt", {"id": "p"}),
-        ("include", ["message.output_text.logprobs"]), ("top_logprobs", 2), ("n", 2), ("prompt_logprobs", 1),
+        ("n", 2), ("prompt_logprobs", 1),
     ],
 )  # fmt: skip
 def test_what_would_change_the_answer_is_refused_by_name(server, field, value):
@@ -140,8 +140,14 @@ def test_what_would_change_the_answer_is_refused_by_name(server, field, value):
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image'", "input"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id: Field required", "input"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens=0 must be at least 1", "max_output_tokens"),
-        ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema: Field required", "text"),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0: type 'web_search' is not implemented", "tools"),
+        ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "format.schema: Field required", "text.format"),
+        ({"input": "a", "text": {"format": {"type": "text", "schema": {}}}}, "a schema needs the type", "text.format"),
+        ({"input": "a", "text": {"format": {"type": "json_object"}}, "response_format": {"type": "json_object"}},
+         "give one of text.format and response_format", "text.format"),
+        ({"input": "a", "max_tokens": 3, "max_output_tokens": 4}, "give one of", "max_output_tokens"),
+        ({"input": "a", "include": ["message"]}, "include.0: Input should be", "include"),
+        ({"input": "a", "top_logprobs": 21}, "top_logprobs: Input should be less than or equal to 20", "top_logprobs"),
+        ({"input": "a", "tool_choice": "required"}, "tool_choice=required needs tools", "tool_choice"),
         ({"input": "a" * 600}, "maximum context length is 512", "input"),
     ],
 )  # fmt: skip
@@ -178,3 +184,53 @@ def test_a_stream_that_fails_ends_in_an_error_that_the_client_raises(server, mon
     monkeypatch.setattr(TypedAnswer, "chunk_event", fail_later)
     with pytest.raises(openai.APIError, match="gone"):
         list(server.client().responses.create(**HOW, input="Hi", max_output_tokens=9, stream=True))
+
+
+@pytest.mark.parametrize(
+    "asked", [{"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"top_logprobs": 2}]
+)
+def test_log_probabilities_of_a_text_are_those_of_chat(server, asked):
+    hello = [{"role": "user", "content": "Hello"}]
+    chat = server.post(CHAT, {**HOW, "messages": hello, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}).json()
+    expected = chat["choices"][0]["logprobs"]["content"]
+    how = {**HOW, "input": "Hello", "max_output_tokens": 6, **asked}
+    client = server.client().responses
+    (part,) = client.create(**how).output[0].content
+    assert [entry.to_dict() for entry in part.logprobs] == expected and len(expected) == 6
+    events = list(client.create(**how, stream=True))
+    deltas = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    assert [entry.to_dict() for entry in done.logprobs] == expected
+    assert [entry.token for entry in deltas] == [entry["token"] for entry in expected[: len(deltas)]]
+
+
+def test_include_of_items_that_no_answer_has_changes_nothing(server):
+    how = {**HOW, "input": "Hello", "max_output_tokens": 2, "include": ["web_search_call.results"]}
+    assert server.client().responses.create(**how).output[0].content[0].logprobs == []
+
+
+def test_input_tokens_are_counted(server):
+    how = {"model": "tiny-chat", "instructions": "Be brief", "input": "Hello"}
+    used = server.client().responses.create(**how, max_output_tokens=1).usage.input_tokens
+    assert server.client().responses.input_tokens.count(**how).input_tokens == used
+    alone = server.client().responses.input_tokens.count(instructions="Be brief")
+    assert alone.object == "response.input_tokens" and alone.input_tokens < used
+    assert error_of(server.post("/v1/responses/input_tokens", {}))["param"] == "input"
+
+
+def test_a_text_that_was_cut_is_continued_as_in_vllm():
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look"}]}
+    asked = {"role": "user", "content": "What time?"}
+    for status in ("incomplete", "in_progress"):
+        assert chat_of(input=[asked, {**said, "status": status}])["continue_final_message"] is True
+    for last in ({**said, "status": "completed"}, said, {**asked, "status": "incomplete"}):
+        assert "continue_final_message" not in chat_of(input=[asked, last])
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_an_output_follows_the_schema_of_its_form(server, kind):
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    for where in ({"schema": schema}, {"json_schema": {"name": "a", "schema": schema}}):
+        body = {"input": "a", "text": {"format": {"type": kind, **where}}}
+        text = server.post(RESPONSES, body).json()["output"][0]["content"][0]["text"]
+        assert json.loads(text) == {"a": 1}
