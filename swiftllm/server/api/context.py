@@ -85,14 +85,13 @@ class ServingContext:
             ApiError: there is no tokenizer, or it is no grammar.
         """
         wanted = body.grammar
-        if wanted is None and calls is not None and self.formats.calls is not None:
-            answers = await self.run_in_thread(lambda: self._answers)
-            wanted = (text := answers.following(calls)) and ("tools", "grammar", text)
-        if wanted is None:
-            return None
-        name, kind, source = wanted
-        self.require_tokenizer()
+        name, kind, source = wanted or ("tools", "grammar", None)
         try:
+            if wanted is None and calls is not None and self.formats.calls is not None:
+                source = await self.run_in_thread(lambda: self._answers.following(calls))
+            if source is None:
+                return None
+            self.require_tokenizer()
             return await asyncio.get_running_loop().run_in_executor(self._trying, self._trials.check, kind, source)
         except ValueError as error:
             raise ApiError(400, f"{name}: {error}", name, "invalid_grammar") from None

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from swiftllm.model.folder.tokenizer import Tokenizer
-from swiftllm.sampling.grammar import BLANKS, without_exclusive
+from swiftllm.sampling.grammar import BLANKS
+from swiftllm.sampling.schemas import OPTIONS, prepared
 from swiftllm.server.formats.calls import CallFormat
 
 MAX_TOOLS = 128
@@ -48,7 +49,8 @@ def forced_schema(tools: Tools, is_parallel: bool) -> dict[str, Any]:
 
 def compact(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema for JSON without blanks."""
-    return {**schema, "x-guidance": {"whitespace_flexible": False, "whitespace_pattern": None}}
+    options = {"whitespace_flexible": False, "whitespace_pattern": None}
+    return {**schema, OPTIONS: {**schema.get(OPTIONS, {}), **options}}
 
 
 def moved_to(place: str, schema: Any) -> Any:
@@ -110,7 +112,7 @@ class AnswerGrammar:
 
 
 def as_rule(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps({**without_exclusive(schema), 'x-guidance': {'whitespace_pattern': BLANKS}})}"
+    return f"%json {json.dumps({**prepared(schema), 'x-guidance': {'whitespace_pattern': BLANKS}})}"
 
 
 def but(tokens: list[int]) -> str:

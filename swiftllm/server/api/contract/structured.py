@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from swiftllm.sampling.grammar import Kind
+from swiftllm.sampling.schemas import lenient
 from swiftllm.server.api.contract.parsing import Lenient
 from swiftllm.server.api.errors import ApiError
 
@@ -15,9 +16,10 @@ ANY_OBJECT: Source = ("json_schema", {"type": "object"})
 
 
 class JsonSchema(Lenient):
-    """OpenAI's: a name, and a schema; ``strict`` or not, outputs follow it."""
+    """OpenAI's: a name, and a schema. Outputs follow it; one that is not ``strict`` may say what no grammar can."""
 
     json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
 
 
 class ResponseFormat(Lenient):
@@ -36,7 +38,8 @@ class ResponseFormat(Lenient):
             return ANY_OBJECT if self.type == "json_object" else None
         if self.json_schema is None:
             raise ApiError(400, f"{name}.json_schema: a schema is required", name, "missing")
-        return "json_schema", self.json_schema.json_schema
+        wanted = self.json_schema
+        return "json_schema", wanted.json_schema if wanted.strict else lenient(wanted.json_schema)
 
 
 class StructuredOutputs(Lenient):

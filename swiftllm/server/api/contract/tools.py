@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from swiftllm.sampling.schemas import lenient
 from swiftllm.server.api.contract.parsing import Lenient
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.formats.call_grammars import MAX_TOOLS, Tools
@@ -61,7 +62,8 @@ def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
 
 
 def schemas_of(tools: list[Tool]) -> Tools:
-    """The schema of each tool's arguments, which are an object even where it does not say so.
+    """The schema of each tool's arguments, which are an object even where it does not say so; that of a tool that is
+    not ``strict`` may say what no grammar can.
 
     Raises:
         ApiError: it says that they are none.
@@ -72,7 +74,8 @@ def schemas_of(tools: list[Tool]) -> Tools:
         if kind != "object" and not (isinstance(kind, list) and "object" in kind):
             message = f"tools: the parameters of {name!r} must have the type 'object'"
             raise ApiError(400, message, "tools", "invalid_grammar")
-    return {name: {**schema, "type": "object"} for name, schema in schemas.items()}
+    objects = {name: {**schema, "type": "object"} for name, schema in schemas.items()}
+    return objects | {t.function.name: lenient(objects[t.function.name]) for t in tools if not t.function.strict}
 
 
 def may_follow(tools: list[Tool]) -> Tools | None:

@@ -34,12 +34,13 @@ class TextFormat(Lenient):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
 
     def for_chat(self) -> dict[str, Any]:
         if self.type != "json_schema":
             return {"type": self.type}
         schema = required(self.json_schema, "text.format.schema", "text")
-        return {"type": self.type, "json_schema": {"schema": schema}}
+        return {"type": self.type, "json_schema": {"schema": schema, "strict": self.strict}}
 
 
 class ResponsesText(Lenient):
