@@ -245,22 +245,23 @@ class Objects:
         by_name = part.get("dependentSchemas")
         yield list(by_name.values()) if isinstance(by_name, dict) else []
         if "$ref" in part:
-            yield [self._target(part["$ref"])]
+            yield [target_of(self._root, part["$ref"])]
 
-    def _target(self, reference: Any) -> Any:
-        """What a reference leads to within the schema."""
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+
+def target_of(root: Any, reference: Any) -> Any:
+    """What a reference leads to within a schema; to what lies elsewhere, a schema that says nothing."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return UNKNOWN
+    found = root
+    for step in reference.split("/")[1:]:
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, dict) and name in found:
+            found = found[name]
+        else:
             return UNKNOWN
-        found = self._root
-        for step in reference.split("/")[1:]:
-            name = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                found = found[int(name)]
-            elif isinstance(found, dict) and name in found:
-                found = found[name]
-            else:
-                return UNKNOWN
-        return found
+    return found
 
 
 def alternatives(part: dict[str, Any]) -> list[Any]:

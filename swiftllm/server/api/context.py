@@ -15,8 +15,9 @@ from swiftllm.sampling.trial import GrammarTrials, TriedGrammar
 from swiftllm.scheduling.admission import Admission, context_limit
 from swiftllm.server.api.contract.protocol import ChatMessage, GenerationRequest, TemplateOptions
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.formats.call_grammars import AnswerGrammar, Tools
+from swiftllm.server.formats.call_grammars import AnswerGrammar
 from swiftllm.server.formats.calls import FORMATS
+from swiftllm.server.formats.written_calls import Tools
 from swiftllm.server.service.client import EngineClient
 from swiftllm.server.settings import ServerSettings
 
@@ -160,7 +161,7 @@ class ServingContext:
         messages: list[dict[str, Any]] = [message.for_template() for message in conversation]
         num_chars = sum(len(message["content"]) for message in messages)
         tools = [tool.for_template() for tool in how.tools_offered]
-        if tools and self.formats.calls_name is None:
+        if tools and self.formats.calls_name is None and not how.must_call:  # what is forced has a form of its own
             message = f"this model has no known form of tool calls: start the server with --tool-call-parser, {KNOWN}"
             raise ApiError(400, message, "tools", "unsupported_parameter")
         effort = {} if how.reasoning_effort is None else {"reasoning_effort": how.reasoning_effort}

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import BLANKS
 from swiftllm.sampling.schemas import OPTIONS, prepared
 from swiftllm.server.formats.calls import CallFormat
+from swiftllm.server.formats.written_calls import Tools
 
 MAX_TOOLS = 128
-Tools = Mapping[str, dict[str, Any]]
-"""The JSON schema of each tool's arguments."""
 LIST = '"[" W call (W "," W call)* W "]"'
 CALLS = {
     "hermes": "W call W </tool_call>",
     "llama3_json": 'W call (W ";" W call)* W',
     "mistral": f"W {LIST} W | named ([TOOL_CALLS] named)*",
+    "granite": f"W {LIST} W",
     "json": f"W call (W call)* W | W {LIST} W",
 }
-"""The calls of each form behind its mark, in llguidance's dialect of Lark; marks are as they are written."""
+"""The calls of a form behind its mark, in llguidance's dialect of Lark; marks are as they are written. Forms whose
+arguments are no JSON, or that begin without a mark of their own, have no grammar."""
 
 
 def call_schema(tools: Tools, arguments: str = "arguments") -> dict[str, Any]:
@@ -83,7 +83,7 @@ class AnswerGrammar:
     def following(self, tools: Tools) -> str | None:
         """The grammar, in Lark's form, of an answer whose calls are of ``tools``; None: calls cannot be told."""
         form, marks = self._form, [self._tokenizer.token_id(mark) for mark in self._marks]
-        if not marks and not self._openings:
+        if form.name not in CALLS or not (marks or self._openings):
             return None
         begin = " | ".join(map(self._token, self._marks))
         if form.end is not None:

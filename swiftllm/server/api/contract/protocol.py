@@ -19,7 +19,7 @@ from swiftllm.server.api.contract.tools import NamedTool, Tool, ToolChoice, chec
 from swiftllm.server.api.contract.unsupported import check_unsupported_fields
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.formats.call_grammars import compact, forced_schema
-from swiftllm.server.formats.calls import object_of
+from swiftllm.server.formats.json_text import object_of
 from swiftllm.server.formats.output_text import NoOutput, OutputText
 
 MAX_CHOICES = 128
@@ -270,7 +270,9 @@ class TextPart(Lenient):
     @property
     def content(self) -> str | None:
         """Its text; None if it has none."""
-        return self.refusal if self.type == "refusal" else self.text if self.type in TEXT_PARTS else None
+        if self.type == "refusal":
+            return self.refusal or ""
+        return (self.text or "") if self.type in TEXT_PARTS else None
 
 
 class ChatMessage(Lenient):
@@ -291,8 +293,11 @@ class ChatMessage(Lenient):
                 message = f"content of type {kind[:MAX_STOP_CHARS]!r} is not implemented: this model reads text only"
                 raise ApiError(400, message, "messages", "unsupported_parameter")
             content = "".join(texts)
-        message = {**(self.model_extra or {}), "role": self.role, "content": content or ""}
-        if isinstance(calls := message.get("tool_calls"), list):
+        given = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        message = {**given, "role": self.role, "content": content or ""}
+        if not (calls := given.get("tool_calls")):  # templates take the field for a call
+            message.pop("tool_calls", None)
+        elif isinstance(calls, list):
             message["tool_calls"] = [with_object(call) for call in calls]
             if not content and "reasoning_content" in message:
                 message.setdefault("thinking", message["reasoning_content"])  # its name in gpt-oss' template
@@ -300,11 +305,11 @@ class ChatMessage(Lenient):
 
 
 def with_object(call: Any) -> Any:
-    """A call of a tool as templates expect it, with its arguments as an object where they are one in JSON."""
+    """A call of a tool as templates expect it, with its arguments as an object where they are one in JSON, or none."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict) or not isinstance(given := function.get("arguments") or "{}", str):
         return call
-    arguments = object_of(function["arguments"] or "{}")
+    arguments = object_of(given)
     return call if arguments is None else {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -325,6 +330,15 @@ class TemplateOptions(Lenient):
     def tools_offered(self) -> list[Tool]:
         """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or self.named_tool is not None
+
+    @property
+    def named_tool(self) -> str | None:
+        """The tool that must be called, if one is named."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
 
 class ChatRequest(GenerationRequest, TemplateOptions):
@@ -348,18 +362,9 @@ class ChatRequest(GenerationRequest, TemplateOptions):
         return "tools", "json_schema", named or forced_schema(schemas, self.is_parallel)
 
     @property
-    def must_call(self) -> bool:
-        return self.tool_choice == "required" or self.named_tool is not None
-
-    @property
     def is_parallel(self) -> bool:
         """Whether an answer may have several calls."""
         return self.parallel_tool_calls is not False
-
-    @property
-    def named_tool(self) -> str | None:
-        """The tool that must be called, if one is named."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def num_logprobs(self) -> int | None:

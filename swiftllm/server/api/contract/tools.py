@@ -9,7 +9,8 @@ from pydantic import Field
 from swiftllm.sampling.schemas import lenient
 from swiftllm.server.api.contract.parsing import Lenient
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.formats.call_grammars import MAX_TOOLS, Tools
+from swiftllm.server.formats.call_grammars import MAX_TOOLS
+from swiftllm.server.formats.written_calls import Tools
 
 NAME = "^[a-zA-Z0-9_.:-]{1,128}$"
 ANY_OBJECT = {"type": "object"}
@@ -76,6 +77,11 @@ def schemas_of(tools: list[Tool]) -> Tools:
             raise ApiError(400, message, "tools", "invalid_grammar")
     objects = {name: {**schema, "type": "object"} for name, schema in schemas.items()}
     return objects | {t.function.name: lenient(objects[t.function.name]) for t in tools if not t.function.strict}
+
+
+def parameters_of(tools: list[Tool]) -> Tools:
+    """The schema of each tool's arguments, as it was given."""
+    return {tool.function.name: tool.function.parameters or {} for tool in tools}
 
 
 def may_follow(tools: list[Tool]) -> Tools | None:

@@ -332,5 +332,9 @@ def test_what_does_not_fit_is_refused(thinker, fields, words) -> None:
 
 def test_without_a_known_form_tools_are_refused_and_the_forms_are_named(server) -> None:
     error = error_of(server.post(CHAT, body_of()), 400)
-    assert error["param"] == "tools" and "hermes, llama3_json, mistral, json" in error["message"]
+    assert error["param"] == "tools" and "hermes, llama3_json, mistral, granite, qwen3_coder" in error["message"]
+    for choice in ("required", {"type": "function", "function": {"name": "news"}}):
+        body = body_of(tool_choice=choice, parallel_tool_calls=False)
+        (call,) = server.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome"), "as in vLLM"
     assert server.post(CHAT, body_of(tool_choice="none", max_tokens=2)).status_code == 200
