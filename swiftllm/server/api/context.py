@@ -160,6 +160,8 @@ class ServingContext:
             raise ApiError(400, message, "continue_final_message", "invalid_value")
         messages: list[dict[str, Any]] = [message.for_template() for message in conversation]
         num_chars = sum(len(message["content"]) for message in messages)
+        if self.formats.calls is not None:
+            messages = self.formats.calls.history(messages)
         tools = [tool.for_template() for tool in how.tools_offered]
         if tools and self.formats.calls_name is None and not how.must_call:  # what is forced has a form of its own
             message = f"this model has no known form of tool calls: start the server with --tool-call-parser, {KNOWN}"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import re
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from swiftllm.server.formats.histories import Message, with_name_lines
 from swiftllm.server.formats.json_text import GrowingObject, ends_in_string
 from swiftllm.server.formats.parts import HoldingReader, Part, Reader, first_mark, num_sure
 from swiftllm.server.formats.written_calls import (
@@ -58,6 +59,8 @@ class CallFormat:
     begins_with_name: bool = False
     """Whether calls begin with a tool's name in a line, where nothing but blanks comes before."""
     make_id: Callable[[], str] = long_id
+    history: Callable[[Sequence[Message]], list[Message]] = list
+    """Messages in OpenAI's form as the models' templates read them."""
 
     def opens_with(self, text: str, tools: Tools) -> bool | None:
         """Whether a text, with nothing but blanks before, begins calls; None: the rest of it decides."""
@@ -82,7 +85,7 @@ FORMATS = {
         CallFormat(
             "seed_oss", ("<seed:tool_call>",), (), "</seed:tool_call>", read_functions, is_within=is_within_value
         ),
-        CallFormat("glm4", (), (), None, read_name_lines, begins_with_name=True),
+        CallFormat("glm4", (), (), None, read_name_lines, begins_with_name=True, history=with_name_lines),
         CallFormat("json", (), ("{", "[{"), None, read_json),
     )
 }  # fmt: skip

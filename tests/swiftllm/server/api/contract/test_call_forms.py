@@ -25,6 +25,15 @@ MISTRAL = (
 )
 
 
+# GLM-4-0414's, in short: it shows no other roles, and no field `tool_calls`.
+GLM4 = (
+    "[gMASK]<sop>{% if tools %}{{ tools | length }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'user' %}<|user|>\n"
+    "{{ m.content }}{% elif m.role == 'assistant' %}<|assistant|>{{ m.metadata }}\n{{ m.content }}"
+    "{% elif m.role == 'observation' %}<|observation|>\n{{ m.content }}{% endif %}{% endfor %}<|assistant|>"
+)
+
+
 def serving(model_dir, folder, template: str):
     (folder / "template").write_text(template)
     settings = ServerSettings(chat_template=str(folder / "template"))
@@ -57,3 +66,17 @@ def test_the_template_takes_the_ids_that_the_server_makes(tiny_chat_dir, tmp_pat
         assert server.post(CHAT, body).status_code == 200
         message["tool_calls"][0]["id"] = "call_of_another"
         assert server.post(CHAT, body).status_code == 400
+
+
+def test_calls_and_results_are_in_a_prompt_that_has_other_names_for_them(tiny_chat_dir, tmp_path) -> None:
+    function = {"name": "look", "arguments": '{"city": "Oslo"}'}
+    calls = [{"id": number, "type": "function", "function": function} for number in ("1", "2")]
+    results = [{"role": "tool", "tool_call_id": number, "content": "Sun"} for number in ("1", "2")]
+    messages = [*HELLO, {"role": "assistant", "content": "I look.", "tool_calls": calls}, *results]
+    with serving(tiny_chat_dir, tmp_path, GLM4) as server:
+        said = {"messages": messages, "tools": [TOOL], "add_special_tokens": False}
+        tokens = server.post("/tokenize", said).json()["tokens"]
+        prompt = server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+    call = '<|assistant|>look\n{"city": "Oslo"}'
+    shown = f"<|assistant|>\nI look.{call}{call}<|observation|>\nSun<|observation|>\nSun<|assistant|>"
+    assert prompt.endswith(shown)
