@@ -269,10 +269,9 @@ class TextPart(Lenient):
 
     @property
     def content(self) -> str | None:
-        """Its text; None if it has none."""
-        if self.type == "refusal":
-            return self.refusal or ""
-        return (self.text or "") if self.type in TEXT_PARTS else None
+        """Its text, which null leaves empty; None if it has none."""
+        field = "refusal" if self.type == "refusal" else "text" if self.type in TEXT_PARTS else None
+        return (getattr(self, field) or "") if field in self.model_fields_set else None
 
 
 class ChatMessage(Lenient):
