@@ -16,6 +16,7 @@ from apex.cli.errors import InputError, input_errors
 from apex.cli.flags import EngineFlags, ModelName, ProfileFile, StrategyFlags, SystemName, Unchecked, start_engine
 from apex.source_tree import SETUP
 from apex.strategy import StrategyConfig
+from swiftllm.server.formats.calls import FORMATS
 from swiftllm.server.service.limits import ServiceLimits
 from swiftllm.server.settings import ServerSettings
 from swiftllm.share import Share, take_share
@@ -149,7 +150,12 @@ def start_message(client: EngineClient, settings: ServerSettings, defaults: Mapp
     values = ", ".join(f"{name}={value}" for name, value in defaults.items())
     by_default = f"sampling by default, as generation_config.json says: {values} (--generation-config none: OpenAI's)\n"
     formats = settings.formats(tokenizer)
-    calls, reasoning = formats.calls_name or "none", formats.reasoning_name or "none"
+    calls = formats.calls_name or ("not known" if formats.has_unknown_calls else "none")
+    reasoning = formats.reasoning_name or "none"
+    unknown = (
+        "the chat template has calls of tools in a form that is not known: they stay text, and tools are refused "
+        f"unless they must be called; --tool-call-parser names a form: {', '.join(FORMATS)}\n"
+    )
     no_text = "the model folder has no tokenizer: prompts are lists of token ids, and answers have no text\n"
     return (
         f"{description['system']} serves {description['model']} ({description['dtype']}{weights}) "
@@ -158,6 +164,7 @@ def start_message(client: EngineClient, settings: ServerSettings, defaults: Mapp
         f"{limits.max_queued_requests} running or waiting, {limits.max_queued_best_effort} best-effort ones\n"
         f"{by_default if defaults else ''}"
         f"{no_text if tokenizer is None else ''}"
+        f"{unknown if formats.has_unknown_calls else ''}"
         f"tool calls: {calls} (--tool-call-parser)    reasoning: {reasoning} (--reasoning-parser)\n"
         f"API: {url}/v1    status page: {url}/    metrics: {url}/metrics    Ctrl-C stops"
     )

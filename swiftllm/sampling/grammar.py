@@ -6,11 +6,12 @@ llguidance parses them and finds the tokens that may come next. It needs no torc
 from __future__ import annotations
 
 import json
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
+
+from swiftllm.sampling.schemas import check_regex, prepared
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -22,7 +23,6 @@ Kind = Literal["json_schema", "regex", "choice", "grammar"]
 MAX_SOURCE_CHARS = 100_000
 MAX_DEPTH = 64  # the parser recurses
 MAX_CACHED = 256
-LITERALS = ("const", "enum", "default", "examples")  # keywords of JSON schemas that hold no schemas
 # Between the marks of JSON: a space, or a line break and its indentation. Of blanks without bound weak models write no
 # end.
 BLANKS = r" |\n {0,16}"
@@ -118,30 +118,16 @@ def compiled(vocabulary: LLTokenizer, kind: Kind, text: str) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits, grammar_from
 
     if kind == "json_schema":
-        schema = json.dumps(without_exclusive(json.loads(text)))
+        schema = json.dumps(prepared(json.loads(text)))
         grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": BLANKS})
     else:
+        if kind == "regex":
+            check_regex(text)
         grammar = grammar_from(kind, text)
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
     if matcher.is_error():
         raise ValueError(error_of(matcher))
     return matcher
-
-
-def without_exclusive(schema: Any) -> Any:
-    """A schema whose exclusive bounds of numbers are inclusive ones a little further in: llguidance 1.9.1 often lets
-    the bound itself come."""
-    if isinstance(schema, list):
-        return [without_exclusive(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {name: item if name in LITERALS else without_exclusive(item) for name, item in schema.items()}
-    for name, sign, tighter in (("Minimum", 1, max), ("Maximum", -1, min)):
-        bound, inclusive = found.get(f"exclusive{name}"), name.lower()
-        if type(bound) in (int, float) and found.get("type") != "integer":
-            del found[f"exclusive{name}"]
-            found[inclusive] = tighter(bound + sign * max(abs(bound), 1) * 1e-9, found.get(inclusive, -sign * math.inf))
-    return found
 
 
 def error_of(matcher: LLMatcher) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 from swiftllm.files import expand
 from swiftllm.model.folder.generation import sampling_defaults
 from swiftllm.model.folder.tokenizer import Tokenizer
-from swiftllm.server.formats.calls import FORMATS, format_of
+from swiftllm.server.formats.calls import FORMATS, format_of, has_tools
 from swiftllm.server.formats.formats import Formats
 from swiftllm.server.formats.harmony import is_harmony
 from swiftllm.server.formats.reasoning import reasons
@@ -41,8 +41,9 @@ class ServerSettings:
     generation_config: Literal["auto", "none"] = "auto"
     """auto takes temperature, top_p, top_k and repetition_penalty of the model's generation_config.json where a request
     sets none; none takes OpenAI's defaults."""
-    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "json"] = "auto"
-    """Form of the model's tool calls; auto goes by its chat template, none refuses tools."""
+    tool_call_parser: str = "auto"
+    """Form of the model's tool calls: hermes, llama3_json, mistral, granite, qwen3_coder, seed_oss, glm4 or json; auto
+    goes by its chat template. With none, only tools that must be called are taken."""
     reasoning_parser: Literal["auto", "none", "think"] = "auto"
     """Form of the model's reasoning, which answers show apart from their content; auto goes by its chat template."""
     max_body_bytes: int = 4 * 2**20
@@ -83,7 +84,8 @@ class ServerSettings:
         named = FORMATS.get(self.tool_call_parser)
         calls = format_of(template) if self.tool_call_parser == "auto" else named
         thinks = reasons(template) if self.reasoning_parser == "auto" else self.reasoning_parser == "think"
-        return Formats(calls, thinks)
+        is_unknown = self.tool_call_parser == "auto" and calls is None and has_tools(template)
+        return Formats(calls, thinks, has_unknown_calls=is_unknown)
 
     def read_chat_template(self) -> str | None:
         """The text of ``chat_template``, if that is set.

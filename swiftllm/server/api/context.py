@@ -19,8 +19,9 @@ from swiftllm.sampling.trial import GrammarTrials, TriedGrammar
 from swiftllm.scheduling.admission import Admission, context_limit
 from swiftllm.server.api.contract.protocol import ChatMessage, GenerationRequest, TemplateOptions
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.formats.call_grammars import AnswerGrammar, Tools
+from swiftllm.server.formats.call_grammars import AnswerGrammar
 from swiftllm.server.formats.calls import FORMATS
+from swiftllm.server.formats.written_calls import Tools
 from swiftllm.server.service.client import EngineClient
 from swiftllm.server.settings import ServerSettings
 
@@ -97,14 +98,13 @@ class ServingContext:
             ApiError: there is no tokenizer, or it is no grammar.
         """
         wanted = body.grammar
-        if wanted is None and calls is not None and self.formats.calls is not None:
-            answers = await self.run_in_thread(lambda: self._answers)
-            wanted = (text := answers.following(calls)) and ("tools", "grammar", text)
-        if wanted is None:
-            return None
-        name, kind, source = wanted
-        self.require_tokenizer()
+        name, kind, source = wanted or ("tools", "grammar", None)
         try:
+            if wanted is None and calls is not None and self.formats.calls is not None:
+                source = await self.run_in_thread(lambda: self._answers.following(calls))
+            if source is None:
+                return None
+            self.require_tokenizer()
             return await asyncio.get_running_loop().run_in_executor(self._trying, self._trials.check, kind, source)
         except ValueError as error:
             raise ApiError(400, f"{name}: {error}", name, "invalid_grammar") from None
@@ -172,8 +172,10 @@ class ServingContext:
             raise ApiError(400, message, "continue_final_message", "invalid_value")
         messages: list[dict[str, Any]] = [message.for_template() for message in conversation]
         num_chars = sum(len(message["content"]) for message in messages)
+        if self.formats.calls is not None:
+            messages = self.formats.calls.history(messages)
         tools = [tool.for_template() for tool in how.tools_offered]
-        if tools and self.formats.calls_name is None:
+        if tools and self.formats.calls_name is None and not how.must_call:  # what is forced has a form of its own
             message = f"this model has no known form of tool calls: start the server with --tool-call-parser, {KNOWN}"
             raise ApiError(400, message, "tools", "unsupported_parameter")
         effort = {} if how.reasoning_effort is None else {"reasoning_effort": how.reasoning_effort}

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from swiftllm.model.folder.tokenizer import Tokenizer
-from swiftllm.sampling.grammar import BLANKS, without_exclusive
+from swiftllm.sampling.grammar import BLANKS
+from swiftllm.sampling.schemas import OPTIONS, prepared
 from swiftllm.server.formats.calls import CallFormat
+from swiftllm.server.formats.written_calls import Tools
 
 MAX_TOOLS = 128
-Tools = Mapping[str, dict[str, Any]]
-"""The JSON schema of each tool's arguments."""
 LIST = '"[" W call (W "," W call)* W "]"'
 CALLS = {
     "hermes": "W call W </tool_call>",
     "llama3_json": 'W call (W ";" W call)* W',
     "mistral": f"W {LIST} W | named ([TOOL_CALLS] named)*",
+    "granite": f"W {LIST} W",
     "json": f"W call (W call)* W | W {LIST} W",
 }
-"""The calls of each form behind its mark, in llguidance's dialect of Lark; marks are as they are written."""
+"""The calls of a form behind its mark, in llguidance's dialect of Lark; marks are as they are written. Forms whose
+arguments are no JSON, or that begin without a mark of their own, have no grammar."""
 
 
 def call_schema(tools: Tools, arguments: str = "arguments") -> dict[str, Any]:
@@ -48,7 +49,8 @@ def forced_schema(tools: Tools, is_parallel: bool) -> dict[str, Any]:
 
 def compact(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema for JSON without blanks."""
-    return {**schema, "x-guidance": {"whitespace_flexible": False, "whitespace_pattern": None}}
+    options = {"whitespace_flexible": False, "whitespace_pattern": None}
+    return {**schema, OPTIONS: {**schema.get(OPTIONS, {}), **options}}
 
 
 def moved_to(place: str, schema: Any) -> Any:
@@ -81,7 +83,7 @@ class AnswerGrammar:
     def following(self, tools: Tools) -> str | None:
         """The grammar, in Lark's form, of an answer whose calls are of ``tools``; None: calls cannot be told."""
         form, marks = self._form, [self._tokenizer.token_id(mark) for mark in self._marks]
-        if not marks and not self._openings:
+        if form.name not in CALLS or not (marks or self._openings):
             return None
         begin = " | ".join(map(self._token, self._marks))
         if form.end is not None:
@@ -110,7 +112,7 @@ class AnswerGrammar:
 
 
 def as_rule(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps({**without_exclusive(schema), 'x-guidance': {'whitespace_pattern': BLANKS}})}"
+    return f"%json {json.dumps({**prepared(schema), 'x-guidance': {'whitespace_pattern': BLANKS}})}"
 
 
 def but(tokens: list[int]) -> str:

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-import json
-import math
 import random
 import re
-import sys
-from collections.abc import Callable
+import string
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
 
+from swiftllm.server.formats.histories import Message, with_name_lines
+from swiftllm.server.formats.json_text import GrowingObject, ends_in_string
 from swiftllm.server.formats.parts import HoldingReader, Part, Reader, first_mark, num_sure
+from swiftllm.server.formats.written_calls import (
+    Call,
+    Tools,
+    begins_name_line,
+    is_within_value,
+    read_functions,
+    read_json,
+    read_mistral,
+    read_name_lines,
+)
 
 # What comes before the arguments of a call that a grammar has made.
 HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 MISTRAL_HEAD = re.compile(HEAD.pattern + r"|([\w.:-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\{)")
 # Of ids of calls. A generator of its own, which no library seeds.
 ID_BITS = random.Random()
-Call = tuple[str, str]
-"""Name of the tool, and its arguments in JSON."""
+NO_TOOLS: Tools = MappingProxyType({})
+
+
+def long_id() -> str:
+    return f"call_{ID_BITS.getrandbits(96):024x}"
+
+
+def short_id() -> str:
+    """Mistral's templates refuse others: nine letters and digits."""
+    return "".join(ID_BITS.choices(string.ascii_letters + string.digits, k=9))
 
 
 @dataclass(frozen=True)
@@ -33,106 +51,24 @@ class CallFormat:
     """Texts that begin calls where nothing but blanks comes before; they belong to the calls."""
     end: str | None
     """The mark that ends calls; without one they go on to the end of the output."""
-    read: Callable[[str], list[Call] | None]
-    """The calls in a text; None if it holds none."""
+    read: Callable[[str, Tools], list[Call] | None]
+    """The calls of these tools in a text; None if it holds none."""
     head: re.Pattern[str] = HEAD
+    is_within: Callable[[str], bool] = ends_in_string
+    """Whether a beginning of calls ends within a text that may hold anything, the end mark too."""
+    begins_with_name: bool = False
+    """Whether calls begin with a tool's name in a line, where nothing but blanks comes before."""
+    make_id: Callable[[], str] = long_id
+    history: Callable[[Sequence[Message]], list[Message]] = list
+    """Messages in OpenAI's form as the models' templates read them."""
 
-
-def as_float(written: str) -> float:
-    """A number of JSON; what no float can hold is the largest one, as Python would write infinity, which is no JSON."""
-    value = float(written)
-    return value if math.isfinite(value) else math.copysign(sys.float_info.max, value)
-
-
-def refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
-DECODER = json.JSONDecoder(parse_float=as_float, parse_constant=refuse_constant)
-
-
-def read_json(text: str) -> list[Call] | None:
-    """Calls written as JSON objects, one after another, in a list, or with semicolons between them.
-
-    Of a list that was cut within a call, the calls before that one.
-    """
-    place, found = 0, list[Call]()
-    is_list = text.lstrip().startswith("[")
-    between = " \t\r\n;" + (",[]" if is_list else "")
-    while place < len(text):
-        if text[place] in between:
-            place += 1
-            continue
-        try:
-            value, place = DECODER.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            return found if found and is_list and text[place] == "{" else None
-        call = call_of(value)
-        if call is None:
-            return None
-        found.append(call)
-    return found or None
-
-
-def call_of(item: Any) -> Call | None:
-    """The call that an object describes, if it does."""
-    if not isinstance(item, dict) or not isinstance(item.get("name"), str) or not item["name"]:
-        return None
-    if not is_text(item["name"]):
-        return None
-    if not item.keys() & {"arguments", "parameters"} and item.keys() - {"name", "id", "type"}:
-        return None  # an answer about something that has a name
-    arguments = item.get("arguments", item.get("parameters"))
-    if isinstance(arguments, str):
-        return (item["name"], arguments) if is_text(arguments) and object_of(arguments) is not None else None
-    if arguments is not None and not isinstance(arguments, dict):
-        return None
-    text = json.dumps(arguments or {}, ensure_ascii=False)
-    return item["name"], text if is_text(text) else json.dumps(arguments)
-
-
-def is_text(text: str) -> bool:
-    """Whether it can be sent: JSON may hold half a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def ends_in_string(text: str) -> bool:
-    """Whether a beginning of JSON ends within a string."""
-    is_inside = is_escaped = False
-    for char in text:
-        if is_escaped:
-            is_escaped = False
-        elif char == "\\":
-            is_escaped = is_inside
-        elif char == '"':
-            is_inside = not is_inside
-    return is_inside
-
-
-def object_of(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text is, if it is one."""
-    try:
-        value = DECODER.decode(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def read_mistral(text: str) -> list[Call] | None:
-    """A list of calls, or since version 11 `name[ARGS]{...}`, one after another."""
-    if "[ARGS]" not in text:
-        return read_json(text)
-    found = []
-    for written in text.split("[TOOL_CALLS]"):
-        name, _, arguments = written.partition("[ARGS]")
-        if not name.strip() or object_of(arguments) is None:
-            return None
-        found.append((name.strip().partition("[CALL_ID]")[0], arguments.strip()))
-    return found
+    def opens_with(self, text: str, tools: Tools) -> bool | None:
+        """Whether a text, with nothing but blanks before, begins calls; None: the rest of it decides."""
+        if self.begins_with_name:
+            return begins_name_line(text, tools)
+        if text.startswith(self.opens):
+            return True
+        return None if any(opening.startswith(text) for opening in self.opens) else False
 
 
 FORMATS = {
@@ -140,53 +76,54 @@ FORMATS = {
     for found in (
         CallFormat("hermes", ("<tool_call>",), (), "</tool_call>", read_json),
         CallFormat("llama3_json", ("<|python_tag|>",), ("{",), None, read_json),
-        CallFormat("mistral", ("[TOOL_CALLS]",), ("[{",), None, read_mistral, MISTRAL_HEAD),
+        CallFormat("mistral", ("[TOOL_CALLS]",), ("[{",), None, read_mistral, MISTRAL_HEAD, make_id=short_id),
+        CallFormat("granite", ("<|tool_call|>", "<tool_call>"), ("[{",), None, read_json),
+        CallFormat(
+            "qwen3_coder", ("<tool_call>", "<function="), ("<function=",), "</tool_call>", read_functions,
+            is_within=is_within_value,
+        ),
+        CallFormat(
+            "seed_oss", ("<seed:tool_call>",), (), "</seed:tool_call>", read_functions, is_within=is_within_value
+        ),
+        CallFormat("glm4", (), (), None, read_name_lines, begins_with_name=True, history=with_name_lines),
         CallFormat("json", (), ("{", "[{"), None, read_json),
     )
-}
+}  # fmt: skip
+MARKS: tuple[tuple[str | None, str], ...] = (
+    (None, "<arg_key>|<tool_sep>|<function name=|<invoke"),  # GLM-4.5's and others within <tool_call>
+    ("seed_oss", "<seed:tool_call>"),
+    ("qwen3_coder", "<tool_call>.*<function=|<function=.*<tool_call>"),
+    ("granite", r"<\|start_of_role\|>.*<\|tool_call\|>"),
+    ("hermes", "<tool_call>"),
+    ("granite", r"<\|start_of_role\|>available_tools"),
+    ("mistral", r"\[TOOL_CALLS\]"),
+    ("llama3_json", r"<\|python_tag\|>"),
+    ("glm4", r"\[gMASK\].*(metadata|<\|observation\|>)"),
+    (None, r"(?i)<[^\s<>]*tool_?calls?[^\s<>]*>"),  # of models made from Llama 3
+    ("llama3_json", r"<\|start_header_id\|>"),  # 3.2's template does not show the mark of calls
+)
+"""Each form with what only templates of its models have, the first that fits being right; None: not known."""
 
 
 def format_of(template: str) -> CallFormat | None:
-    """The format of a model by its chat template; None if the template has no place for tools."""
-    marks = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json", "tools": "json"}
-    if "<|start_header_id|>" in template and "tools" in template:  # Llama 3.2's does not show the mark
-        return FORMATS["llama3_json"]
-    return next((FORMATS[name] for mark, name in marks.items() if mark in template and "tools" in template), None)
+    """The format of a model by its chat template; None if that has no place for tools, or no form that is known."""
+    if not has_tools(template):
+        return None
+    return next((FORMATS.get(name or "") for name, mark in MARKS if re.search(mark, template, re.DOTALL)), None)
 
 
-class GrowingObject:
-    """A JSON object that comes in pieces."""
-
-    def __init__(self) -> None:
-        self.is_over = False
-        self._depth = 0
-        self._is_in_string = self._is_escaped = False
-
-    def take(self, text: str) -> int:
-        """Number of characters of ``text``, which goes on with it, that belong to the object."""
-        for place, char in enumerate(text):
-            if self._is_in_string:
-                self._is_in_string = self._is_escaped or char != '"'
-                self._is_escaped = char == "\\" and not self._is_escaped
-            elif char == '"':
-                self._is_in_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "]}":
-                self._depth -= 1
-                if not self._depth:
-                    self.is_over = True
-                    return place + 1
-        return len(text)
+def has_tools(template: str) -> bool:
+    return "tools" in template
 
 
 class CallReader(HoldingReader):
     """Reads text with calls. A call becomes a part once it is complete, and what is no call stays content. Where a
-    grammar makes calls what they must be, ``is_guided``, arguments become parts as they come."""
+    grammar makes calls what they must be, ``is_guided``, arguments become parts as they come. ``tools`` are those that
+    the model may call, if that is known."""
 
-    def __init__(self, form: CallFormat, is_guided: bool = False) -> None:
+    def __init__(self, form: CallFormat, is_guided: bool = False, tools: Tools = NO_TOOLS) -> None:
         super().__init__()
-        self._form, self._is_guided = form, is_guided
+        self._form, self._is_guided, self._tools = form, is_guided, tools
         self._arguments: GrowingObject | None = None  # under way
         self._has_begun = False  # a call, behind the mark
         self._mark: str | None = None  # that began the calls being read
@@ -210,15 +147,16 @@ class CallReader(HoldingReader):
             return self._read_pieces(parts) if self._is_guided else self._read_to_end(parts)
         form, text = self._form, self._held
         blanks = len(text) - len(text.lstrip())
-        if self._is_blank and form.opens:
-            if any(text.startswith(opening, blanks) for opening in form.opens):
+        if self._is_blank:
+            is_opened = form.opens_with(text[blanks:], self._tools)
+            if is_opened:
                 self._begin("", text[:blanks], text[blanks:], parts)
-                return True
-            if any(opening.startswith(text[blanks:]) for opening in form.opens):
-                return False  # the rest decides
+            if is_opened is not False:
+                return bool(is_opened)
         if (found := first_mark(form.begins, text)) is not None:
             place, mark = found
-            self._begin(mark, text[:place], text[place + len(mark) :], parts)
+            belongs = mark in form.opens
+            self._begin("" if belongs else mark, text[:place], text[place + len(mark) * (not belongs) :], parts)
             return True
         content = text[: num_sure(form.begins, text)].rstrip()  # blanks before a call say nothing
         if content:
@@ -244,8 +182,7 @@ class CallReader(HoldingReader):
             return bool(self._held)
         head = self._form.head.search(held)
         if head is not None:
-            parts += new_call(self.num_calls, head[head.lastindex], "")
-            self.num_calls += 1
+            parts += self._new_call(head[head.lastindex], "")
             self._has_begun, self._is_blank = True, False
             self._arguments, self._held = GrowingObject(), held[head.end() :]
             return True
@@ -261,7 +198,7 @@ class CallReader(HoldingReader):
         if end is None:
             return False
         place = self._held.find(end)
-        while place >= 0 and ends_in_string(self._held[:place]):
+        while place >= 0 and self._form.is_within(self._held[:place]):
             place = self._held.find(end, place + 1)
         if place < 0:
             return False
@@ -271,14 +208,17 @@ class CallReader(HoldingReader):
         return bool(rest)
 
     def _end_calls(self, text: str, end: str, parts: list[Part]) -> None:
-        calls = self._form.read(text)
+        calls = self._form.read(text, self._tools)
         if calls is None:
             self._add_content(f"{self._blanks}{self._mark}{text}{end}", parts)
         for name, arguments in calls or ():
-            parts += new_call(self.num_calls, name, arguments)
-            self.num_calls += 1
+            parts += self._new_call(name, arguments)
             self._is_blank = False
         self._mark = None
+
+    def _new_call(self, name: str, arguments: str) -> list[Part]:
+        self.num_calls += 1
+        return new_call(self.num_calls - 1, name, arguments, self._form.make_id)
 
     def _add_content(self, text: str, parts: list[Part]) -> None:
         self._is_blank = self._is_blank and not text.strip()
@@ -289,8 +229,8 @@ class ForcedCall:
     """Reads an output that a grammar makes the arguments of one tool, as they come; the end of the output may be in it,
     too."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, make_id: Callable[[], str] = long_id) -> None:
+        self._name, self._make_id = name, make_id
         self._arguments = GrowingObject()
         self.num_calls = 0
 
@@ -301,7 +241,7 @@ class ForcedCall:
         if self.num_calls:
             return [Part("tool_call", text)]
         self.num_calls = 1
-        return new_call(0, self._name, text)
+        return new_call(0, self._name, text, self._make_id)
 
     def finish(self) -> list[Part]:
         return []
@@ -320,5 +260,5 @@ class FirstCallReader:
         return [part for part in self._reader.finish() if part.index == 0]
 
 
-def new_call(index: int, name: str, arguments: str) -> list[Part]:
-    return [Part("tool_call", arguments, index, f"call_{ID_BITS.getrandbits(96):024x}", name)]
+def new_call(index: int, name: str, arguments: str, make_id: Callable[[], str] = long_id) -> list[Part]:
+    return [Part("tool_call", arguments, index, make_id(), name)]

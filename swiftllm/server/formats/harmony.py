@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 
-from swiftllm.server.formats.calls import new_call, object_of
+from swiftllm.server.formats.calls import new_call
+from swiftllm.server.formats.json_text import object_of
 from swiftllm.server.formats.parts import HoldingReader, Kind, Part, first_mark, num_sure
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from swiftllm.core.request import TokenLogprob
 from swiftllm.model.folder.tokenizer import Tokenizer
-from swiftllm.server.formats.calls import object_of
+from swiftllm.server.formats.json_text import object_of
 from swiftllm.server.formats.parts import Part, Reader, first_mark, num_sure
 from swiftllm.server.service.token_streams import Delta
 

@@ -10,10 +10,15 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from apex.cli import main
+from apex.cli.serve import start_message
+from swiftllm.server.formats.calls import FORMATS
+from swiftllm.server.service.limits import ServiceLimits
+from swiftllm.server.settings import ServerSettings
 from tests.reference.missing_package import error_without
 from tests.reference.tiny_model import make_tiny_llama
 
@@ -53,6 +58,25 @@ def ask(url: str, body: dict | None = None) -> str:
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"})) as answer:
         return answer.read().decode()
+
+
+def test_a_form_of_calls_that_is_not_known_is_said_once(tmp_path):
+    ready = SimpleNamespace(
+        description={"system": "vllm", "model": "m", "device": "cpu", "dtype": "float32", "weights": "float32"},
+        limits=ServiceLimits(), admission=SimpleNamespace(longest_request=100), max_num_seqs=4,
+    )  # fmt: skip
+    client, template = SimpleNamespace(ready=ready, tokenizer=None), tmp_path / "template"
+    for text, is_unknown in (
+        ("{{ tools }}<tool_call>", False),
+        ("{{ tools }}<arg_key>", True),
+        ("{{ messages }}", False),
+    ):
+        template.write_text(text)
+        said = start_message(client, ServerSettings(chat_template=str(template)), {})
+        assert said.count("in a form that is not known") == said.count("tool calls: not known") == is_unknown
+        assert not is_unknown or f"--tool-call-parser names a form: {', '.join(FORMATS)}" in said
+        said = start_message(client, ServerSettings(chat_template=str(template), tool_call_parser="none"), {})
+        assert "tool calls: none" in said and "not known" not in said
 
 
 def test_it_serves_until_it_is_told_to_stop(tmp_path):

@@ -14,7 +14,7 @@ from swiftllm.server.api.answers.answer import Answer, as_json, finite, text_as_
 from swiftllm.server.api.answers.generation import Choice, Generation, Prompt
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.contract.protocol import ChatRequest
-from swiftllm.server.api.contract.tools import may_follow
+from swiftllm.server.api.contract.tools import may_follow, parameters_of
 from swiftllm.server.formats.output_text import Piece, num_reasoning_tokens, parts_of
 from swiftllm.server.formats.parts import Part, joined
 
@@ -42,6 +42,7 @@ async def start_chat(context: ServingContext, body: ChatRequest, id_prefix: str 
         body = body.model_copy(update={"skip_special_tokens": False})
     how = {"named": body.named_tool, "is_required": body.is_call_required, "is_parallel": body.is_parallel}
     how |= {"is_guided": grammar is not None and bound_by is None, "is_bound": bound_by is not None}
+    how["tools"] = parameters_of(body.tools_offered)
     reader = partial(context.formats.reader, text, has_tools=has_tools, **how)
     return Generation(context, id_prefix, body, [prompt], max_tokens, grammar, reader)
 

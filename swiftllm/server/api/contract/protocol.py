@@ -28,7 +28,7 @@ from swiftllm.server.api.contract.tools import AllowedTools, NamedTool, Tool, To
 from swiftllm.server.api.contract.unsupported import check_unsupported_fields
 from swiftllm.server.api.errors import ApiError
 from swiftllm.server.formats.call_grammars import compact, forced_schema
-from swiftllm.server.formats.calls import object_of
+from swiftllm.server.formats.json_text import object_of
 from swiftllm.server.formats.output_text import NoOutput, OutputText
 
 MAX_CHOICES = 128
@@ -280,8 +280,9 @@ class TextPart(Lenient):
 
     @property
     def content(self) -> str | None:
-        """Its text; None if it has none."""
-        return self.refusal if self.type == "refusal" else self.text if self.type in TEXT_PARTS else None
+        """Its text, which null leaves empty; None if it has none."""
+        field = "refusal" if self.type == "refusal" else "text" if self.type in TEXT_PARTS else None
+        return (getattr(self, field) or "") if field in self.model_fields_set else None
 
 
 class ChatMessage(Lenient):
@@ -302,8 +303,11 @@ class ChatMessage(Lenient):
                 message = f"content of type {kind[:MAX_STOP_CHARS]!r} is not implemented: this model reads text only"
                 raise ApiError(400, message, "messages", "unsupported_parameter")
             content = "".join(texts)
-        message = {**(self.model_extra or {}), "role": self.role, "content": content or ""}
-        if isinstance(calls := message.get("tool_calls"), list):
+        given = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        message = {**given, "role": self.role, "content": content or ""}
+        if not (calls := given.get("tool_calls")):  # templates take the field for a call
+            message.pop("tool_calls", None)
+        elif isinstance(calls, list):
             message["tool_calls"] = [with_object(call) for call in calls]
             if not content and "reasoning_content" in message:
                 message.setdefault("thinking", message["reasoning_content"])  # its name in gpt-oss' template
@@ -311,11 +315,11 @@ class ChatMessage(Lenient):
 
 
 def with_object(call: Any) -> Any:
-    """A call of a tool as templates expect it, with its arguments as an object where they are one in JSON."""
+    """A call of a tool as templates expect it, with its arguments as an object where they are one in JSON, or none."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict) or not isinstance(given := function.get("arguments") or "{}", str):
         return call
-    arguments = object_of(function["arguments"] or "{}")
+    arguments = object_of(given)
     return call if arguments is None else {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -346,6 +350,15 @@ class TemplateOptions(Lenient):
         choice = self.tool_choice
         return (choice.mode if isinstance(choice, AllowedTools) else choice) == "required"
 
+    @property
+    def must_call(self) -> bool:
+        return self.is_call_required or self.named_tool is not None
+
+    @property
+    def named_tool(self) -> str | None:
+        """The tool that must be called, if one is named."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
 
 class ChatRequest(GenerationRequest, TemplateOptions):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -368,18 +381,9 @@ class ChatRequest(GenerationRequest, TemplateOptions):
         return "tools", "json_schema", named or forced_schema(schemas, self.is_parallel)
 
     @property
-    def must_call(self) -> bool:
-        return self.is_call_required or self.named_tool is not None
-
-    @property
     def is_parallel(self) -> bool:
         """Whether an answer may have several calls."""
         return self.parallel_tool_calls is not False
-
-    @property
-    def named_tool(self) -> str | None:
-        """The tool that must be called, if one is named."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def num_logprobs(self) -> int | None:

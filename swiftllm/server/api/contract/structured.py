@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from swiftllm.sampling.grammar import Kind
+from swiftllm.sampling.schemas import lenient
 from swiftllm.server.api.contract.parsing import Lenient
 from swiftllm.server.api.errors import ApiError
 
@@ -15,9 +16,10 @@ ANY_OBJECT: Source = ("json_schema", {"type": "object"})
 
 
 class JsonSchema(Lenient):
-    """OpenAI's: a name, and a schema; ``strict`` or not, outputs follow it."""
+    """OpenAI's: a name, and a schema. Outputs follow it; one that is not ``strict`` may say what no grammar can."""
 
     json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
 
 
 class ResponseFormat(Lenient):
@@ -27,6 +29,8 @@ class ResponseFormat(Lenient):
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
     schema_beside: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+    """Of the schema beside the type."""
 
     def source(self, name: str) -> Source | None:
         """The grammar; None if there is none. ``name`` is the field's.
@@ -34,17 +38,20 @@ class ResponseFormat(Lenient):
         Raises:
             ApiError: the schema is missing, there are two, or one that a text would not follow.
         """
-        nested = self.json_schema.json_schema if self.json_schema else None
-        if nested is not None and self.schema_beside is not None:
-            raise ApiError(400, f"{name}: give one of schema and json_schema", name, "invalid_value")
-        schema = self.schema_beside if nested is None else nested
+        nested, strict = self.schema_beside, self.strict
+        if self.json_schema is not None:
+            if nested is not None:
+                raise ApiError(400, f"{name}: give one of schema and json_schema", name, "invalid_value")
+            nested, strict = self.json_schema.json_schema, self.json_schema.strict
         if self.type == "text":
-            if schema is not None:
+            if nested is not None:
                 raise ApiError(400, f"{name}: a schema needs the type 'json_schema'", name, "invalid_value")
             return None
-        if schema is None and self.type == "json_schema":
+        if nested is None and self.type == "json_schema":
             raise ApiError(400, f"{name}.schema: Field required", name, "missing")
-        return ("json_schema", schema) if schema or self.type == "json_schema" else ANY_OBJECT
+        if not nested and self.type == "json_object":
+            return ANY_OBJECT
+        return "json_schema", nested if strict else lenient(nested)
 
 
 class StructuredOutputs(Lenient):

@@ -6,9 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from swiftllm.sampling.schemas import lenient
 from swiftllm.server.api.contract.parsing import Lenient
 from swiftllm.server.api.errors import ApiError
-from swiftllm.server.formats.call_grammars import MAX_TOOLS, Tools
+from swiftllm.server.formats.call_grammars import MAX_TOOLS
+from swiftllm.server.formats.written_calls import Tools
 
 NAME = "^[a-zA-Z0-9_.:-]{1,258}$"  # 128 each for a namespace and a function in it
 ANY_OBJECT = {"type": "object"}
@@ -107,7 +109,8 @@ def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
 
 
 def schemas_of(tools: list[Tool]) -> Tools:
-    """The schema of each tool's arguments, which are an object even where it does not say so.
+    """The schema of each tool's arguments, which are an object even where it does not say so; that of a tool that is
+    not ``strict`` may say what no grammar can.
 
     Raises:
         ApiError: it says that they are none.
@@ -118,7 +121,13 @@ def schemas_of(tools: list[Tool]) -> Tools:
         if kind != "object" and not (isinstance(kind, list) and "object" in kind):
             message = f"tools: the parameters of {name!r} must have the type 'object'"
             raise ApiError(400, message, "tools", "invalid_grammar")
-    return {name: {**schema, "type": "object"} for name, schema in schemas.items()}
+    objects = {name: {**schema, "type": "object"} for name, schema in schemas.items()}
+    return objects | {t.function.name: lenient(objects[t.function.name]) for t in tools if not t.function.strict}
+
+
+def parameters_of(tools: list[Tool]) -> Tools:
+    """The schema of each tool's arguments, as it was given."""
+    return {tool.function.name: tool.function.parameters or {} for tool in tools}
 
 
 def may_follow(tools: list[Tool]) -> Tools | None:

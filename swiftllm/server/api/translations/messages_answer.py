@@ -12,7 +12,7 @@ from swiftllm.server.api.answers.chat import start_chat
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.translations.messages_body import MessagesRequest
 from swiftllm.server.api.translations.typed_answer import Event, Item, TypedAnswer
-from swiftllm.server.formats.calls import object_of
+from swiftllm.server.formats.json_text import object_of
 
 BLOCK_TYPES = {"content": "text", "reasoning": "thinking", "tool_call": "tool_use"}
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}

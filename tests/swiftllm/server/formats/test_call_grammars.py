@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import CompiledGrammar, GrammarCompiler, GrammarDeadEnd
-from swiftllm.server.formats.call_grammars import AnswerGrammar
+from swiftllm.server.formats.call_grammars import CALLS, AnswerGrammar
 from swiftllm.server.formats.calls import FORMATS, CallReader
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 
-MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>")
+MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<think>")
 END, MAX_TOKENS = 2, 150
 DIGITS = {"D": {"enum": [1, 2]}}
 TOOLS = {
@@ -44,8 +44,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
 def grammars(tokenizer) -> dict[str, CompiledGrammar]:
     compiler = GrammarCompiler(tokenizer, 160, [END])
     return {
-        name: compiler.compile("grammar", AnswerGrammar(form, tokenizer).following(TOOLS))
-        for name, form in FORMATS.items()
+        name: compiler.compile("grammar", AnswerGrammar(FORMATS[name], tokenizer).following(TOOLS)) for name in CALLS
     }
 
 
@@ -70,6 +69,7 @@ def follows(grammar: CompiledGrammar, tokens: list[int]) -> bool:
         ("mistral", 'Look[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[ARGS]{"a":1}'),
         ("json", f"{CALL}\n{CALL}"),
         ("json", f"[{CALL}]"),
+        ("granite", f"Look<|tool_call|>[{CALL}, {CALL}]"),
     ],
 )
 def test_calls_follow_their_schemas_and_text_is_free(name, text, grammars, tokenizer) -> None:
@@ -79,7 +79,7 @@ def test_calls_follow_their_schemas_and_text_is_free(name, text, grammars, token
         assert not follows(grammars[name], tokenizer.encode(wrong)), wrong
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CALLS)
 def test_random_answers_have_valid_calls(name, grammars, tokenizer) -> None:
     """Marks, brackets and ends come more often than they would by chance; some answers are cut."""
     draw, found, form = random.Random(5), 0, FORMATS[name]
@@ -102,4 +102,6 @@ def test_random_answers_have_valid_calls(name, grammars, tokenizer) -> None:
 def test_calls_that_begin_with_text_of_several_tokens_cannot_be_told(tmp_path) -> None:
     plain = tokenizer_in(tmp_path, ())
     assert AnswerGrammar(FORMATS["hermes"], plain).following(TOOLS) is None
+    for name in FORMATS.keys() - CALLS:
+        assert AnswerGrammar(FORMATS[name], plain).following(TOOLS) is None
     assert "calls" in AnswerGrammar(FORMATS["json"], plain).following(TOOLS)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from swiftllm.server.formats.calls import FORMATS, CallReader, FirstCallReader, ForcedCall, format_of
+from swiftllm.server.formats.calls import FORMATS, CallReader, FirstCallReader, ForcedCall
 from swiftllm.server.formats.formats import Formats
 from swiftllm.server.formats.parts import Part, Reader, joined
 from swiftllm.server.formats.reasoning import ContentReader, ReasoningReader, reasons
@@ -40,6 +40,8 @@ WRITTEN = [
     ("mistral", f"[TOOL_CALLS][{ONE}, {TWO}]", ""),
     ("mistral", 'Look[TOOL_CALLS]f[CALL_ID]x1[ARGS] {"a": "<x>"}[TOOL_CALLS]g[ARGS]{}', "Look"),
     ("json", f"[{ONE}, {TWO}]", ""),
+    ("granite", f"<|tool_call|>[{ONE}, {TWO}]", ""),
+    ("granite", f"Look\n<tool_call>[{ONE},{TWO}]", "Look"),
     ("json", f"{ONE}\n{TWO}", ""),
 ]
 """A form, both calls written in it, and the content beside them."""
@@ -48,6 +50,7 @@ NOT_BY_A_GRAMMAR = [
     ("llama3_json", f"\n{ONE};{TWO}", ""),
     ("mistral", f" [{ONE}, {TWO}]", ""),
     ("json", f'[{ONE}, {TWO}, {{"name": "f", "arg', ""),  # cut within a call
+    ("granite", f" [{ONE}, {TWO}]", ""),
 ]
 
 
@@ -125,15 +128,18 @@ def test_what_is_no_call_is_content(name: str) -> None:
         assert parts == ([Part("content", text)] if text else [])
 
 
+FUNCTION = "<function=g></function>"
 WORDS = (
-    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", ONE, TWO, "{",
-    "}", "[", "]", ";", " ", "\n", "a", "<", "</", "é", '"', f"<tool_call>{ONE}</tool_call>", f"{ONE};{TWO}",
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>",
+    ONE, TWO, "{", "}", "[", "]", ";", " ", "\n", "a", "<", "</", "é", '"', f"<tool_call>{ONE}</tool_call>",
+    f"{ONE};{TWO}", f"<tool_call>{FUNCTION}</tool_call>", f"<seed:tool_call>{FUNCTION}{FUNCTION}", "a\n{}",
 )  # fmt: skip
 
 
 def without_calls(text: str) -> str:
     """What is left of a text that was read, when marks and calls are taken out."""
-    for mark in (ONE, TWO, "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<think>", "</think>"):
+    marks = ("<tool_call>", "</tool_call>", "<seed:tool_call>", "<|python_tag|>", "<|tool_call|>", "[TOOL_CALLS]")
+    for mark in (ONE, TWO, FUNCTION, "a\n{}", *marks, "<think>", "</think>"):
         text = text.replace(mark, "")
     return "".join(char for char in text if char not in " \n;[]")
 
@@ -141,7 +147,7 @@ def without_calls(text: str) -> str:
 def test_random_text_is_read_the_same_in_any_pieces_and_nothing_is_lost() -> None:
     draw = random.Random(2)
     found = 0
-    for _ in range(3000):
+    for _ in range(5000):
         text = "".join(draw.choices(WORDS, k=draw.randint(0, 6)))
         form, has_begun = draw.choice([None, *FORMATS.values()]), draw.random() < 0.3
 
@@ -190,15 +196,7 @@ def test_the_arguments_of_a_forced_call_come_as_they_are_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "name", "thinks"),
-    [
-        ("{% if tools %}<tool_call>{% endif %}</think>", "hermes", True),
-        ("{% if tools %}[TOOL_CALLS]{% endif %}", "mistral", False),
-        ("<|start_header_id|>{{ tools }}", "llama3_json", False),
-        ("{{ tools | tojson }}", "json", False),
-        ("{{ messages }}", None, False),
-    ],
+    ("template", "thinks"), [("{% if tools %}<tool_call>{% endif %}</think>", True), ("<|start_header_id|>", False)]
 )
-def test_formats_follow_from_the_template(template: str, name: str | None, thinks: bool) -> None:
-    found = format_of(template)
-    assert (found.name if found else None) == name and reasons(template) is thinks
+def test_whether_a_model_reasons_follows_from_the_template(template: str, thinks: bool) -> None:
+    assert reasons(template) is thinks

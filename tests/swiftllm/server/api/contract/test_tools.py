@@ -228,6 +228,41 @@ def test_arguments_are_an_object_even_if_their_schema_does_not_say_so(thinker, p
             assert json.loads(call["function"]["arguments"]) in ({}, {"a": 1})
 
 
+RARE = {"type": "object", "properties": {"a": {"enum": [1]}, "b": {"type": "array", "uniqueItems": True}}}
+
+
+@pytest.mark.parametrize("schema", [RARE, {**RARE, "not": {"required": ["b"]}, "if": {}, "then": {}}])
+def test_only_where_a_schema_is_strict_it_may_not_say_what_no_grammar_can(thinker, schema) -> None:
+    """OpenAI takes any schema where strict is false."""
+    named = {"type": "function", "function": {"name": "f"}}
+    for is_strict, status in ((None, 200), (False, 200), (True, 400)):
+        tool = tool_of("f", schema)
+        tool["function"]["strict"] = is_strict
+        form = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema, "strict": is_strict}}
+        bodies = [({"tools": [tool], "tool_choice": choice}, "tools") for choice in ("required", named)]
+        bodies += [({"tools": None, "response_format": form}, "response_format")]
+        for fields, field in bodies:
+            answer = thinker.post(CHAT, body_of(max_tokens=4, **fields))
+            assert answer.status_code == status
+            if is_strict:
+                error = error_of(answer, 400)
+                assert error["param"] == field and "Unimplemented keys" in error["message"]
+    structured = {"tools": None, "structured_outputs": {"json": schema}}
+    assert "Unimplemented keys" in error_of(thinker.post(CHAT, body_of(**structured)), 400)["message"]
+
+
+def test_arguments_and_answers_have_no_keys_but_those_that_are_named(thinker) -> None:
+    """As in vLLM, whose grammars close objects by default."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}
+    for seed in range(3):
+        body = body_of(tools=[tool_of("f", schema)], tool_choice="required", parallel_tool_calls=False, seed=seed)
+        (call,) = thinker.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"]
+        body = body_of(tools=None, response_format=form, seed=seed)
+        content = thinker.post(CHAT, body).json()["choices"][0]["message"]["content"]
+        assert json.loads(call["function"]["arguments"]) == json.loads(content) == {"a": 1}
+
+
 def test_an_included_end_is_no_part_of_arguments(thinker) -> None:
     named = {"type": "function", "function": {"name": "news"}}
     body = body_of(tool_choice=named, include_stop_str_in_output=True)
@@ -345,5 +380,9 @@ def test_what_does_not_fit_is_refused(thinker, fields, words) -> None:
 
 def test_without_a_known_form_tools_are_refused_and_the_forms_are_named(server) -> None:
     error = error_of(server.post(CHAT, body_of()), 400)
-    assert error["param"] == "tools" and "hermes, llama3_json, mistral, json" in error["message"]
+    assert error["param"] == "tools" and "hermes, llama3_json, mistral, granite, qwen3_coder" in error["message"]
+    for choice in ("required", {"type": "function", "function": {"name": "news"}}):
+        body = body_of(tool_choice=choice, parallel_tool_calls=False)
+        (call,) = server.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome"), "as in vLLM"
     assert server.post(CHAT, body_of(tool_choice="none", max_tokens=2)).status_code == 200
