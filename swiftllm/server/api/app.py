@@ -141,10 +141,15 @@ def api_routes(context: ServingContext, metrics: Metrics) -> APIRouter:
             body.check_fields()
         return body
 
+    async def generation_of(request: Request, kind: type[Body]) -> Body:
+        body = await body_of(request, kind)
+        context.check_num_outputs(body)
+        return body
+
     def add_generation(path: str, kind: type[Body], answer: Answerer) -> None:
         @router.post(path, openapi_extra=json_body(kind))
         async def generate(request: Request) -> Response:
-            body = await body_of(request, kind)
+            body = await generation_of(request, kind)
             response = await answer(context, body, request)
             metrics.count_choices(body.n)
             return response
@@ -179,9 +184,9 @@ def api_routes(context: ServingContext, metrics: Metrics) -> APIRouter:
         body = await body_of(request, TokenizeRequest)
         if body.messages is not None:
             text = await context.render_chat(body.messages, body)
-            tokens = await context.encode(text, "messages", add_special_tokens=False)
+            (tokens,) = await context.encode([text], "messages", add_special_tokens=False)
         elif body.prompt is not None:
-            tokens = await context.encode(body.prompt, "prompt", body.add_special_tokens)
+            (tokens,) = await context.encode([body.prompt], "prompt", body.add_special_tokens)
         else:
             raise ApiError(400, "give a prompt, or the messages of a conversation", "prompt", "missing")
         strings = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -129,6 +128,10 @@ class GenerationRequest(Lenient):
         return self.prompt_logprobs
 
     @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
     def grammar(self) -> tuple[str, Kind, Any] | None:
         """What the output must follow, if anything: the field that says so, the kind, and the source.
 
@@ -241,6 +244,10 @@ class CompletionRequest(GenerationRequest):
         raise ApiError(400, f"prompt must be {forms}, and not empty", "prompt", "invalid_value")
 
     @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    @property
     def is_prompt_only(self) -> bool:
         """Whether the client wants its prompt back and no new tokens."""
         return self.echo and self.max_tokens == 0
@@ -254,7 +261,7 @@ class CompletionRequest(GenerationRequest):
 
     def sampling(self, max_tokens: int, others: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
         sampling = super().sampling(max_tokens, others)
-        return replace(sampling, ignore_eos=self.ignore_eos or self.is_prompt_only)
+        return sampling.varied(ignore_eos=self.ignore_eos or self.is_prompt_only)
 
     def output_text(self, tokenizer: Tokenizer | None) -> OutputText:
         return NoOutput(tokenizer) if self.is_prompt_only else super().output_text(tokenizer)
