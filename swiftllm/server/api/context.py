@@ -128,7 +128,7 @@ class ServingContext:
 
     async def _run_by_size(self, texts: Sequence[str], function: Callable[[], Result]) -> Result:
         """Result of a function that goes through these texts."""
-        if sum(map(len, texts)) + CHARS_OF_A_CALL * len(texts) <= LONG_TEXT_CHARS:
+        if sum(map(len, texts)) + CHARS_OF_A_CALL * (len(texts) - 1) <= LONG_TEXT_CHARS:
             return function()
         return await self.run_in_thread(function)
 

@@ -14,9 +14,8 @@ from functools import cached_property
 
 from swiftllm.core.request import RequestRefused, ServiceClass
 from swiftllm.model.folder.tokenizer import Tokenizer
-from swiftllm.scheduling.admission import as_token_array
 from swiftllm.server.service.front_end_link import SERVED
-from swiftllm.server.service.limits import NewRequest, ServiceLimits
+from swiftllm.server.service.limits import NewRequest, ServiceLimits, checked
 from swiftllm.server.service.messages import (
     Alive,
     Ask,
@@ -153,7 +152,7 @@ class EngineClient(asyncio.Protocol):
         classes = [request.service_class for request in requests]
         self.check_places(classes)
         try:
-            requests = self._checked(requests)
+            requests = checked(requests, self.ready.admission)
             ids = [request.request_id for request in requests]
             times = Counter(ids)
             taken = next((i for i in ids if i in self._numbers or times[i] > 1), None)
@@ -183,24 +182,6 @@ class EngineClient(asyncio.Protocol):
         except Exception:
             self._num_refused += len(classes)
             raise
-
-    def _checked(self, requests: Sequence[NewRequest]) -> list[NewRequest]:
-        """These requests with their prompts in arrays. What several share is looked at once, and is shared later on."""
-        admission = self.ready.admission
-        prompts: dict[int, Sequence[int]] = {}
-        samplings: set[tuple[int, ...]] = set()
-        checked = []
-        for new in requests:
-            name, how = id(new.prompt_token_ids), new.sampling
-            if name not in prompts:
-                prompts[name] = as_token_array(new.prompt_token_ids)
-            admission.check_prompt(prompts[name], how.max_tokens, new.service_class)
-            checked.append(replace(new, prompt_token_ids=prompts[name]))
-            tokens = tuple(map(id, (how.logit_bias, how.stop_token_ids, how.bad_words, how.allowed_token_ids)))
-            if tokens not in samplings:
-                samplings.add(tokens)
-                admission.check_sampling(how)
-        return checked
 
     def _open_stream(self, new: NewRequest, timeout_s: float | None) -> TokenStream:
         now_s, number = self._clock(), self._num_submitted

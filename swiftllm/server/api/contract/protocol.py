@@ -12,7 +12,7 @@ from swiftllm.core.request import SamplingParams, ServiceClass
 from swiftllm.core.sampling_params import MAX_LOGPROBS
 from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import Kind
-from swiftllm.server.api.contract.parsing import Flag, Lenient, null_is_left_out, with_token_ids
+from swiftllm.server.api.contract.parsing import Flag, Lenient, TokenIds, null_is_left_out, with_token_ids
 from swiftllm.server.api.contract.structured import ResponseFormat, StructuredOutputs
 from swiftllm.server.api.contract.tools import NamedTool, Tool, ToolChoice, check_tools, schemas_of
 from swiftllm.server.api.contract.unsupported import check_unsupported_fields
@@ -68,12 +68,12 @@ class GenerationRequest(Lenient):
     min_tokens: int | None = None
     bad_words: list[BadWord] | None = None
     """Words that the output never has, with a space before them or without (vLLM)."""
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: TokenIds | None = None
     """The only tokens that the output may have (vLLM)."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     """Keep only so many tokens of the prompt, the last; -1: as many as fit (vLLM)."""
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: Flag = False
     ignore_eos: Flag = False
     skip_special_tokens: Flag = True
@@ -245,7 +245,9 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def num_prompts(self) -> int:
-        return len(self.prompts)
+        """How many :attr:`prompts` there would be, without a look at each."""
+        prompt = self.prompt
+        return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
 
     @property
     def is_prompt_only(self) -> bool:
