@@ -27,20 +27,13 @@ class ClientConnection(HttpToolsProtocol):
     KV blocks until it ends.
     """
 
-    def __init__(
-        self,
-        *arguments: Any,
-        unread_timeout_s: float = UNREAD_TIMEOUT_S,
-        arrival_timeout_s: float = ARRIVAL_TIMEOUT_S,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *arguments: Any, unread_timeout_s: float = UNREAD_TIMEOUT_S, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._num_bytes = 0  # read since the last byte of a body
         self._num_header_bytes = 0  # of the request line and the whole headers of this request
         self._is_refused = False
         self._unread_timeout_s = unread_timeout_s
         self._drop: asyncio.TimerHandle | None = None  # while the buffer is full
-        self._arrival_timeout_s = arrival_timeout_s
         self._arrival: asyncio.TimerHandle | None = None  # while a request is expected that has not come whole
 
     def pause_writing(self) -> None:
@@ -78,7 +71,7 @@ class ClientConnection(HttpToolsProtocol):
     def _await_arrival(self) -> None:
         """Give the client time: for all headers together, and then for each part of a body."""
         self._has_arrived()
-        self._arrival = asyncio.get_running_loop().call_later(self._arrival_timeout_s, self._give_up)
+        self._arrival = asyncio.get_running_loop().call_later(ARRIVAL_TIMEOUT_S, self._give_up)
 
     def _has_arrived(self) -> None:
         if self._arrival is not None:
@@ -91,7 +84,7 @@ class ClientConnection(HttpToolsProtocol):
         if self.pipeline or (is_open and not cycle.more_body):  # an answer is under way: look again after it
             self._await_arrival()
         elif self._num_bytes or is_open:
-            message = f"the rest of the request has not come within {self._arrival_timeout_s:g} s"
+            message = f"the rest of the request has not come within {ARRIVAL_TIMEOUT_S:g} s"
             self._close_with(ApiError(408, message, code="request_timeout"))
         else:  # browsers open connections that they may need later
             self.transport.close()
