@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.sampling_params import FIELD_NAMES, SamplingParams
 from swiftllm.engine.engine import Engine
 from swiftllm.sampling.grammar import CompiledGrammar, GrammarCompiler
 from swiftllm.server.service.engine_loop import EngineLoop, Observer
@@ -33,6 +33,8 @@ from swiftllm.server.service.snapshot import Health, Snapshot
 from swiftllm.server.service.token_streams import Delta, Failure
 from swiftllm.server.service.watchdog import watch_engine
 from swiftllm.threads import DeviceThread
+
+OWN = {"max_tokens", "seed"}  # what outputs of one body differ in
 
 logger = logging.getLogger(__name__)
 
@@ -175,10 +177,15 @@ class EngineService:
         engine, request_id = self.engine, submitted.request_id
         if request_id in engine.residents.requests:  # aborted, but CPU attention still uses its blocks
             request_id = f"{request_id} ({submitted.number})"
+        changes = submitted.changes
+        if changes.keys() <= OWN:
+            sampling = shared.varied(**changes)
+        else:
+            sampling = SamplingParams(**{name: getattr(shared, name) for name in FIELD_NAMES} | changes)
         request = engine.make_request(
             request_id,
             prompts[submitted.prompt],
-            shared.varied(**submitted.changes),
+            sampling,
             service_class=submitted.service_class,
             cache_salt=submitted.cache_salt,
             is_checked=True,

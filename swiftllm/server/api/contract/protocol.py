@@ -23,6 +23,7 @@ from swiftllm.server.formats.output_text import NoOutput, OutputText
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16  # OpenAI allows four, vLLM any number; evaluation harnesses send six
+MAX_STOP_TOKENS = 256  # each output has a set of them
 MAX_STOP_CHARS = 1000
 MAX_SALT_CHARS = 1000
 MAX_BAD_WORDS = 200
@@ -73,7 +74,7 @@ class GenerationRequest(Lenient):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     """Keep only so many tokens of the prompt, the last; -1: as many as fit (vLLM)."""
     stop: str | list[str] | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     include_stop_str_in_output: Flag = False
     ignore_eos: Flag = False
     skip_special_tokens: Flag = True

@@ -190,7 +190,8 @@ TOO_MANY = [
     ("/v1/messages", {"messages": HELLO * 10_001, "max_tokens": 1}, "messages", "at most 10000 items"),
     ("/v1/responses", {"input": HELLO * 10_001}, "input", "at most 10000 items"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {str(i): 0 for i in range(2**18 + 1)}}, "logit_bias", "at most 262144"),
-    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [5] * (2**18 + 1)}, "stop_token_ids", "at most 262144"),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [5] * 257}, "stop_token_ids", "at most 256 items"),
+    (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [5] * (2**18 + 1)}, "allowed_token_ids", "at most 262144"),
 ]
 
 
