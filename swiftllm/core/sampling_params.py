@@ -6,9 +6,9 @@ import math
 import operator
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 MIN_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 20
@@ -28,6 +28,15 @@ class Grammar(Protocol):
 
     def start(self) -> GrammarProgress:
         """An output that has no tokens yet."""
+
+
+class Biases(tuple[tuple[int, float], ...]):
+    """Pairs of token id and bias."""
+
+    @cached_property
+    def arrays(self) -> tuple[array, array]:
+        """Token ids (int64) and biases (float32), once for all requests that share these pairs."""
+        return array("q", [token for token, _ in self]), array("f", [bias for _, bias in self])
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Divides positive logits of tokens in prompt or output and multiplies negative ones; 1 changes nothing."""
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    """Added to the logits of these tokens: numbers in [-100, 100] by token id. Stored as pairs."""
+    """Added to the logits of these tokens: numbers in [-100, 100] by token id. Stored as :class:`Biases`."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of token ids of which the output never has a whole one."""
     allowed_token_ids: tuple[int, ...] | None = None
@@ -115,6 +124,12 @@ class SamplingParams:
             if not holds:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {rule}")
 
+    def varied(self, **changes: Any) -> SamplingParams:
+        """The same but for ``changes``, which are not checked. All other values are shared, however large."""
+        other = object.__new__(SamplingParams)
+        other.__dict__.update({name: self.__dict__[name] for name in FIELD_NAMES} | changes)
+        return other
+
     @property
     def is_greedy(self) -> bool:
         """Whether the temperature is too small for any but the likeliest token, and for a division in float32."""
@@ -141,10 +156,8 @@ class SamplingParams:
         """Whether the next token is the likeliest one by the model's own logits."""
         return self.is_greedy and not self.adjusts_logits
 
-    @cached_property
-    def bias_arrays(self) -> tuple[array, array]:
-        """Token ids (int64) and biases (float32)."""
-        return array("q", [token for token, _ in self.logit_bias]), array("f", [bias for _, bias in self.logit_bias])
+
+FIELD_NAMES = tuple(field.name for field in fields(SamplingParams))
 
 
 def token_ids(name: str, values: object) -> tuple[int, ...]:
@@ -170,7 +183,7 @@ def whole_number(name: str, value: object) -> int:
         raise ValueError(f"{name}={value!r} must be a whole number") from None
 
 
-def _bias_pairs(biases: object) -> tuple[tuple[int, float], ...]:
+def _bias_pairs(biases: object) -> Biases:
     try:
         pairs = dict(biases).items()
     except (TypeError, ValueError):
@@ -178,4 +191,4 @@ def _bias_pairs(biases: object) -> tuple[tuple[int, float], ...]:
     for token, bias in pairs:
         if not isinstance(bias, (int, float)) or not abs(bias) <= MAX_BIAS:
             raise ValueError(f"logit_bias={bias!r} of token id {token} must be a number in [-{MAX_BIAS}, {MAX_BIAS}]")
-    return tuple((whole_number("logit_bias", token), float(bias)) for token, bias in pairs)
+    return Biases((whole_number("logit_bias", token), float(bias)) for token, bias in pairs)

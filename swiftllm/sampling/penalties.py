@@ -15,10 +15,12 @@ import numpy as np
 import torch
 
 from swiftllm.core.request import Request
+from swiftllm.core.sampling_params import Biases
 from swiftllm.device.device import Stream
 from swiftllm.sampling.grammar import GrammarDeadEnd
 
 FAR_BELOW = 3e38  # near the float32 maximum: no chance at any temperature
+NO_BIAS = Biases()
 NO_PAIRS = array("q"), array("f")
 Pairs = tuple[array, array]
 """Token ids, and one number for each."""
@@ -29,14 +31,41 @@ def adjust_logits(logits: torch.Tensor, requests: Sequence[Request], compute: St
     ``compute`` is the stream of the logits."""
     settings = [request.sampling for request in requests]
     if any(how.logit_bias for how in settings):
-        ids, biases = zip(*(how.bias_arrays for how in settings), strict=True)
-        _, places = _places(ids, logits.shape[1], compute)
-        flat = logits.view(-1)
-        flat.index_copy_(0, places, flat.index_select(0, places) + _joined(biases, compute))
+        _add_biases(logits, [how.logit_bias for how in settings], compute)
     if any(how.has_penalties for how in settings):
         _penalise(logits, requests, compute)
     if any(how.restricts_tokens for how in settings):
         _restrict(logits, requests, compute)
+
+
+def _add_biases(logits: torch.Tensor, biases: list[Biases], compute: Stream) -> None:
+    """Add the biases of each row. Rows that share theirs, as all outputs of one body do, get them as one line of the
+    table: pairs for each row, of a bias for all the vocabulary, would take gigabytes."""
+    for rows in _rows_by_owner(biases, NO_BIAS):
+        if len(rows) > 1:
+            ids, numbers = (compute.send(torch.from_numpy(np.asarray(of_all))) for of_all in biases[rows[0]].arrays)
+            _add_line(logits, rows, torch.zeros_like(logits[0]).index_copy_(0, ids, numbers), compute)
+            for row in rows:
+                biases[row] = NO_BIAS
+    if any(biases):
+        ids, numbers = zip(*(of_row.arrays for of_row in biases), strict=True)
+        _, places = _places(ids, logits.shape[1], compute)
+        flat = logits.view(-1)
+        flat.index_copy_(0, places, flat.index_select(0, places) + _joined(numbers, compute))
+
+
+def _rows_by_owner(values: Sequence[Sequence], nothing: Sequence | None) -> list[list[int]]:
+    """The rows that share one object, for each object but ``nothing`` and what equals it."""
+    rows: dict[int, list[int]] = {}
+    for row, value in enumerate(values):
+        if value != nothing:
+            rows.setdefault(id(value), []).append(row)
+    return list(rows.values())
+
+
+def _add_line(logits: torch.Tensor, rows: Sequence[int], line: torch.Tensor, compute: Stream) -> None:
+    """Add the same number for each token to all of these rows."""
+    logits.index_add_(0, compute.send(torch.tensor(rows)), line.expand(len(rows), -1))
 
 
 def _penalise(logits: torch.Tensor, requests: Sequence[Request], compute: Stream) -> None:
@@ -63,13 +92,11 @@ def _counted(request: Request) -> Pairs:
 
 def _restrict(logits: torch.Tensor, requests: Sequence[Request], compute: Stream) -> None:
     """Exclude, in place, the tokens that are not allowed, or forbidden now."""
-    allowed = {row: ids for row, r in enumerate(requests) if (ids := r.sampling.allowed_token_ids) is not None}
     flat, columns = logits.view(-1), logits.shape[1]
-    if allowed:
-        _, places = _places([allowed.get(row, ()) for row in range(len(requests))], columns, compute)
-        kept = flat.index_select(0, places)
-        logits.index_fill_(0, compute.send(torch.tensor(list(allowed))), -math.inf)
-        flat.index_copy_(0, places, kept)
+    allowed = [request.sampling.allowed_token_ids for request in requests]
+    for rows in _rows_by_owner(allowed, None):
+        ids = compute.send(torch.tensor(allowed[rows[0]]))
+        _add_line(logits, rows, torch.full_like(logits[0], -math.inf).index_fill_(0, ids, 0.0), compute)
     forbidden = [request.forbidden_tokens() for request in requests]
     ruled = [row for row, request in enumerate(requests) if request.sampling.grammar is not None]
     if ruled:

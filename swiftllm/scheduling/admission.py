@@ -48,21 +48,26 @@ class Admission:
         Raises:
             RequestRefused: it can never be served; the message names the limit.
         """
-        self._check_tokens(request.prompt_token_ids, request.sampling)
-        self._check_length(request)
+        self.check_prompt(request.prompt_token_ids, request.sampling.max_tokens, request.service_class)
+        self.check_sampling(request.sampling)
 
-    def _check_tokens(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        for about, tokens in (
-            ("prompt", prompt),
-            ("logit_bias", [token for token, _ in sampling.logit_bias]),
-            ("stop_token_ids", sampling.stop_token_ids),
-            ("bad_words", [token for word in sampling.bad_words for token in word]),
-            ("allowed_token_ids", sampling.allowed_token_ids or ()),
-        ):
-            if tokens and not self._are_known(tokens):
-                unknown = list(dict.fromkeys(t for t in tokens if not 0 <= t < self.vocab_size))
-                ids = f"token id {unknown[0]} is" if len(unknown) == 1 else f"token ids {first_of(unknown)} are"
-                raise RequestRefused(f"{about}: {ids} outside the vocabulary of {self.vocab_size} tokens", about)
+    def check_prompt(self, prompt: Sequence[int], max_tokens: int, service_class: ServiceClass) -> None:
+        """The part of :meth:`check` that is about a prompt and its length with the output's."""
+        self._check_tokens("prompt", prompt)
+        self._check_length(len(prompt), max_tokens, service_class)
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """The other part, which is the same for all prompts."""
+        self._check_tokens("logit_bias", [token for token, _ in sampling.logit_bias])
+        self._check_tokens("stop_token_ids", sampling.stop_token_ids)
+        self._check_tokens("bad_words", [token for word in sampling.bad_words for token in word])
+        self._check_tokens("allowed_token_ids", sampling.allowed_token_ids or ())
+
+    def _check_tokens(self, about: str, tokens: Sequence[int]) -> None:
+        if tokens and not self._are_known(tokens):
+            unknown = list(dict.fromkeys(t for t in tokens if not 0 <= t < self.vocab_size))
+            ids = f"token id {unknown[0]} is" if len(unknown) == 1 else f"token ids {first_of(unknown)} are"
+            raise RequestRefused(f"{about}: {ids} outside the vocabulary of {self.vocab_size} tokens", about)
 
     def _are_known(self, tokens: Sequence[int]) -> bool:
         if isinstance(tokens, array):  # numpy takes a fiftieth of the time
@@ -70,30 +75,30 @@ class Admission:
             return ids.min() >= 0 and ids.max() < self.vocab_size
         return min(tokens) >= 0 and max(tokens) < self.vocab_size
 
-    def _check_length(self, request: Request) -> None:
-        if request.prompt_len == 0:
+    def _check_length(self, prompt_len: int, max_tokens: int, service_class: ServiceClass) -> None:
+        if prompt_len == 0:
             raise RequestRefused("the prompt is empty; it needs at least one token", "prompt")
-        max_tokens = request.sampling.max_tokens
-        total = request.prompt_len + max_tokens
+        total = prompt_len + max_tokens
         if total > self.max_model_len:
-            is_long = request.prompt_len >= self.max_model_len
+            is_long = prompt_len >= self.max_model_len
             raise RequestRefused(
-                f"{context_limit(self.max_model_len, is_long)}; {request.prompt_len} prompt + {max_tokens} output "
+                f"{context_limit(self.max_model_len, is_long)}; {prompt_len} prompt + {max_tokens} output "
                 f"tokens = {total} exceed max_model_len={self.max_model_len}",
                 "prompt" if is_long else "max_tokens",
             )
-        tiers = self.decode_tiers[request.service_class]
+        tiers = self.decode_tiers[service_class]
         room = {tier: self.groups.tokens_in(self.num_blocks[tier]) for tier in tiers}
-        if request.max_kv_tokens > max(room.values()):
+        kv_tokens = total - 1  # K and V of the last token are never stored
+        if kv_tokens > max(room.values()):
             size = self.groups.block_size
             pools = " and ".join(
                 f"{room[tier]} in the {tier.value.upper()} tier ({self.num_blocks[tier]} blocks of {size})"
                 for tier in tiers
             )
-            prompt_fits = request.prompt_len <= max(room.values())
-            limit = context_limit(self.longest_of(request.service_class), not prompt_fits)
+            prompt_fits = prompt_len <= max(room.values())
+            limit = context_limit(self.longest_of(service_class), not prompt_fits)
             raise RequestRefused(
-                f"{limit}; the request needs KV cache for {request.max_kv_tokens} tokens and there is room for {pools}"
+                f"{limit}; the request needs KV cache for {kv_tokens} tokens and there is room for {pools}"
                 ": ask for fewer tokens or raise num_gpu_blocks / num_cpu_blocks",
                 "max_tokens" if prompt_fits else "prompt",
             )

@@ -126,9 +126,9 @@ def api_routes(context: ServingContext, metrics: Metrics) -> APIRouter:
 
     async def check_key(request: Request) -> None:  # async, as FastAPI would run a plain function in a thread
         key = context.settings.api_key
-        anthropic = request.headers.get("x-api-key", "")
-        scheme, _, given = request.headers.get("authorization", f"bearer {anthropic}").partition(" ")
-        if key is not None and not (scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), key.encode())):
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        given = [request.headers.get("x-api-key", ""), token if scheme.lower() == "bearer" else ""]
+        if key is not None and not any([is_key(text, key) for text in given]):
             message = "no valid API key: send the header `Authorization: Bearer KEY`"
             raise ApiError(401, message, code="invalid_api_key", www_authenticate="Bearer")
 
@@ -142,10 +142,15 @@ def api_routes(context: ServingContext, metrics: Metrics) -> APIRouter:
             body.check_fields()
         return body
 
+    async def generation_of(request: Request, kind: type[Body]) -> Body:
+        body = await body_of(request, kind)
+        context.check_num_outputs(body)
+        return body
+
     def add_generation(path: str, kind: type[Body], answer: Answerer) -> None:
         @router.post(path, openapi_extra=json_body(kind))
         async def generate(request: Request) -> Response:
-            body = await body_of(request, kind)
+            body = await generation_of(request, kind)
             response = await answer(context, body, request)
             metrics.count_choices(body.n)
             return response
@@ -189,9 +194,9 @@ def api_routes(context: ServingContext, metrics: Metrics) -> APIRouter:
         body = await body_of(request, TokenizeRequest)
         if body.messages is not None:
             text = await context.render_chat(body.messages, body)
-            tokens = await context.encode(text, "messages", add_special_tokens=False)
+            (tokens,) = await context.encode([text], "messages", add_special_tokens=False)
         elif body.prompt is not None:
-            tokens = await context.encode(body.prompt, "prompt", body.add_special_tokens)
+            (tokens,) = await context.encode([body.prompt], "prompt", body.add_special_tokens)
         else:
             raise ApiError(400, "give a prompt, or the messages of a conversation", "prompt", "missing")
         strings = None
@@ -252,6 +257,13 @@ def model_card(context: ServingContext) -> dict[str, Any]:
         "parent": None,
         "max_model_len": context.admission.longest_request,
     }
+
+
+def is_key(given: str, key: str) -> bool:
+    """Whether a header has the key, in UTF-8 or in Latin-1: clients differ in how they send letters beyond ASCII.
+    Starlette has read it as Latin-1."""
+    readings = (given.encode(), given.encode("latin-1"))
+    return any([hmac.compare_digest(reading, key.encode()) for reading in readings])
 
 
 def check_media_type(content_type: str) -> None:

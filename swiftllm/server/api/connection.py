@@ -12,23 +12,29 @@ from swiftllm.server.api.errors import ApiError
 
 MAX_HEADER_BYTES = 64 * 1024  # browsers and proxies stay far below
 LAST_BYTES_TIMEOUT_S = 5.0  # that clients get to read the last bytes after all requests have ended
+ARRIVAL_TIMEOUT_S = 30.0  # that a client gets to send its headers, and each further part of a body
 UNREAD_TIMEOUT_S = 60.0  # that a client may leave a full buffer unread, where requests have no timeout
 
 logger = logging.getLogger("uvicorn.error")
 
 
 class ClientConnection(HttpToolsProtocol):
-    """Limits the bytes of request line and headers, and closes when the server shuts down.
+    """Limits the bytes of request line and headers and the time that a request takes to arrive, and closes when the
+    server shuts down.
 
-    Without the limit uvicorn's parser keeps headers of any size in memory, and takes quadratic time for a long one. A
-    client that leaves its answer unread is dropped: a stream would keep its KV blocks until it ends.
+    Without the limits uvicorn's parser keeps headers of any size in memory, takes quadratic time for a long one, and
+    waits for the rest of a request for ever. A client that leaves its answer unread is dropped: a stream would keep its
+    KV blocks until it ends.
     """
 
     def __init__(self, *arguments: Any, unread_timeout_s: float = UNREAD_TIMEOUT_S, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._num_bytes = 0  # read since the last byte of a body
+        self._num_header_bytes = 0  # of the request line and the whole headers of this request
+        self._is_refused = False
         self._unread_timeout_s = unread_timeout_s
         self._drop: asyncio.TimerHandle | None = None  # while the buffer is full
+        self._arrival: asyncio.TimerHandle | None = None  # while a request is expected that has not come whole
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -39,8 +45,13 @@ class ClientConnection(HttpToolsProtocol):
         super().resume_writing()
         self._keep_client()
 
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._await_arrival()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._keep_client()
+        self._has_arrived()
         super().connection_lost(exc)
 
     def _keep_client(self) -> None:
@@ -55,20 +66,74 @@ class ClientConnection(HttpToolsProtocol):
         )
         self.transport.abort()
 
+    # -- what arrives -----------------------------------------------------------------------------------------------
+
+    def _await_arrival(self) -> None:
+        """Give the client time: for all headers together, and then for each part of a body."""
+        self._has_arrived()
+        self._arrival = asyncio.get_running_loop().call_later(ARRIVAL_TIMEOUT_S, self._give_up)
+
+    def _has_arrived(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
+    def _give_up(self) -> None:
+        cycle = self.cycle
+        is_open = cycle is not None and not cycle.response_complete
+        if self.pipeline or (is_open and not cycle.more_body):  # an answer is under way: look again after it
+            self._await_arrival()
+        elif self._num_bytes or is_open:
+            message = f"the rest of the request has not come within {ARRIVAL_TIMEOUT_S:g} s"
+            self._close_with(ApiError(408, message, code="request_timeout"))
+        else:  # browsers open connections that they may need later
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        self._num_header_bytes = 0
+        if self._arrival is None:
+            self._await_arrival()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._num_header_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_header_bytes += len(name) + len(value) + len(b": \r\n")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._num_header_bytes > MAX_HEADER_BYTES and not self._is_refused:
+            self._refuse_headers()
+        if not self._is_refused:
+            self._await_arrival()
+            super().on_headers_complete()
+
     def on_body(self, body: bytes) -> None:
         self._num_bytes = 0
-        super().on_body(body)
+        if not self._is_refused:
+            self._await_arrival()
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._num_bytes = 0
-        super().on_message_complete()
+        if not self._is_refused:
+            self._has_arrived()
+            super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
         self._num_bytes += len(data)
+        if self._arrival is None:
+            self._await_arrival()
         super().data_received(data)
         if self._num_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
-            message = f"request line and headers exceed the {MAX_HEADER_BYTES} bytes that this server reads"
-            self._close_with(ApiError(431, message, code="headers_too_large"))
+            self._refuse_headers()
+
+    def _refuse_headers(self) -> None:
+        self._is_refused = True
+        message = f"request line and headers exceed the {MAX_HEADER_BYTES} bytes that this server reads"
+        self._close_with(ApiError(431, message, code="headers_too_large"))
 
     def shutdown(self) -> None:
         """Close the connection: the server shuts down and all requests it has read have ended."""

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from swiftllm.server.service.client import EngineClient
 from swiftllm.server.settings import ServerSettings
 
 LONG_TEXT_CHARS = 2000  # takes about 1 ms to tokenize; longer texts would delay the event loop too much
+CHARS_OF_A_CALL = 50  # take as long as what each text costs besides
 LONGEST_TEXT = 4  # longest requests in a text to tokenize that need not fit into one
 MAX_NAME_CHARS = 100  # of a client's text, in an error message
 KNOWN = f"one of {', '.join(FORMATS)}"
@@ -117,25 +118,31 @@ class ServingContext:
         """Result of a function that would delay the event loop, called in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    async def encode(self, text: str, param: str, add_special_tokens: bool, longest: int | None = None) -> list[int]:
-        """Tokens of a text, which the field ``param`` has brought; a long one is tokenized in a thread.
+    async def encode(
+        self, texts: Sequence[str], param: str, add_special_tokens: bool, longest: int | None = None
+    ) -> list[list[int]]:
+        """Tokens of texts, which the field ``param`` has brought; if there is much to do, it is done in a thread.
 
         Raises:
-            ApiError: there is no tokenizer, or so many characters are at least ``longest`` tokens, by default
+            ApiError: there is no tokenizer, or the characters of a text are at least ``longest`` tokens, by default
                 ``LONGEST_TEXT`` times those of the longest request: megabytes take seconds.
         """
+        if not texts:
+            return []
         tokenizer = self.require_tokenizer()
-        fewest = tokenizer.fewest_tokens(len(text))
+        num_chars = max(map(len, texts))
+        fewest = tokenizer.fewest_tokens(num_chars)
         if fewest >= (longest or LONGEST_TEXT * self.admission.longest_request):
             limit = context_limit(longest or self.admission.longest_request, is_prompt_too_long=True)
-            message = f"{limit}; {len(text)} characters are at least {fewest} tokens"
+            message = f"{limit}; {num_chars} characters are at least {fewest} tokens"
             raise ApiError(400, message, param, "context_length_exceeded")
-        return await self._run_by_size(len(text), tokenizer.encode, text, add_special_tokens)
+        return await self._run_by_size(texts, lambda: [tokenizer.encode(text, add_special_tokens) for text in texts])
 
-    async def _run_by_size(self, num_chars: int, function: Callable[..., Result], *arguments: Any) -> Result:
-        if num_chars <= LONG_TEXT_CHARS:
-            return function(*arguments)
-        return await self.run_in_thread(function, *arguments)
+    async def _run_by_size(self, texts: Sequence[str], function: Callable[[], Result]) -> Result:
+        """Result of a function that goes through these texts."""
+        if sum(map(len, texts)) + CHARS_OF_A_CALL * (len(texts) - 1) <= LONG_TEXT_CHARS:
+            return function()
+        return await self.run_in_thread(function)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, including special tokens.
@@ -150,16 +157,29 @@ class ServingContext:
             raise ApiError(400, f"tokens: the vocabulary has no token {unknown}", "tokens", "invalid_value")
         return await self.run_in_thread(tokenizer.decode, token_ids, False)
 
-    async def encode_prompt(
-        self, text: str, body: GenerationRequest, param: str, add_special_tokens: bool
-    ) -> list[int]:
-        """Tokens of a prompt, which the field ``param`` of ``body`` has brought.
+    async def encode_prompts(
+        self, texts: Sequence[str], body: GenerationRequest, param: str, add_special_tokens: bool
+    ) -> list[list[int]]:
+        """Tokens of prompts, which the field ``param`` of ``body`` has brought.
 
         Raises:
             ApiError: there is no tokenizer, or so many characters cannot fit into the longest request.
         """
         longest = self.admission.longest_of(body.service_class) if body.truncate_prompt_tokens is None else None
-        return await self.encode(text, param, add_special_tokens, longest)
+        return await self.encode(texts, param, add_special_tokens, longest)
+
+    def check_num_outputs(self, body: GenerationRequest) -> None:
+        """Check that the service takes as many outputs at once, before any work is done for them.
+
+        Raises:
+            ApiError: it never does.
+            QueueFull, ServiceStopping: it does not now.
+        """
+        n, num_prompts, limit = body.n, body.num_prompts, self.service.limits.most_open(body.service_class)
+        if n * num_prompts > limit:
+            message = f"{num_prompts} prompts with n={n} exceed the {limit} requests that this server takes at once"
+            raise ApiError(400, message, "n" if n > 1 else body.param("prompt"), "too_many_choices")
+        self.service.check_places([body.service_class] * (n * num_prompts))
 
     async def render_chat(self, conversation: Sequence[ChatMessage], how: TemplateOptions) -> str:
         """The text of a conversation by the model's chat template, with its special tokens.
@@ -171,7 +191,6 @@ class ServingContext:
             message = "continue_final_message needs add_generation_prompt=false"
             raise ApiError(400, message, "continue_final_message", "invalid_value")
         messages: list[dict[str, Any]] = [message.for_template() for message in conversation]
-        num_chars = sum(len(message["content"]) for message in messages)
         if self.formats.calls is not None:
             messages = self.formats.calls.history(messages)
         tools = [tool.for_template() for tool in how.tools_offered]
@@ -181,9 +200,9 @@ class ServingContext:
         effort = {} if how.reasoning_effort is None else {"reasoning_effort": how.reasoning_effort}
         variables = {**effort, **(how.chat_template_kwargs or {})}
         options = (messages, how.add_generation_prompt, how.continue_final_message, variables)
-        render = self.require_tokenizer().render_chat
+        render = partial(self.require_tokenizer().render_chat, *options, self._chat_template, tools)
         try:
-            return await self._run_by_size(num_chars, render, *options, self._chat_template, tools)
+            return await self._run_by_size([message["content"] for message in messages], render)
         except ValueError as error:
             raise ApiError(400, str(error), "messages", "chat_template") from None
 

@@ -6,17 +6,16 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
-from swiftllm.core.request import Request, RequestRefused
+from swiftllm.core.request import RequestRefused, ServiceClass
 from swiftllm.model.folder.tokenizer import Tokenizer
-from swiftllm.scheduling.admission import as_token_array
 from swiftllm.server.service.front_end_link import SERVED
-from swiftllm.server.service.limits import NewRequest, ServiceLimits
+from swiftllm.server.service.limits import NewRequest, ServiceLimits, checked
 from swiftllm.server.service.messages import (
     Alive,
     Ask,
@@ -30,7 +29,6 @@ from swiftllm.server.service.messages import (
     ResetPrefixCache,
     Step,
     Submit,
-    Submitted,
     decode_to_front_end,
     frame,
     receive_one,
@@ -95,6 +93,8 @@ class EngineClient(asyncio.Protocol):
         self._silence = ""  # for how long nothing has come from the engine's process, if that is too long
         self._is_stopping = self._is_closed = False
         self._num_silent = 0  # looks since something has come from the engine
+        self._num_sent = self._num_taken = 0  # messages to the engine, and those of them that it says it has taken
+        self._num_untaken = 0  # looks since it has taken one, while there is one to take
         self._report = Report(Snapshot(), [], [], None)
         self._asked: deque[asyncio.Future[None]] = deque()
         self._watching: asyncio.Task[None] | None = None
@@ -149,37 +149,46 @@ class EngineClient(asyncio.Protocol):
             QueueFull: too many requests of their class are waiting or running.
             ServiceStopping: the service accepts no new requests.
         """
+        classes = [request.service_class for request in requests]
+        self.check_places(classes)
         try:
-            if self.health.status != "ok":
-                raise ServiceStopping(self.health.reason)
-            classes = [request.service_class for request in requests]
-            self._places.check(classes)  # before tokens are looked at: refusing many must cost little
-            requests = [self._checked(request) for request in requests]
+            requests = checked(requests, self.ready.admission)
             ids = [request.request_id for request in requests]
-            taken = next((i for n, i in enumerate(ids) if i in self._numbers or i in ids[:n]), None)
+            times = Counter(ids)
+            taken = next((i for i in ids if i in self._numbers or times[i] > 1), None)
             if taken is not None:
                 raise RequestRefused(f"request id {taken!r} is already in use; ids must be unique")
         except Exception:
             self._num_refused += len(requests)
             raise
         self._places.take(classes)
-        pairs = [self._open_stream(request) for request in requests]
-        self._send(Submit([submitted for _, submitted in pairs]))
-        return [stream for stream, _ in pairs]
+        timeouts_s = [self.limits.request_timeout_s if r.timeout_s is None else r.timeout_s for r in requests]
+        streams = [self._open_stream(*pair) for pair in zip(requests, timeouts_s, strict=True)]
+        if requests:
+            self._send(Submit.of(requests, [stream.number for stream in streams], timeouts_s))
+        return streams
 
-    def _checked(self, new: NewRequest) -> NewRequest:
-        prompt = as_token_array(new.prompt_token_ids)
-        request = Request(new.request_id, prompt, new.sampling, service_class=new.service_class)
-        self.ready.admission.check(request)
-        return replace(new, prompt_token_ids=prompt)
+    def check_places(self, classes: Sequence[ServiceClass]) -> None:
+        """Check that requests of these classes are accepted now, before their tokens are looked at: refusing many must
+        cost little.
 
-    def _open_stream(self, new: NewRequest) -> tuple[TokenStream, Submitted]:
-        timeout_s, now_s = self.limits.request_timeout_s if new.timeout_s is None else new.timeout_s, self._clock()
-        number = self._num_submitted
+        Raises:
+            QueueFull, ServiceStopping: see :meth:`submit`.
+        """
+        try:
+            if self.health.status != "ok":
+                raise ServiceStopping(self.health.reason)
+            self._places.check(classes)
+        except Exception:
+            self._num_refused += len(classes)
+            raise
+
+    def _open_stream(self, new: NewRequest, timeout_s: float | None) -> TokenStream:
+        now_s, number = self._clock(), self._num_submitted
         self._num_submitted += 1
         stream = TokenStream(new, number, now_s, None if timeout_s is None else now_s + timeout_s)
         self._open[number], self._numbers[new.request_id] = stream, number
-        return stream, Submitted.of(number, new, timeout_s)
+        return stream
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Abort these requests, waiting or running; finished ones are ignored."""
@@ -252,7 +261,8 @@ class EngineClient(asyncio.Protocol):
         return (await self.report()).snapshot
 
     async def _watch(self) -> None:
-        """Fail requests in time while nothing comes from the engine's process, which speaks at least once a second.
+        """Fail requests in time while nothing comes from the engine's process, which speaks at least once a second, or
+        while it takes none of the messages to it.
 
         Looks are counted, and not seconds: this process may have been stopped itself.
         """
@@ -261,23 +271,31 @@ class EngineClient(asyncio.Protocol):
         while True:
             await asyncio.sleep(interval_s)
             self._num_silent += 1
-            silent_s = self._num_silent * interval_s
-            if silent_s < timeout_s + interval_s:
+            self._num_untaken = self._num_untaken + 1 if self._num_sent > self._num_taken else 0
+            stalled_s = max(self._num_silent, self._num_untaken) * interval_s
+            if stalled_s < timeout_s + interval_s:
+                self._silence = ""
                 continue
-            why = f"the engine's process has said nothing for {silent_s:.0f} s"
+            streams = list(self._open.values())
+            if self._num_silent >= self._num_untaken:
+                why = f"the engine's process has said nothing for {stalled_s:.0f} s"
+            else:
+                why = f"the engine's process has taken none of what was sent to it for {stalled_s:.0f} s"
+                streams = [stream for stream in streams if stream.is_new]  # it goes on with the others
             if not self._silence:
                 logger.critical(why)
             self._silence = why
-            now_s, streams = self._clock(), list(self._open.values())
+            now_s = self._clock()
             overdue = [stream for stream in streams if stream.deadline_s is not None and stream.deadline_s <= now_s]
             self._fail(overdue, *PAST_DEADLINE)
-            if silent_s >= PATIENCE * timeout_s:
+            if stalled_s >= PATIENCE * timeout_s:
                 self._fail([stream for stream in streams if stream.deadline_s is None], "stalled", why)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def _send(self, message: Message) -> None:
         if self._transport is not None:
+            self._num_sent += 1
             self._transport.write(frame(message))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -329,11 +347,12 @@ class EngineClient(asyncio.Protocol):
             return
         self._ends, self.ready = outcome
         self._frames, self._num_steps, self._num_silent = Frames(), 0, 0
+        self._num_sent = self._num_taken = self._num_untaken = 0
         await self.connect()
         logger.warning("the engine serves again")
 
     def data_received(self, data: bytes) -> None:
-        self._num_silent, self._silence = 0, ""
+        self._num_silent = 0
         start_s = time.perf_counter()
         deltas: dict[TokenStream, Delta] = {}
         num_steps = self._num_steps
@@ -344,6 +363,8 @@ class EngineClient(asyncio.Protocol):
                     self._take_step(message, deltas)
                 case Alive():
                     self._told = message.health
+                    if message.num_taken > self._num_taken:
+                        self._num_taken, self._num_untaken = message.num_taken, 0
                     if self._told.status == "failed" and self._restarts_left:
                         self._transport.abort()
                 case Report():

@@ -45,14 +45,16 @@ class EngineLoop:
         observers: called after every step and every end of a request.
         link: to the front end; set before :meth:`run` begins.
         busy_since_s: start of the current pass of the loop, by ``clock``; None while the thread waits.
+        num_taken: messages of the front end that have been taken.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float], stall_timeout_s: float) -> None:
         self.observers: list[Observer] = []
         self.link: FrontEndLink | None = None
         self.busy_since_s: float | None = None
+        self.num_taken = 0
         self.engine = engine
-        self.open_requests = OpenRequests(self.tell_health)
+        self.open_requests = OpenRequests(self.tell_health, clock)
         self.clock = clock
         self.stall_timeout_s = stall_timeout_s
         self._isolation = FaultIsolation(engine)
@@ -197,7 +199,7 @@ class EngineLoop:
 
     def tell_health(self, health: Health) -> None:
         """Tell the front end that this process runs, and how. From any thread."""
-        self.link.send(Alive(health))
+        self.link.send(Alive(health, self.num_taken))
 
     def _notify_observers(self, what: str, *event: Any) -> None:
         for observer in self.observers:

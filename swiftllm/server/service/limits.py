@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swiftllm.core.request import ServiceClass
 from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.scheduling.admission import Admission, as_token_array
 
 
 @dataclass(frozen=True)
@@ -59,3 +60,25 @@ class NewRequest:
     service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE
     cache_salt: str | None = None
     """Only requests with the same one share cached prefixes."""
+
+
+def checked(requests: Sequence[NewRequest], admission: Admission) -> list[NewRequest]:
+    """These requests with their prompts in arrays. What several share is looked at once, and is shared later on.
+
+    Raises:
+        RequestRefused: one of them can never be served.
+    """
+    prompts: dict[int, Sequence[int]] = {}
+    samplings: set[tuple[int, ...]] = set()
+    found = []
+    for new in requests:
+        name, how = id(new.prompt_token_ids), new.sampling
+        if name not in prompts:
+            prompts[name] = as_token_array(new.prompt_token_ids)
+        admission.check_prompt(prompts[name], how.max_tokens, new.service_class)
+        found.append(replace(new, prompt_token_ids=prompts[name]))
+        tokens = tuple(map(id, (how.logit_bias, how.stop_token_ids, how.bad_words, how.allowed_token_ids)))
+        if tokens not in samplings:
+            samplings.add(tokens)
+            admission.check_sampling(how)
+    return found

@@ -1,13 +1,13 @@
 """What the front end and the engine's process say to each other, over a socket within the machine.
 
-A message is a length of four bytes and a MessagePack array, whose first value names it. A request is one message, and
-so are the new tokens of a step. Nothing is unpickled.
+A message is a length of four bytes and a MessagePack array, whose first value names it. The requests of one HTTP body
+are one message, and so are the new tokens of a step. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -39,37 +39,48 @@ class Submitted(Message):
 
     number: int
     request_id: str
-    prompt: bytes
-    """Token ids, 32 bits each."""
-    sampling: dict[str, Any]
-    """The sampling parameters that differ from their defaults."""
-    grammar: tuple[str, str] | None
-    """Kind and text of the grammar, as :meth:`GrammarCompiler.compile` takes them."""
+    prompt: int
+    """Its place among the prompts of the message."""
+    changes: dict[str, Any]
+    """The sampling parameters that differ from those of the message."""
     timeout_s: float | None
     service_class: ServiceClass
     cache_salt: str | None
 
-    @classmethod
-    def of(cls, number: int, new: NewRequest, timeout_s: float | None) -> Submitted:
-        """``new`` has its token ids in an array."""
-        how = new.sampling
-        changed = {name: value for name, default in DEFAULTS.items() if (value := getattr(how, name)) != default}
-        return cls(
-            number,
-            new.request_id,
-            new.prompt_token_ids.tobytes(),
-            changed,
-            None if how.grammar is None else how.grammar.source,
-            timeout_s,
-            new.service_class,
-            new.cache_salt,
-        )
-
 
 class Submit(Message):
-    """Queue these requests before the next step: the outputs of one HTTP request, which begin together."""
+    """Queue these requests before the next step: the outputs of one HTTP request, which begin together. What they share
+    is there once."""
 
     requests: list[Submitted]
+    prompts: list[bytes]
+    """Token ids, 32 bits each."""
+    sampling: dict[str, Any]
+    """The sampling parameters of the first request that differ from their defaults."""
+    grammar: tuple[str, str] | None
+    """Kind and text of the grammar of all, as :meth:`GrammarCompiler.compile` takes them."""
+
+    @classmethod
+    def of(cls, news: Sequence[NewRequest], numbers: Sequence[int], timeouts_s: Sequence[float | None]) -> Submit:
+        """``news`` have their token ids in arrays, which several may share."""
+        prompts = {id(new.prompt_token_ids): new.prompt_token_ids for new in news}
+        places = {of_prompt: place for place, of_prompt in enumerate(prompts)}
+        first = news[0].sampling
+        shared = {name: getattr(first, name) for name in DEFAULTS}
+        requests = [
+            Submitted(
+                number,
+                new.request_id,
+                places[id(new.prompt_token_ids)],
+                changed(new.sampling, shared),
+                timeout_s,
+                new.service_class,
+                new.cache_salt,
+            )
+            for number, new, timeout_s in zip(numbers, news, timeouts_s, strict=True)
+        ]
+        grammar = None if first.grammar is None else first.grammar.source
+        return cls(requests, [prompt.tobytes() for prompt in prompts.values()], changed(first, DEFAULTS), grammar)
 
 
 class End(Message):
@@ -124,6 +135,8 @@ class Alive(Message):
     """The engine's process runs; sent regularly, and when its health changes."""
 
     health: Health
+    num_taken: int = 0
+    """Messages of the front end that the engine's process has taken so far."""
 
 
 class Report(Message):
@@ -144,6 +157,15 @@ decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_to_front_end = msgspec.msgpack.Decoder(ToFrontEnd).decode
 
 
+def changed(sampling: SamplingParams, others: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters that differ from these."""
+    return {
+        name: value
+        for name, other in others.items()
+        if (value := getattr(sampling, name)) is not other and value != other
+    }
+
+
 def frame(message: Message) -> bytes:
     """A message as it is sent."""
     data = _encoder.encode(message)
@@ -151,25 +173,30 @@ def frame(message: Message) -> bytes:
 
 
 class Frames:
-    """Cuts a stream of bytes into messages."""
+    """Cuts a stream of bytes into messages. A message that comes in parts is collected, and looked at once it is whole:
+    the work is linear in its bytes."""
 
     def __init__(self) -> None:
-        self._rest = bytearray()
+        self._rest = bytearray()  # of a message that is not whole
+        self._wanted = NUM_LENGTH_BYTES  # bytes until it is, or until its length is known
 
     def feed(self, data: bytes) -> list[memoryview]:
         """The messages that ``data`` completes, not decoded."""
         if self._rest:
             self._rest += data
-            data = bytes(self._rest)
-            self._rest.clear()
+            if len(self._rest) < self._wanted:
+                return []
+            data, self._rest = self._rest, bytearray()
         start, end = 0, len(data)
         view, found = memoryview(data), []
-        while end - start >= NUM_LENGTH_BYTES:
-            stop = start + NUM_LENGTH_BYTES + int.from_bytes(data[start : start + NUM_LENGTH_BYTES], "little")
-            if stop > end:
+        while True:
+            self._wanted = NUM_LENGTH_BYTES
+            if end - start >= NUM_LENGTH_BYTES:
+                self._wanted += int.from_bytes(view[start : start + NUM_LENGTH_BYTES], "little")
+            if end - start < self._wanted:
                 break
-            found.append(view[start + NUM_LENGTH_BYTES : stop])
-            start = stop
+            found.append(view[start + NUM_LENGTH_BYTES : start + self._wanted])
+            start += self._wanted
         self._rest += view[start:]
         return found
 

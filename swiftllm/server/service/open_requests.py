@@ -35,12 +35,15 @@ Order = OpenRequest | str | ResetOrder
 class OpenRequests:
     """Shared by all threads. Hold ``lock`` around any read that a write depends on."""
 
-    def __init__(self, on_health: Callable[[Health], None]) -> None:
-        """``on_health`` is called with each new health."""
+    def __init__(self, on_health: Callable[[Health], None], clock: Callable[[], float]) -> None:
+        """``on_health`` is called with each new health. ``ordered_s``: since when, by ``clock``, an order waits for the
+        engine's thread; None if there is none."""
         self.lock = threading.Condition(threading.RLock())
         self.entries: dict[str, OpenRequest] = {}
         self.health = Health()
         self.finished: Counter[str] = Counter()
+        self.ordered_s: float | None = None
+        self._clock = clock
         self._on_health = on_health
         self._ids: dict[int, str] = {}
         self._orders: list[Order] = []
@@ -57,9 +60,15 @@ class OpenRequests:
             for entry in entries:
                 request_id = entry.request.request_id
                 self.entries[request_id], self._ids[entry.number] = entry, request_id
-            self._orders += entries
-            self.lock.notify_all()
+            self._order(entries)
             return True
+
+    def _order(self, orders: Iterable[Order]) -> None:
+        with self.lock:
+            self._orders += orders
+            if self._orders and self.ordered_s is None:
+                self.ordered_s = self._clock()
+            self.lock.notify_all()
 
     def numbered(self, number: int) -> OpenRequest | None:
         """The open request of this number, if it is still open."""
@@ -67,15 +76,11 @@ class OpenRequests:
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Order these requests aborted; unknown and finished ones are ignored."""
-        with self.lock:
-            self._orders += request_ids
-            self.lock.notify_all()
+        self._order(request_ids)
 
     def reset_prefix_cache(self) -> None:
         """Order the prefix cache emptied, before the requests that are added later."""
-        with self.lock:
-            self._orders.append(ResetOrder())
-            self.lock.notify_all()
+        self._order([ResetOrder()])
 
     def set_health(self, old_status: str, health: Health) -> None:
         """Change the health if its status is still ``old_status``."""
@@ -113,7 +118,7 @@ class OpenRequests:
             self.lock.wait_for(lambda: self._orders or self._is_closed or has_work())
             if self._is_closed and not self._orders and not has_work():
                 return None
-            orders, self._orders = self._orders, []
+            orders, self._orders, self.ordered_s = self._orders, [], None
             return orders
 
     def take_ended(self) -> list[tuple[Request, str]]:

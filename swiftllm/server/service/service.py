@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.sampling_params import FIELD_NAMES, SamplingParams
 from swiftllm.engine.engine import Engine
 from swiftllm.sampling.grammar import CompiledGrammar, GrammarCompiler
 from swiftllm.server.service.engine_loop import EngineLoop, Observer
@@ -33,6 +33,8 @@ from swiftllm.server.service.snapshot import Health, Snapshot
 from swiftllm.server.service.token_streams import Delta, Failure
 from swiftllm.server.service.watchdog import watch_engine
 from swiftllm.threads import DeviceThread
+
+OWN = {"max_tokens", "seed"}  # what outputs of one body differ in
 
 logger = logging.getLogger(__name__)
 
@@ -122,31 +124,39 @@ class EngineService:
 
     def _handle(self, message: ToEngine) -> None:
         match message:
-            case Submit(requests) if any(submitted.grammar for submitted in requests):
+            case Submit() if message.grammar is not None:
                 with self._open_requests.lock:
-                    self._awaited.update(submitted.number for submitted in requests)
-                self._compiling.submit(self._accept_compiled, requests)
-            case Submit(requests):
-                self._accept(requests, None)
+                    self._awaited.update(submitted.number for submitted in message.requests)
+                self._compiling.submit(self._accept_compiled, message)
+                return
+            case Submit():
+                self._accept(message, message.requests, None)
             case End():
                 self._end(message)
             case ResetPrefixCache():
                 self._open_requests.reset_prefix_cache()
             case Ask():
                 self._loop.link.send(self._report(message.wants_timeline))
+        self._count_taken()
 
-    def _accept_compiled(self, requests: Sequence[Submitted]) -> None:
-        """Accept requests with a grammar, which is the same for all, as far as they have not been aborted meanwhile."""
-        try:
-            grammar, error = self._compile(*requests[0].grammar), None
-        except Exception as raised:  # the front end has compiled it before
-            logger.exception("a grammar of request %s cannot be compiled here", requests[0].request_id)
-            error = raised
+    def _count_taken(self) -> None:
+        """A message has been passed on. The front end is told with the next sign of life."""
         with self._open_requests.lock:
-            requests = [submitted for submitted in requests if submitted.number in self._awaited]
+            self._loop.num_taken += 1
+
+    def _accept_compiled(self, message: Submit) -> None:
+        """Accept requests with a grammar, as far as they have not been aborted meanwhile."""
+        try:
+            grammar, error = self._compile(*message.grammar), None
+        except Exception as raised:  # the front end has compiled it before
+            logger.exception("a grammar of request %s cannot be compiled here", message.requests[0].request_id)
+            error = raised
+        self._count_taken()
+        with self._open_requests.lock:
+            requests = [submitted for submitted in message.requests if submitted.number in self._awaited]
             self._awaited.difference_update(submitted.number for submitted in requests)
             if error is None:
-                self._accept(requests, grammar)
+                self._accept(message, requests, grammar)
             else:
                 self._refuse(requests, str(error))
 
@@ -156,18 +166,26 @@ class EngineService:
             self._compiler = GrammarCompiler(engine.tokenizer, engine.vocab_size, engine.eos_token_ids)
         return self._compiler.compile(kind, text)
 
-    def _accept(self, requests: Sequence[Submitted], grammar: CompiledGrammar | None) -> None:
-        if not self._open_requests.add([self._entry(submitted, grammar) for submitted in requests]):
+    def _accept(self, message: Submit, requests: Sequence[Submitted], grammar: CompiledGrammar | None) -> None:
+        """Queue these requests of a message."""
+        prompts = [array("i", prompt) for prompt in message.prompts]
+        shared = SamplingParams(**message.sampling, grammar=grammar)
+        if not self._open_requests.add([self._entry(submitted, prompts, shared) for submitted in requests]):
             self._refuse(requests, self.health.reason)
 
-    def _entry(self, submitted: Submitted, grammar: CompiledGrammar | None) -> OpenRequest:
+    def _entry(self, submitted: Submitted, prompts: Sequence[array], shared: SamplingParams) -> OpenRequest:
         engine, request_id = self.engine, submitted.request_id
         if request_id in engine.residents.requests:  # aborted, but CPU attention still uses its blocks
             request_id = f"{request_id} ({submitted.number})"
+        changes = submitted.changes
+        if changes.keys() <= OWN:
+            sampling = shared.varied(**changes)
+        else:
+            sampling = SamplingParams(**{name: getattr(shared, name) for name in FIELD_NAMES} | changes)
         request = engine.make_request(
             request_id,
-            array("i", submitted.prompt),
-            SamplingParams(**submitted.sampling, grammar=grammar),
+            prompts[submitted.prompt],
+            sampling,
             service_class=submitted.service_class,
             cache_salt=submitted.cache_salt,
             is_checked=True,

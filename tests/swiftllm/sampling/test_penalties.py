@@ -55,6 +55,24 @@ def test_tokens_come_from_the_logits_of_the_rules(dtype, at_once, monkeypatch):
     assert tokens != Sampler().sample(rows, [plain(r) for r in requests])
 
 
+def test_rows_that_share_biases_or_allowed_tokens_change_as_if_each_had_its_own():
+    """The outputs of one HTTP request share theirs; here rows of two such requests and of others are mixed."""
+    rng = random.Random(4)
+    bias = {token: rng.uniform(-9, 9) for token in range(0, VOCAB, 2)}
+    many = {"logit_bias": bias, "repetition_penalty": 1.4}
+    few = {"logit_bias": {5: 3.0}, "allowed_token_ids": tuple(range(2, 40))}
+    hows = [many, few, {"logit_bias": {7: 1.0}}, many, {}, few, many]
+    shared = {id(how): SamplingParams(max_tokens=1000, **how) for how in hows}
+    requests = [request(i, rng, **how) for i, how in enumerate(hows)]
+    rows = torch.randn(len(hows), VOCAB, generator=torch.Generator().manual_seed(5))
+    alone, together = rows.clone(), rows.clone()
+    adjust_logits(alone, requests, HostDevice().compute)
+    for r, how in zip(requests, hows, strict=True):
+        r.sampling = shared[id(how)].varied(seed=1)
+    adjust_logits(together, requests, HostDevice().compute)
+    assert torch.equal(together, alone) and not torch.equal(alone, rows)
+
+
 def test_penalties_follow_the_output_as_it_grows():
     """The counts are kept from step to step, and are those of a request that comes with all its tokens."""
     rng, sampler = random.Random(3), Sampler()

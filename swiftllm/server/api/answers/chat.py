@@ -54,7 +54,8 @@ async def chat_prompt(context: ServingContext, body: ChatRequest) -> tuple[str, 
         ApiError: it cannot be rendered, or is too long.
     """
     text = await context.render_chat(body.messages, body)
-    return text, await context.encode_prompt(text, body, "messages", add_special_tokens=False)
+    (tokens,) = await context.encode_prompts([text], body, "messages", add_special_tokens=False)
+    return text, tokens
 
 
 class ChatAnswer(Answer):

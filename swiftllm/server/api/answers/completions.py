@@ -19,12 +19,15 @@ from swiftllm.server.formats.output_text import Piece, TokenTexts
 
 async def answer_completion(context: ServingContext, body: CompletionRequest, request: Request) -> Response:
     """Answer a request for completions. Raises what :class:`Generation` and :meth:`AnyAnswer.respond` raise."""
-    prompts = []
-    for given in body.prompts:
-        is_text = isinstance(given, str)
-        tokens = await context.encode_prompt(given, body, "prompt", body.add_special_tokens) if is_text else given
-        kept = body.kept_tokens(tokens, body.tokens_to_make, context.admission.longest_of(body.service_class))
-        prompts.append(Prompt(kept, given if is_text and len(kept) == len(tokens) else None))
+    given = body.prompts
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    encoded = iter(await context.encode_prompts(texts, body, "prompt", body.add_special_tokens))
+    longest, prompts = context.admission.longest_of(body.service_class), []
+    for prompt in given:
+        is_text = isinstance(prompt, str)
+        tokens = next(encoded) if is_text else prompt
+        kept = body.kept_tokens(tokens, body.tokens_to_make, longest)
+        prompts.append(Prompt(kept, prompt if is_text and len(kept) == len(tokens) else None))
     grammar = await context.grammar_of(body)
     generation = Generation(context, "cmpl", body, prompts, body.tokens_to_make, grammar)
     return await CompletionAnswer(generation).respond(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,7 @@ class Generation:
     """All outputs of one HTTP request, ``n`` for each prompt: output i of prompt p is choice ``p * n + i``.
 
     Raises:
-        ApiError: there are more outputs than the server accepts at once, or one of them can never be served.
+        ApiError: one of them can never be served.
         QueueFull, ServiceStopping: see :meth:`EngineClient.submit`. After any error no output has been started.
     """
 
@@ -75,11 +75,10 @@ class Generation:
         others: dict[str, Any] = {**context.sampling_defaults, "grammar": grammar}
         if body.bad_words:
             others["bad_words"] = tuple(body.bad_token_ids(context.require_tokenizer()))
-        samplings = [body.sampling(that_fit(max_tokens, longest, len(p.token_ids)), others) for p in prompts]
-        n, limit = body.n, context.service.limits.most_open(body.service_class)
-        if n * len(prompts) > limit:
-            message = f"{len(prompts)} prompts with n={n} exceed the {limit} requests that this server takes at once"
-            raise ApiError(400, message, "n" if n > 1 else body.param("prompt"), "too_many_choices")
+        lengths = [that_fit(max_tokens, longest, len(prompt.token_ids)) for prompt in prompts]
+        shared = body.sampling(min(lengths), others)  # checked with the length that allows least
+        samplings = [shared.varied(max_tokens=length) for length in lengths]
+        n = body.n
         requests = [
             NewRequest(
                 f"{self.request_id}-{prompt_number * n + number}",
@@ -179,4 +178,4 @@ def with_own_seed(sampling: SamplingParams, number: int) -> SamplingParams:
     """Sampling of a prompt's output ``number``. Seeds count up, wrapping at 64 bits: outputs differ reproducibly."""
     if sampling.seed is None or number == 0:
         return sampling
-    return replace(sampling, seed=(sampling.seed + number + 2**63) % 2**64 - 2**63)
+    return sampling.varied(seed=(sampling.seed + number + 2**63) % 2**64 - 2**63)

@@ -6,22 +6,47 @@ import json
 import re
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic.json_schema import models_json_schema
-from pydantic_core import PydanticCustomError, PydanticUseDefault
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticUseDefault
 
 from swiftllm.core.request import first_of
 from swiftllm.server.api.errors import ApiError
 
 UNION_MEMBERS = ("str", "int", "TextPart", "ResponsesChoice", "Source")
 REFERENCE = "#/components/schemas/{model}"
+MAX_OBJECTS = 10_000  # in a list: of messages, or of their parts
+MAX_NAME_CHARS = 100  # of a client's text, in an error message
+MAX_TOKEN_IDS = 2**18  # in a list: the largest vocabularies have as many
+PLAIN = ("int", "float", "str", "any")  # types of items that cost little
 TOKEN_ID = re.compile(r"-?[0-9]{1,18}")
 
 
+def bound_lists(schema: Any) -> None:
+    """Bound the work of all lists in a schema: a wrong item costs ten times as much as a right one."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+            if schema.get("items_schema", {}).get("type") not in PLAIN:
+                schema.setdefault("max_length", MAX_OBJECTS)
+        for part in schema.values():
+            bound_lists(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            bound_lists(part)
+
+
 class Lenient(BaseModel):
-    """A body with strict types (no "16" for 16). Unknown fields are accepted and kept in ``model_extra``."""
+    """A body with strict types (no "16" for 16). Unknown fields are accepted and kept in ``model_extra``. Lists end at
+    their first wrong item, and those of objects at ``MAX_OBJECTS``."""
 
     model_config = ConfigDict(extra="allow", strict=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        bound_lists(schema)
+        return schema
 
 
 def null_is_left_out(value: Any) -> Any:
@@ -32,10 +57,14 @@ def null_is_left_out(value: Any) -> Any:
 
 def with_token_ids(value: Any) -> Any:
     """A mapping with its keys, token ids in JSON's strings, as ints. All bad ones are named."""
+    if isinstance(value, dict) and len(value) > MAX_TOKEN_IDS:
+        raise PydanticCustomError("too_long", "at most {most} tokens may have a bias", {"most": MAX_TOKEN_IDS})
     bad = [key for key in value if not TOKEN_ID.fullmatch(str(key))] if isinstance(value, dict) else []
     if bad:
         about = {"bad": first_of(bad)}
         raise PydanticCustomError("token_ids", "each key should be a token id, a valid integer, not {bad}", about)
+    wrong = [key for key, entry in value.items() if type(entry) not in (int, float)] if isinstance(value, dict) else []
+    value = {key: value[key] for key in wrong[:1]} or value  # one is named, as in lists
     return {int(key): entry for key, entry in value.items()} if isinstance(value, dict) else value
 
 
@@ -62,8 +91,8 @@ Flag = Annotated[bool, BeforeValidator(null_is_left_out)]
 Whole = Annotated[int, BeforeValidator(whole)]
 """An integer; 2.0 is one, "2" and true are none."""
 
-Wholes = Annotated[list[int], BeforeValidator(wholes)]
-"""A list of integers."""
+TokenIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS), BeforeValidator(wholes)]
+"""A list of integers, no more than the largest vocabularies have."""
 
 Body = TypeVar("Body", bound=Lenient)
 
@@ -95,9 +124,11 @@ def as_utf8(data: bytes) -> bytes:
 
 def as_invalid_value(error: ValidationError) -> ApiError:
     """The error response that names the first wrong field."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    errors = error.errors(include_url=False, include_input=False)
+    # Of a union's members all have complained: that a list is too long says more than that it is no text.
+    first = next((found for found in errors if found["type"] == "too_long"), errors[0])
     # For a union pydantic adds the member's type to the path, which means nothing to a client.
-    path = [str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
+    path = [str(part)[:MAX_NAME_CHARS] for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
     where = ".".join(part for part in path if part not in UNION_MEMBERS)
     message = f"{where}: {first['msg']}" if where else first["msg"]
     return ApiError(400, message, param=path[0] if path else None, code="invalid_value")

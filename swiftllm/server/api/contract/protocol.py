@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -16,8 +15,8 @@ from swiftllm.sampling.grammar import Kind
 from swiftllm.server.api.contract.parsing import (
     Flag,
     Lenient,
+    TokenIds,
     Whole,
-    Wholes,
     is_list_of,
     null_is_left_out,
     wholes,
@@ -33,6 +32,7 @@ from swiftllm.server.formats.output_text import NoOutput, OutputText
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16  # OpenAI allows four, vLLM any number; evaluation harnesses send six
+MAX_STOP_TOKENS = 256  # each output has a set of them
 MAX_STOP_CHARS = 1000
 MAX_SALT_CHARS = 1000
 MAX_BAD_WORDS = 200
@@ -80,12 +80,12 @@ class GenerationRequest(Lenient):
     min_tokens: Whole | None = None
     bad_words: list[BadWord] | None = None
     """Words that the output never has, with a space before them or without (vLLM)."""
-    allowed_token_ids: Wholes | None = None
+    allowed_token_ids: TokenIds | None = None
     """The only tokens that the output may have (vLLM)."""
     truncate_prompt_tokens: Annotated[Whole, Field(ge=-1)] | None = None
     """Keep only so many tokens of the prompt, the last; -1: as many as fit (vLLM)."""
     stop: str | list[str] | None = None
-    stop_token_ids: Wholes | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS)] | None = None
     include_stop_str_in_output: Flag = False
     ignore_eos: Flag = False
     skip_special_tokens: Flag = True
@@ -138,6 +138,10 @@ class GenerationRequest(Lenient):
     @property
     def num_prompt_logprobs(self) -> int | None:
         return self.prompt_logprobs
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
 
     @property
     def grammar(self) -> tuple[str, Kind, Any] | None:
@@ -252,6 +256,12 @@ class CompletionRequest(GenerationRequest):
         raise ApiError(400, f"prompt must be {forms}, and not empty", "prompt", "invalid_value")
 
     @property
+    def num_prompts(self) -> int:
+        """How many :attr:`prompts` there would be, without a look at each."""
+        prompt = self.prompt
+        return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+
+    @property
     def is_prompt_only(self) -> bool:
         """Whether the client wants its prompt back and no new tokens."""
         return self.echo and self.max_tokens == 0
@@ -265,7 +275,7 @@ class CompletionRequest(GenerationRequest):
 
     def sampling(self, max_tokens: int, others: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
         sampling = super().sampling(max_tokens, others)
-        return replace(sampling, ignore_eos=self.ignore_eos or self.is_prompt_only)
+        return sampling.varied(ignore_eos=self.ignore_eos or self.is_prompt_only)
 
     def output_text(self, tokenizer: Tokenizer | None) -> OutputText:
         return NoOutput(tokenizer) if self.is_prompt_only else super().output_text(tokenizer)

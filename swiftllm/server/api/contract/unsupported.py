@@ -15,6 +15,7 @@ from swiftllm.server.api.errors import ApiError
 logger = logging.getLogger(__name__)
 
 MAX_IGNORED_LOGGED = 100  # bounds the log: clients choose these names
+MAX_LOGGED_CHARS = 100  # of one name
 
 # Parameters that change the output and are not implemented, each with its values without effect (besides null).
 NOT_IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
@@ -83,6 +84,7 @@ def refuse(name: str, value: Any, harmless: Sequence[Any]) -> None:
 
 
 def log_ignored_field(name: str) -> None:
+    name = name[:MAX_LOGGED_CHARS]
     if name not in _ignored and len(_ignored) < MAX_IGNORED_LOGGED:
         _ignored.add(name)
         logger.warning("a request has the parameter %r, which is unknown and ignored (logged once)", name)

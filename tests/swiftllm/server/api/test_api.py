@@ -262,6 +262,9 @@ def test_long_texts_are_tokenized_beside_the_event_loop(server, monkeypatch):
         assert server.post("/tokenize", {"prompt": "a" * length}).json()["count"] == length
     short, long = threads
     assert long.startswith("tokenizer") and not short.startswith("tokenizer")
+    threads.clear()
+    assert server.post("/v1/completions", {"prompt": ["a"] * 64, "max_tokens": 1}).status_code == 200
+    assert len(threads) == 64 and all(name.startswith("tokenizer") for name in threads)
 
 
 def test_small_pages(server):

@@ -10,7 +10,7 @@ from swiftllm.server.api import connection
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 from tests.reference.fake_engine import fake_engine
-from tests.swiftllm.server.http_server import TIMEOUT_S, running
+from tests.swiftllm.server.http_server import TIMEOUT_S, Gate, running
 
 PAGE = {"Origin": "http://localhost:3000"}
 
@@ -49,6 +49,52 @@ def test_headers_have_an_end(endless):
             client.sendall(endless)
         assert read_all(client).startswith(b"HTTP/1.1 431 ")
         assert server.http.get("/health", headers={"X": "y" * 30_000}).status_code == 200
+
+
+@pytest.mark.parametrize("size", [60_000, 70_000, 200_000])
+def test_headers_that_come_whole_have_an_end_too(size):
+    """The documents' 64 KiB, also where one read brings request line, headers and body."""
+    body = b'{"prompt": [5], "max_tokens": 1}'
+    head = POST + b"Connection: close\r\nContent-Length: %d\r\nX: " % len(body)
+    with running(fake_service()) as server, connected(server) as client:
+        with contextlib.suppress(ConnectionError):  # closed meanwhile
+            client.sendall(head + b"y" * size + b"\r\n\r\n" + body)
+        assert read_all(client).startswith(b"HTTP/1.1 200 " if size < connection.MAX_HEADER_BYTES else b"HTTP/1.1 431 ")
+
+
+HALVES = {
+    "nothing": (b"", b""),
+    "line": (b"POST /v1/comp", b"HTTP/1.1 408 "),
+    "headers": (POST, b"HTTP/1.1 408 "),
+    "body": (POST + b"Content-Length: 50\r\n\r\n{", b"HTTP/1.1 408 "),
+    "second request": (GET + b"\r\n" + POST, b"HTTP/1.1 200 "),
+    "body of no path": (POST.replace(b"completions", b"nothing") + b"Content-Length: 50\r\n\r\n{", b"HTTP/1.1 404 "),
+}
+
+
+@pytest.mark.parametrize(("half", "answer"), HALVES.values(), ids=HALVES)
+def test_half_a_request_is_not_waited_for_for_ever(half, answer, monkeypatch):
+    """408 is what nginx and Node answer; a connection on which nothing came is closed without a word."""
+    monkeypatch.setattr(connection, "ARRIVAL_TIMEOUT_S", 0.05)
+    with running(fake_service()) as server, connected(server) as client:
+        client.sendall(half)
+        received = read_all(client)
+    assert received.startswith(answer) and (received == b"") == (half == b"")
+
+
+def test_stray_bytes_end_no_answer(monkeypatch):
+    monkeypatch.setattr(connection, "ARRIVAL_TIMEOUT_S", 0.02)
+    service = fake_service()
+    gate = Gate(service.engine)
+    body = b'{"prompt": [5], "max_tokens": 2}'
+    with running(service) as server, connected(server) as client:
+        client.sendall(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body + b"\r\n")
+        client.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            client.recv(1)
+        client.settimeout(TIMEOUT_S)
+        gate.open()
+        assert read_all(client).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_body_in_small_pieces_is_no_header():

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import openai
 import pytest
+from pydantic import ValidationError
 
 from swiftllm import LLM, RequestRefused, SamplingParams
+from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.server.api.app import model_card
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.contract import protocol, unsupported
@@ -174,6 +176,50 @@ def test_unknown_parameters_are_ignored_and_logged_once(server, caplog, monkeypa
     assert sum("sparkle" in message for message in caplog.messages) == 1
 
 
+def test_a_long_name_makes_no_long_line(server, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert server.post(COMPLETIONS, {"prompt": "a", "z" * 100_000: 1}).status_code == 200
+    assert max(map(len, caplog.messages)) < 300
+
+
+TOO_MANY = [
+    (COMPLETIONS, {"prompt": ["a"] * 30_000}, "prompt", "30000 prompts with n=1 exceed the 64 requests"),
+    (COMPLETIONS, {"prompt": ["a"] * 33, "n": 2, "logit_bias": {"5": 1}}, "n", "33 prompts with n=2"),
+    (CHAT, {"messages": HELLO, "n": 65}, "n", "1 prompts with n=65 exceed"),
+    (CHAT, {"messages": HELLO * 10_001}, "messages", "at most 10000 items"),
+    (CHAT, {"messages": [{"role": "user", "content": ["a"] * 10_001}]}, "messages", "at most 10000 items"),
+    ("/v1/messages", {"messages": HELLO * 10_001, "max_tokens": 1}, "messages", "at most 10000 items"),
+    ("/v1/responses", {"input": HELLO * 10_001}, "input", "at most 10000 items"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {str(i): 0 for i in range(2**18 + 1)}}, "logit_bias", "at most 262144"),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [5] * 257}, "stop_token_ids", "at most 256 items"),
+    (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [5] * (2**18 + 1)}, "allowed_token_ids", "at most 262144"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "message"), TOO_MANY, ids=range(len(TOO_MANY)))
+def test_counts_come_before_tokens(server, monkeypatch, path, body, param, message):
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    monkeypatch.setattr(Tokenizer, "render_chat", None)
+    monkeypatch.setattr(protocol.GenerationRequest, "sampling", None)
+    error = server.post(path, body).json()["error"]
+    assert message in error["message"] and error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (protocol.CompletionRequest, {"prompt": "a", "stop_token_ids": ["a"] * 1000}),
+        (protocol.CompletionRequest, {"prompt": "a", "logit_bias": {str(i): "a" for i in range(1000)}}),
+        (protocol.ChatRequest, {"messages": [1] * 1000}),
+        (protocol.ChatRequest, {"messages": HELLO, "tools": [1] * 1000}),
+    ],
+)
+def test_of_many_wrong_items_one_is_told(kind, fields):
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(json.dumps(fields))
+    assert caught.value.error_count() == 1
+
+
 def test_unknown_paths_methods_and_models(server):
     error = error_of(server.post("/chat/completions", {}), 404)
     assert error["type"] == "not_found_error" and "/v1/chat/completions" in error["message"]
@@ -229,6 +275,21 @@ def test_the_api_key_guards_what_costs_something():
         anthropic = server.post(COMPLETIONS, {"prompt": [5], "max_tokens": 1}, headers={"x-api-key": "sesame"})
         assert anthropic.status_code == 200
         assert server.client(api_key="sesame").completions.create(model="m", prompt=[5], max_tokens=1).choices
+
+
+def test_one_right_api_key_is_enough_in_utf_8_or_latin_1():
+    """curl sends letters beyond ASCII as UTF-8, Python's clients some as Latin-1."""
+    with running(fake_service(), ServerSettings(api_key="cl\u00e9")) as server:
+
+        def status(**headers):
+            return server.http.get("/v1/models", headers=headers).status_code
+
+        for right in ("cl\u00e9".encode(), "cl\u00e9".encode("latin-1")):
+            assert status(authorization=b"Bearer " + right) == status(**{"x-api-key": right}) == 200
+            assert status(authorization=b"Bearer wrong", **{"x-api-key": right}) == 200
+            assert status(authorization=b"Bearer " + right, **{"x-api-key": b"wrong"}) == 200
+            assert status(authorization=b"Basic " + right, **{"x-api-key": b"wrong"}) == 401
+        assert status(authorization=b"Bearer cl") == status(authorization=b"Bearer cl\xc3") == 401
 
 
 def test_large_bodies_are_not_read_to_their_end():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +13,11 @@ from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import RequestRefused, SamplingParams
 from swiftllm.engine.engine import Engine
 from swiftllm.scheduling.residents import Residents
+from swiftllm.server.service.engine_loop import EngineLoop
 from swiftllm.server.service.limits import NewRequest, ServiceLimits
 from swiftllm.server.service.places import QueueFull, ServiceStopping
 from swiftllm.server.service.service import EngineService
+from swiftllm.server.service.watchdog import watch_engine
 from tests.reference.fake_engine import fake_engine
 from tests.reference.faulty_backend import FaultyBackend
 from tests.swiftllm.server.serving import (
@@ -350,6 +353,53 @@ def test_a_step_that_hangs_is_reported_and_waited_for_with_limits(caplog, monkey
 
     service = with_service(engine, client, ServiceLimits(stall_timeout_s=10.0), clock=clock)
     assert service.snapshot().finished == {"deadline": 1, "stalled": 1, "length": 1}
+
+
+def test_requests_that_the_engine_does_not_take_are_noticed(caplog, monkeypatch) -> None:
+    engine, is_let, outcomes = make_engine(), threading.Event(), {}
+    accept = EngineService._accept
+
+    def held(self, *arguments) -> None:
+        assert is_let.wait(TIMEOUT_S)
+        accept(self, *arguments)
+
+    monkeypatch.setattr(EngineService, "_accept", held)
+
+    async def client(service: LocalClient) -> None:
+        (stream,) = service.submit([NewRequest("stuck", (2, 3), LONG)])
+        while service.health.status != "stalled":
+            await asyncio.sleep(0.01)
+        assert "has taken none of what was sent to it" in service.health.reason
+        with pytest.raises(ServiceStopping, match="has taken none"):
+            service.submit(make_requests(1))
+        outcomes["stuck"] = await read(stream)
+        is_let.set()
+        while service.health.status != "ok":
+            await asyncio.sleep(0.01)
+        (stream,) = service.submit([NewRequest("next", (2, 3), LONG)])
+        outcomes["next"] = await read(stream)
+
+    with_service(engine, client, ServiceLimits(stall_timeout_s=0.1))
+    assert outcomes["stuck"].error.reason == "stalled" and outcomes["next"].finish_reason == "length"
+    assert "has taken none of what was sent to it" in caplog.text
+
+
+def test_orders_that_do_not_reach_the_engines_thread_are_noticed() -> None:
+    clock = Clock()
+    loop = EngineLoop(make_engine(), clock, stall_timeout_s=10.0)  # its thread does not run
+    loop.link = SimpleNamespace(send=lambda message: None)
+
+    def look(now_s: float) -> str:
+        clock.now_s, looks = now_s, [False, True]
+        watch_engine(loop, SimpleNamespace(wait=lambda _: looks.pop(0)))
+        return loop.open_requests.health.status
+
+    loop.open_requests.abort_requests([])  # is no order
+    assert look(20.0) == "ok"
+    loop.open_requests.reset_prefix_cache()
+    assert look(29.0) == "ok" and look(31.0) == "stalled"
+    assert "do not reach the engine's thread" in loop.open_requests.health.reason
+    assert len(loop.open_requests.wait_for_orders(lambda: False)) == 1 and loop.open_requests.ordered_s is None
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
