@@ -284,7 +284,7 @@ def text_part(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = next((kind for kind in kinds if ARCHITECTURES[kind].model_type == model_type), None)
     if kind is None:
         raise Unsupported(f"{names[0]} around a text model with model_type={model_type!r}")
-    for name in ("quantization_config", "tie_word_embeddings", "eos_token_id"):
+    for name in ("quantization_config", "tie_word_embeddings"):
         if name in raw:
             text.setdefault(name, raw[name])
     return text | {"architectures": [kind]}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swiftllm.model.folder.files import read_object
 from swiftllm.ops.quantised_matrix import CODES_PER_WORD, GROUP_MULTIPLE, MXFP4_GROUP
 
 AWQ, GPTQ, COMPRESSED_TENSORS, MXFP4 = "AWQ", "GPTQ", "compressed-tensors", "MXFP4"
@@ -44,7 +44,7 @@ class QuantisationScheme:
         """
         given = raw.get("quantization_config")
         if given is None and (folder / OLD_GPTQ_FILE).is_file():
-            given = {"quant_method": "gptq", **json.loads((folder / OLD_GPTQ_FILE).read_text(encoding="utf-8"))}
+            given = {"quant_method": "gptq", **read_object(folder / OLD_GPTQ_FILE)}
         if given is None:
             return None
         readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "mxfp4": _mxfp4}

@@ -14,7 +14,7 @@ import torch
 
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.folder.checkpoint import WeightsError, read_tensors
-from swiftllm.model.weights.llama_tensors import Folding, as_llama
+from swiftllm.model.weights.llama_tensors import EMBEDDING_NAME, FINAL_NORM, HEAD_NAME, Folding, as_llama
 from swiftllm.model.weights.packed_tensor import Allocate, PackedTensor, write_rows
 from swiftllm.model.weights.quantised.collector import QuantisedCollector
 from swiftllm.model.weights.quantised.fused import FusedTarget
@@ -185,9 +185,9 @@ class LlamaWeights:
 
     def by_checkpoint_name(self, config: ModelConfig) -> dict[str, torch.Tensor | PackedTensor]:
         """The place of each tensor of a Hugging Face checkpoint, as a view of the fused matrices."""
-        places = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
+        places = {EMBEDDING_NAME: self.embedding, FINAL_NORM: self.final_norm}
         if not config.tie_word_embeddings:
-            places["lm_head.weight"] = self.lm_head
+            places[HEAD_NAME] = self.lm_head
         for index, layer in enumerate(self.layers):
             prefix = f"model.layers.{index}."
             places[prefix + "input_layernorm.weight"] = layer.input_norm
@@ -270,13 +270,9 @@ def load_weights(
         quantised = QuantisedCollector(config.quantisation, targets, dtype, part.slices, folding.matrix)
         for name, tensor in as_llama(config, read_tensors(Path(folder))):
             quantised.look_ahead(name, tensor)
-    # Old checkpoints hold recomputed buffers, or a copy of tied embeddings: neither is needed.
-    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     seen: set[str] = set()
     unknown: list[str] = []
     for name, tensor in as_llama(config, read_tensors(Path(folder))):
-        if name in ignored or name.endswith("rotary_emb.inv_freq"):
-            continue
         try:
             if name in places:
                 shape = tensor.get_shape()

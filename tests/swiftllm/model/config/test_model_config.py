@@ -115,7 +115,7 @@ def test_a_field_that_is_not_there_has_the_value_that_transformers_gives_it(read
         assert (ours.named_positions or ours.max_position_embeddings) == theirs.max_position_embeddings
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or 16)
         eos = theirs.eos_token_id
-        assert ours.eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
+        assert ours.default_eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
         # A window that is used unless config.json says otherwise, and heads where SIZES says nothing.
         defaults = {field.name: field.default for field in dataclasses.fields(kind)}
         sizes = {**SIZES, "num_attention_heads": 32, "hidden_size": 512, "sliding_window": None}
@@ -175,11 +175,35 @@ def test_both_spellings_of_rope_are_read(read):
     assert (new.rope_theta, new.rope_scaling.kind, new.rope_scaling.factor) == (5e4, "linear", 2.0)
 
 
-def test_end_of_sequence_ids_come_from_the_generation_config_first(read, tmp_path):
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
-    assert read(LLAMA | {"eos_token_id": 2}).eos_token_ids == (5, 7)
-    (tmp_path / "generation_config.json").unlink()
-    assert read(LLAMA | {"eos_token_id": 3}).eos_token_ids == (3,)
+@pytest.mark.parametrize(
+    ("own", "generation", "of_tokenizer", "expected"),
+    [
+        (2, [5, 7], None, {2, 5, 7}),
+        (2, None, 9, {2, 9}),
+        (None, None, 9, {9}),
+        ([], [], 9, {9}),
+        (..., ..., 9, {9}),
+        (..., ..., None, {2}),  # transformers' LlamaConfig
+        (None, ..., None, set()),
+        (-1, 2000, 4000, set()),  # none of these can come
+        ("</s>", [True, 5], None, {5}),
+    ],
+)
+def test_all_end_tokens_count_that_any_file_names(read, tmp_path, own, generation, of_tokenizer, expected):
+    """vLLM stops at those of generation_config.json and of the tokenizer; transformers at the former or, without the
+    file, at those of config.json."""
+    if generation is not ...:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    given = {name: value for name, value in LLAMA.items() if name != "eos_token_id"}
+    config = read(given | ({} if own is ... else {"eos_token_id": own}))
+    assert set(config.end_tokens(of_tokenizer)) == expected
+
+
+def test_a_broken_generation_config_stops_no_start(read, tmp_path, caplog):
+    """As in transformers and vLLM."""
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ')
+    assert read(LLAMA | {"eos_token_id": 3}).end_tokens(None) == (3,)
+    assert "generation_config.json is not JSON" in caplog.text and "left aside" in caplog.text
 
 
 def test_a_folder_without_config_is_refused(tmp_path):
