@@ -59,7 +59,7 @@ def this_machine(system: System, config: EngineConfig, backend: TorchBackend) ->
     kv = KVCacheManager(*sizes, host_blocks, cached, groups)
     kv.host_pools.fetcher = hosts
     backend.block_tables = kv.block_tables
-    tokenizer = Tokenizer.from_folder(config.model)
+    tokenizer = Tokenizer.from_folder(config.model, backend.model_config.vocab_size)
     description = {
         "model": config.model,
         "device": backend.device_name,

@@ -155,6 +155,8 @@ class ModelConfig:
             def has_bias(told: bool | str) -> bool:
                 return told if isinstance(told, bool) else bool(fields[told])
 
+            if head_dim is None and hidden_size % num_heads:
+                raise ValueError(f"hidden_size={hidden_size} is no multiple of num_attention_heads={num_heads}")
             resolved_head_dim = hidden_size // num_heads if head_dim is None else int(head_dim)
             rope = _rope_parameters(fields)
             rotary_dim = resolved_head_dim
@@ -357,19 +359,17 @@ def _with_multipliers(config: ModelConfig, fields: Mapping[str, Any]) -> ModelCo
 
 
 def _ties(folder: Path, told: bool, is_wrapped: bool) -> bool:
-    """Whether the embedding is the vocabulary's matrix too. As in transformers, a checkpoint that has two different
-    ones has two, whatever ``config.json`` has ``told``. The parts of a wrapper may contradict each other: there a
-    checkpoint without the vocabulary's has one."""
+    """Whether the embedding is the vocabulary's matrix too, as ``config.json`` has ``told``. A checkpoint with two
+    different ones has two, as in transformers. The parts of a wrapper may contradict each other: there the checkpoint
+    alone decides."""
     if not told and not is_wrapped:
         return False
     stored = vocabulary_matrices(folder)
-    if HEAD not in stored:
-        return told or EMBEDDING in stored
-    if EMBEDDING not in stored or are_equal(stored[HEAD], stored[EMBEDDING]):
-        return told
-    if told:
-        tell(f"{folder / 'config.json'}: tie_word_embeddings is not followed: the weights have an {HEAD} of their own")
-    return False
+    if HEAD in stored and EMBEDDING in stored and not are_equal(stored[HEAD], stored[EMBEDDING]):
+        if told:
+            tell(f"{folder / 'config.json'}: tie_word_embeddings is not followed: the weights have another {HEAD}")
+        return False
+    return told or bool(stored)
 
 
 def _eos_token_ids(*sources: tuple[Path, Mapping[str, Any]]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swiftllm.model.folder.files import read_object
+from swiftllm.model.folder.files import read_object, tell
 from swiftllm.ops.quantised_matrix import CODES_PER_WORD, GROUP_MULTIPLE, MXFP4_GROUP
 
 AWQ, GPTQ, COMPRESSED_TENSORS, MXFP4 = "AWQ", "GPTQ", "compressed-tensors", "MXFP4"
@@ -53,6 +53,10 @@ class QuantisationScheme:
         method = given.get("quant_method")
         if method not in readers:
             raise _refusal(folder, f"quant_method={method!r}")
+        if given.get("kv_cache_scheme"):
+            tell(f"{folder}: kv_cache_scheme of quantization_config is not followed: the cache has a format of its own")
+            if not given.get("config_groups"):
+                return None  # nothing else is quantised
         try:
             scheme = readers[method](given)
             is_head_left_out = any("lm_head" in module for module in given.get("ignore") or ())
@@ -140,7 +144,6 @@ def _gptq(given: Mapping[str, Any]) -> QuantisationScheme:
 
 def _compressed_tensors(given: Mapping[str, Any]) -> QuantisationScheme:
     _require(given, "format", "pack-quantized")
-    _require(given, "kv_cache_scheme", None)
     for name in ("transform_config", "sparsity_config"):
         if given.get(name):
             raise _Unsupported(name)

@@ -19,7 +19,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "additional_chat_templates/*.jinja")
 """All that is read beside the weights."""
 INDEX = ".index.json"
-WEIGHT_FILES = (
+CHECKPOINTS = (
     "model.safetensors",
     f"model.safetensors{INDEX}",
     f"gptq_model*.safetensors{INDEX}",  # as AutoGPTQ writes them
@@ -56,13 +56,13 @@ def weight_files(folder: Path) -> list[Path]:
         DamagedFile: the index names no files.
     """
     present = os.listdir(folder)
-    named = [folder / name for pattern in WEIGHT_FILES for name in sorted(fnmatch.filter(present, pattern))]
+    named = [folder / name for pattern in CHECKPOINTS for name in sorted(fnmatch.filter(present, pattern))]
     first = next((path for path in named if path.is_file()), None)
     if first is None and named:
         raise FileNotFoundError(f"{absence_of(named[0])}: download the model again")
     if first is None:
         raise FileNotFoundError(
-            f"{folder} has neither {WEIGHT_FILES[0]} nor {WEIGHT_FILES[1]}; "
+            f"{folder} has neither {CHECKPOINTS[0]} nor {CHECKPOINTS[1]}; "
             "convert the model to safetensors, or use load_format='dummy' to run without weights"
         )
     if not first.name.endswith(INDEX):

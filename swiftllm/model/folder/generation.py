@@ -41,7 +41,7 @@ def sampling_defaults(folder: str | Path) -> dict[str, float]:
     path, raw, found = Path(folder) / FILE, generation_config(folder), {}
     for name, parameter in DEFAULTS.items():
         value = raw.get(name)
-        if value is None or (name == "top_k" and value in (-1, 0)):  # all tokens
+        if value is None or (name == "top_k" and value in (-1, 0) and value is not False):  # all tokens
             continue
         if isinstance(value, float) and parameter in ("top_k", "max_tokens") and value.is_integer():
             value = int(value)

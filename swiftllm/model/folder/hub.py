@@ -9,7 +9,7 @@ from pathlib import Path
 from swiftllm.model.folder.files import TEXT_FILES
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-WEIGHTS = ("model*.safetensors", "gptq_model*.safetensors")
+WEIGHT_FILES = ("model*.safetensors", "gptq_model*.safetensors")
 OTHER_FORMATS = ["*/*.json", "*/*.safetensors", "*/tokenizer.model", "consolidated*"]  # copies of the same weights
 
 
@@ -27,7 +27,7 @@ def model_folder(model: str | Path, weights: bool = True) -> Path:
         return folder
     from huggingface_hub import snapshot_download  # not needed for a folder
 
-    wanted = [*TEXT_FILES, *WEIGHTS * weights]
+    wanted = [*TEXT_FILES, *WEIGHT_FILES * weights]
     try:
         return Path(snapshot_download(str(model), allow_patterns=wanted, ignore_patterns=OTHER_FORMATS))
     except (OSError, ValueError) as error:  # all that the hub raises for names, rights, network and disk

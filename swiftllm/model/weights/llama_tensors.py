@@ -13,7 +13,6 @@ import torch
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.config.rope import rotary_order
 from swiftllm.model.folder.checkpoint import StoredTensor, WeightsError
-from swiftllm.model.folder.files import tell
 from swiftllm.model.weights.quantised.readers import IN, OUT, Axis, StoredMatrix, divisible_axes
 from swiftllm.ops.quantised_matrix import MXFP4_GROUP
 
@@ -24,10 +23,6 @@ TEXT_PREFIXES = {
     "language_model.": "model.",
 }
 BARE = ("layers.", "embed_tokens.", "norm.")  # how names begin in a checkpoint of the model without its vocabulary
-LEFT_OUT = re.compile(
-    r".*rotary_emb\.inv_freq"  # a buffer that is computed anew
-    r"|(?P<scale>.*\.(?:(?:q|k|v|kv|prob|prob_output)_(?:scale|zero_point)|(?:q|k|v|qkv)_proj\.output_scale))"
-)
 EXPERT_NAMES = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "router": "gate"}
 STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(bias|blocks|scales))?")
 EVERY_OTHER = slice(0, None, 2), slice(1, None, 2)
@@ -52,7 +47,7 @@ def fused_modules(config: ModelConfig) -> Mapping[str, Mapping[str, int]]:
 
 def as_llama(config: ModelConfig, tensors: Iterable[tuple[str, StoredTensor]]) -> Iterator[tuple[str, StoredTensor]]:
     """The ``tensors`` of a checkpoint with the names that Llama's have; ``config`` is that of the whole model. A matrix
-    that is tied has the embedding's, whatever a checkpoint calls it. Scales of a KV cache in 8 bits are left out.
+    that is tied has the embedding's, whatever a checkpoint calls it.
 
     Raises:
         WeightsError: a tensor cannot be split.
@@ -68,10 +63,6 @@ def as_llama(config: ModelConfig, tensors: Iterable[tuple[str, StoredTensor]]) -
             prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
             name = TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
         name = f"model.{name}" if name.startswith(BARE) else name
-        if (left_out := LEFT_OUT.fullmatch(name)) is not None:
-            if left_out["scale"] is not None:
-                tell("the weights' scales of a KV cache in 8 bits are left out: the cache here has its own")
-            continue
         if name == HEAD_NAME and config.tie_word_embeddings:
             name = EMBEDDING_NAME
         if config.experts is not None:

@@ -19,14 +19,16 @@ from swiftllm.server.formats.output_text import Piece, TokenTexts
 
 async def answer_completion(context: ServingContext, body: CompletionRequest, request: Request) -> Response:
     """Answer a request for completions. Raises what :class:`Generation` and :meth:`AnyAnswer.respond` raise."""
-    prompts = []
+    prompts, max_tokens = [], body.tokens_to_make
+    if body.max_tokens is None:  # the model's authors may say fewer
+        max_tokens = min(max_tokens, context.sampling_defaults.get("max_tokens", max_tokens))
     for given in body.prompts:
         is_text = isinstance(given, str)
         tokens = await context.encode_prompt(given, body, "prompt", body.add_special_tokens) if is_text else given
-        kept = body.kept_tokens(tokens, body.tokens_to_make, context.admission.longest_of(body.service_class))
+        kept = body.kept_tokens(tokens, max_tokens, context.admission.longest_of(body.service_class))
         prompts.append(Prompt(kept, given if is_text and len(kept) == len(tokens) else None))
     grammar = await context.grammar_of(body)
-    generation = Generation(context, "cmpl", body, prompts, body.tokens_to_make, grammar)
+    generation = Generation(context, "cmpl", body, prompts, max_tokens, grammar)
     return await CompletionAnswer(generation).respond(request)
 
 

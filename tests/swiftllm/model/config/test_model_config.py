@@ -64,6 +64,12 @@ UNSUPPORTED = (
     ({**MISTRAL3, "text_config": {**SIZES, "model_type": "qwen2"}}, "around a text model with model_type='qwen2'"),
     ({**MISTRAL3, "text_config": {"model_type": "ministral3"}}, "lacks '"),
     ({"rms_norm_eps": None}, "makes no sense"),
+    *(
+        ({"head_dim": size}, rf"config\.json: head_dim={size} is no multiple of 8, as kernels need")
+        for size in (0, 1, 4, 10, 12, 20, 63)
+    ),
+    ({"hidden_size": 48, "num_key_value_heads": 4}, "head_dim=12 is no multiple of 8"),
+    ({"hidden_size": 66}, "hidden_size=66 is no multiple of num_attention_heads=4"),
 )
 
 
@@ -197,6 +203,42 @@ def test_all_end_tokens_count_that_any_file_names(read, tmp_path, own, generatio
     given = {name: value for name, value in LLAMA.items() if name != "eos_token_id"}
     config = read(given | ({} if own is ... else {"eos_token_id": own}))
     assert set(config.end_tokens(of_tokenizer)) == expected
+
+
+def test_the_two_parts_of_a_wrapper_may_name_end_tokens(read):
+    text = {**SIZES, "model_type": "ministral3", "eos_token_id": None}
+    assert read({**MISTRAL3, "text_config": text, "eos_token_id": 3}).end_tokens(None) == (3,)
+    assert set(read({**MISTRAL3, "text_config": {**text, "eos_token_id": [4]}, "eos_token_id": 3}).eos_token_ids) == {
+        3,
+        4,
+    }
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({"rope_type": "default"}, 1024),
+        ({"rope_type": "linear", "factor": 4.0}, 4096),
+        ({"type": "linear", "factor": 1.5}, 1536),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 1024),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0}, 4096),
+    ],
+)
+def test_scaled_positions_are_as_many_as_in_vllm(read, scaling, longest):
+    """Its ``_get_and_verify_max_len``: the factor multiplies max_position_embeddings, but not with llama3 and longrope;
+    with yarn it multiplies those of the first training, which are by default the same."""
+    config = read({**LLAMA, "max_position_embeddings": 1024, "rope_scaling": scaling})
+    assert config.longest_request(None) == config.longest_request(longest) == longest
+    with pytest.raises(ValueError, match=f"exceeds the {longest} tokens"):
+        config.longest_request(longest + 1)
+
+
+def test_a_window_that_scaled_positions_exceed_is_one(read):
+    linear = {"rope_type": "linear", "factor": 4.0}
+    mistral = {**SIZES, **MISTRAL, "max_position_embeddings": 1024, "sliding_window": 2048}
+    assert read(mistral).windows is None
+    assert read({**mistral, "rope_scaling": linear}).windows == (2048,) * 3
 
 
 def test_a_broken_generation_config_stops_no_start(read, tmp_path, caplog):
