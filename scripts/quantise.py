@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 if __name__ == "__main__" and not __package__:  # run as a file
-    NEEDS = ("torch", "safetensors")
+    NEEDS = ("numpy", "torch", "safetensors")
     import here
 
 import torch

@@ -13,7 +13,7 @@ from swiftllm.model.config.quantisation import SUPPORTED as SUPPORTED_SCHEMES
 from swiftllm.model.config.quantisation import QuantisationScheme
 from swiftllm.model.config.rope import RopeScaling, UnsupportedRope
 from swiftllm.model.folder.checkpoint import EMBEDDING, HEAD, are_equal, vocabulary_matrices
-from swiftllm.model.folder.files import read_object, tell
+from swiftllm.model.folder.files import is_there, read_object, tell
 from swiftllm.model.folder.generation import FILE as GENERATION
 from swiftllm.model.folder.generation import generation_config
 
@@ -138,9 +138,11 @@ class ModelConfig:
         """
         folder = Path(folder)
         path = folder / "config.json"
-        if not path.is_file():
+        if not is_there(path):
             raise FileNotFoundError(f"{path} is missing: give a Hugging Face model folder ({SUPPORTED})")
         raw = read_object(path)
+        if raw.get("transformers_weights"):
+            tell(f"{path}: transformers_weights is not followed: weights are in a file with the usual name")
         try:
             text = text_part(raw)
             row, fields = recognise(raw if text is None else text)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swiftllm.model.folder.files import read_object, tell
+from swiftllm.model.folder.files import is_there, read_object, tell
 from swiftllm.ops.quantised_matrix import CODES_PER_WORD, GROUP_MULTIPLE, MXFP4_GROUP
 
 AWQ, GPTQ, COMPRESSED_TENSORS, MXFP4 = "AWQ", "GPTQ", "compressed-tensors", "MXFP4"
@@ -43,7 +43,7 @@ class QuantisationScheme:
             ValueError: the scheme is not supported; the message says what is not, and what would do.
         """
         given = raw.get("quantization_config")
-        if given is None and (folder / OLD_GPTQ_FILE).is_file():
+        if given is None and is_there(folder / OLD_GPTQ_FILE):
             given = {"quant_method": "gptq", **read_object(folder / OLD_GPTQ_FILE)}
         if given is None:
             return None
@@ -53,7 +53,7 @@ class QuantisationScheme:
         method = given.get("quant_method")
         if method not in readers:
             raise _refusal(folder, f"quant_method={method!r}")
-        if given.get("kv_cache_scheme"):
+        if method == COMPRESSED_TENSORS and given.get("kv_cache_scheme"):
             tell(f"{folder}: kv_cache_scheme of quantization_config is not followed: the cache has a format of its own")
             if not given.get("config_groups"):
                 return None  # nothing else is quantised

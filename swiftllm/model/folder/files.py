@@ -86,6 +86,17 @@ def weight_map(index: Path) -> dict[str, str]:
     return dict(places)
 
 
+def is_there(path: Path) -> bool:
+    """Whether a file is in a folder, which need not have it.
+
+    Raises:
+        FileNotFoundError: it is a link to nothing, as of a model in the hub's cache whose blob was removed.
+    """
+    if path.is_symlink() and not path.exists():
+        raise FileNotFoundError(f"{absence_of(path)}: download the model again")
+    return path.is_file()
+
+
 def absence_of(path: Path) -> str:
     """What is wrong with a file that is not there."""
     if path.is_symlink():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftllm.core.sampling_params import SamplingParams
-from swiftllm.model.folder.files import DamagedFile, read_object, tell
+from swiftllm.model.folder.files import DamagedFile, is_there, read_object, tell
 
 FILE = "generation_config.json"
 DEFAULTS = {
@@ -27,7 +27,7 @@ def generation_config(folder: str | Path) -> dict[str, Any]:
     """What the file holds; nothing if it is not there or, which is logged, cannot be read."""
     path = Path(folder) / FILE
     try:
-        return read_object(path) if path.is_file() else {}
+        return read_object(path) if is_there(path) else {}
     except (DamagedFile, OSError) as error:
         tell(f"{error}; {FILE} is left aside")
         return {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from swiftllm.model.folder.files import TOKENIZER_FILES, DamagedFile, read_object
+from swiftllm.model.folder.files import TOKENIZER_FILES, DamagedFile, is_there, read_object
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -77,15 +77,17 @@ class Tokenizer:
 
         Raises:
             ValueError: its files exist and cannot be read; the message says why.
+            FileNotFoundError: one of them is a link to nothing.
         """
         folder = Path(folder)
-        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        if not any([is_there(folder / name) for name in TOKENIZER_FILES]):
             return None
+        has_template_of_processor = is_there(folder / TEMPLATE_FILE)
         from transformers import AutoTokenizer  # takes seconds; engines fed with token ids do not need it
 
         try:
             inner = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            if inner.chat_template is None and (folder / TEMPLATE_FILE).is_file():
+            if inner.chat_template is None and has_template_of_processor:
                 inner.chat_template = _templates(folder / TEMPLATE_FILE)
             return cls(inner, str(folder), vocab_size)
         except Exception as error:  # transformers raises many kinds, some from compiled code

@@ -9,8 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.folder.checkpoint import read_tensors
 from swiftllm.model.folder.files import DamagedFile, read_object, tell, weight_files
+from swiftllm.model.folder.generation import sampling_defaults
+from swiftllm.model.folder.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -91,6 +94,24 @@ def test_a_link_to_nothing_is_named(tmp_path):
     (tmp_path / "model.safetensors").symlink_to("blobs/0123")
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors is a link to .*blobs/0123, which is not there"):
         weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "chat_template.json"])
+def test_so_is_one_of_the_tokenizer(tmp_path, name):
+    """A server would have no text otherwise, or no chat."""
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / name).symlink_to("blobs/0123")
+    with pytest.raises(FileNotFoundError, match=rf"{name} is a link to .*blobs/0123, which is not there"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_so_is_one_of_the_configuration(tmp_path, caplog):
+    (tmp_path / "config.json").symlink_to("blobs/0123")
+    with pytest.raises(FileNotFoundError, match=r"config\.json is a link to .*blobs/0123, which is not there"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "generation_config.json").symlink_to("blobs/4567")
+    assert sampling_defaults(tmp_path) == {}
+    assert "generation_config.json is a link to" in caplog.text and "left aside" in caplog.text
 
 
 @pytest.mark.parametrize("size", [0, 4, 60, -1])
