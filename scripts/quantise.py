@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 if __name__ == "__main__" and not __package__:  # run as a file
-    NEEDS = ("torch", "safetensors")
+    NEEDS = ("numpy", "torch", "safetensors")
     import here
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
+
+from swiftllm.model.folder.checkpoint import read_file
+from swiftllm.model.folder.files import INDEX, TEXT_FILES, read_object, weight_files
 
 MODULES = ("_proj", ".w1", ".w2", ".w3")  # the ends of their names; the last are those of Mixtral's experts
 FORMATS = ("awq", "gptq", "gptq-v2", "compressed-tensors", "dequantised")
@@ -148,16 +150,15 @@ def write_folder(
     """Write ``source`` again with its layers' matrices in a layout; one matrix at a time is quantised.
 
     Raises:
-        FileNotFoundError: ``source`` is no model folder with safetensors.
+        FileNotFoundError: ``source`` is no model folder with safetensors, or a shard is missing.
         FileExistsError: ``target`` is there.
-        ValueError: the layout cannot hold the model; the message says why.
+        ValueError: the layout cannot hold the model, or a file is damaged; the message says why.
     """
     if layout == "awq" and act_order:
         raise ValueError("AWQ has no act-order: take another --format")
-    files = sorted(source.glob("model*.safetensors"))
-    if not files or not (source / "config.json").is_file():
-        raise FileNotFoundError(f"{source} is no model folder: it needs config.json and model*.safetensors")
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if not (source / "config.json").is_file():
+        raise FileNotFoundError(f"{source} is no model folder: it needs config.json and safetensors")
+    files, config = weight_files(source), read_object(source / "config.json")
     if config.pop("quantization_config", None):
         raise ValueError(f"{source} is quantised: give a folder with 16-bit or 32-bit weights")
     if target.exists():
@@ -183,24 +184,25 @@ def _write(
     places: dict[str, str] = {}
     for path in files:
         written: dict[str, torch.Tensor] = {}
-        with safe_open(path, framework="pt") as tensors:
-            for name in sorted(tensors.keys()):
-                module, _, kind = name.rpartition(".")
-                if kind != "weight" or not module.endswith(MODULES):
-                    written[name] = tensors.get_tensor(name)
-                    continue
-                matrix = quantise(tensors.get_tensor(name), group_size, symmetric, act_order)
-                packed = pack(matrix, layout, symmetric, act_order)
-                written.update({f"{module}.{kind}": tensor for kind, tensor in packed.items()})
+        for name, stored in read_file(path):
+            module, _, kind = name.rpartition(".")
+            if kind != "weight" or not module.endswith(MODULES):
+                written[name] = stored[()]
+                continue
+            matrix = quantise(stored[()], group_size, symmetric, act_order)
+            packed = pack(matrix, layout, symmetric, act_order)
+            written.update({f"{module}.{kind}": tensor for kind, tensor in packed.items()})
         save_file(written, target / path.name, metadata={"format": "pt"})
         (target / path.name).chmod(0o644)  # safetensors makes it private, but a folder may be shared
         places.update(dict.fromkeys(written, path.name))
     if len(files) > 1:
         index = {"metadata": {}, "weight_map": places}
         (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
-    for path in [*source.glob("*.json"), *source.glob("*.jinja"), *source.glob("tokenizer.model")]:
-        if path.name != "config.json" and not path.name.endswith(".index.json"):
-            shutil.copy(path, target)
+    for path in (path for pattern in TEXT_FILES for path in source.glob(pattern)):
+        if path.name != "config.json" and not path.name.endswith(INDEX):
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(path, copy)
     given = quantisation_config(layout, group_size, symmetric, act_order)
     if given is None:
         config |= {"dtype": "float32", "torch_dtype": "float32"}

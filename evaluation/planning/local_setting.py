@@ -19,6 +19,7 @@ from swiftllm.files import cache_dir, write_atomically
 from swiftllm.kv.budget import MemoryBudget, blocks_in
 from swiftllm.machine import GIB, Card, InsufficientMemory
 from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.folder.files import DamagedFile, weight_files
 from swiftllm.model.folder.hub import model_folder
 from swiftllm.runtime.memory_estimate import estimate_memory
 
@@ -234,10 +235,10 @@ def _model(paper: PaperSetting, options: FigureOptions) -> tuple[Path, Literal["
 
 def _is_complete(folder: Path) -> bool:
     """Whether all weights of a checkpoint are there. A download may have been interrupted."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return (folder / "model.safetensors").is_file()
-    return all((folder / name).is_file() for name in set(json.loads(index.read_text())["weight_map"].values()))
+    try:
+        return bool(weight_files(folder))
+    except (OSError, DamagedFile):
+        return False
 
 
 def _shape_folder(model: str, name: str, changes: dict[str, Any]) -> Path:

@@ -99,12 +99,12 @@ def token_counter(tokenizer: Path) -> CountTokens:
     Raises:
         RuntimeError: there is no tokenizer.json.
     """
-    from tokenizers import Tokenizer
+    from swiftllm.model.folder.tokenizer import read_tokenizer
 
     file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     if not file.exists():
         raise RuntimeError(f"no tokenizer at {file}: run scripts/prepare_model.py, or pass --tokenizer")
-    loaded = Tokenizer.from_file(str(file))
+    loaded = read_tokenizer(file)
     return lambda texts: [len(encoding.ids) for encoding in loaded.encode_batch(texts, add_special_tokens=False)]
 
 

@@ -199,8 +199,7 @@ def load_prompt_tokens(model: Path) -> PromptTokens:
     tokenizer_file = model / "tokenizer.json"
     if not tokenizer_file.is_file():
         return PromptTokens(vocab_size)
-    from tokenizers import Tokenizer  # slow to import, and only needed here
+    from swiftllm.model.folder.tokenizer import read_tokenizer  # slow to import, and only needed here
 
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    ids = tokenizer.encode(load_corpus(), add_special_tokens=False).ids
+    ids = read_tokenizer(tokenizer_file).encode(load_corpus(), add_special_tokens=False).ids
     return PromptTokens(vocab_size, tuple(ids))

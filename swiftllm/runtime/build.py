@@ -59,6 +59,7 @@ def this_machine(system: System, config: EngineConfig, backend: TorchBackend) ->
     kv = KVCacheManager(*sizes, host_blocks, cached, groups)
     kv.host_pools.fetcher = hosts
     backend.block_tables = kv.block_tables
+    tokenizer = Tokenizer.from_folder(config.model, backend.model_config.vocab_size)
     description = {
         "model": config.model,
         "device": backend.device_name,
@@ -86,8 +87,8 @@ def this_machine(system: System, config: EngineConfig, backend: TorchBackend) ->
         kv,
         description,
         vocab_size=backend.model_config.vocab_size,
-        eos_token_ids=backend.model_config.eos_token_ids,
-        tokenizer=Tokenizer.from_folder(config.model),
+        eos_token_ids=backend.model_config.end_tokens(None if tokenizer is None else tokenizer.eos_token_id),
+        tokenizer=tokenizer,
         hosts=hosts,
     )
 

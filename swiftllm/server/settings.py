@@ -39,8 +39,8 @@ class ServerSettings:
     chat_template: str | None = None
     """File with a chat template (Jinja), in place of the model's own."""
     generation_config: Literal["auto", "none"] = "auto"
-    """auto takes temperature, top_p, top_k and repetition_penalty of the model's generation_config.json where a request
-    sets none; none takes OpenAI's defaults."""
+    """auto takes temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the model's
+    generation_config.json where a request sets none; none takes OpenAI's defaults."""
     tool_call_parser: str = "auto"
     """Form of the model's tool calls: hermes, llama3_json, mistral, granite, qwen3_coder, seed_oss, glm4 or json; auto
     goes by its chat template. With none, only tools that must be called are taken."""
@@ -69,11 +69,7 @@ class ServerSettings:
             raise ValueError("api_key is empty: give one, or leave it out to require none")
 
     def sampling_defaults(self, model: str) -> dict[str, float]:
-        """The model's own sampling parameters, if requests get them. ``model``: its folder.
-
-        Raises:
-            ValueError: its ``generation_config.json`` cannot be used.
-        """
+        """The model's own sampling parameters, if requests get them. ``model``: its folder."""
         return sampling_defaults(model) if self.generation_config == "auto" else {}
 
     def formats(self, tokenizer: Tokenizer | None) -> Formats:

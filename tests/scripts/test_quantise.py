@@ -24,10 +24,15 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
 
 def test_a_folder_is_written_whole(tmp_path, monkeypatch) -> None:
     source = make_tiny_llama(tmp_path / "source", max_shard_size="50KB")
-    (source / "tokenizer_config.json").write_text("{}")
+    further = ("tokenizer_config.json", "vocab.json", "merges.txt", "additional_chat_templates/tool_use.jinja")
+    (source / "additional_chat_templates").mkdir()
+    for name in further:
+        (source / name).write_text("{}")
     run(monkeypatch, source, tmp_path / "out", "--format", "compressed-tensors", "--group-size", 32, "--symmetric")
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {path.name for path in source.iterdir()}
+    assert names == {path.name for path in source.iterdir()} and all(
+        (tmp_path / "out" / name).is_file() for name in further
+    )
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
     for name, file in index.items():
         assert name in load_file(tmp_path / "out" / file)
@@ -70,3 +75,19 @@ def test_perplexity_is_that_of_transformers(tmp_path) -> None:
     assert found == pytest.approx(loss.exp().item(), rel=1e-3)
     with pytest.raises(ValueError, match="tokens, and 2000 are wanted"):
         perplexity(source, text, window=20, num_windows=100, dtype="float32")
+
+
+@pytest.mark.parametrize("size", [0, 200, -1])
+def test_a_damaged_file_is_named_and_nothing_is_left(tmp_path, monkeypatch, size) -> None:
+    source = make_tiny_llama(tmp_path / "source", max_shard_size="50KB")
+    shard = max(source.glob("model-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:size])
+    with pytest.raises(SystemExit, match=f"quantise: .*{shard.name} is no readable safetensors file"):
+        run(monkeypatch, source, tmp_path / "out", "--group-size", 32)
+    shard.unlink()
+    with pytest.raises(SystemExit, match=f"quantise: .*{shard.name} is not there"):
+        run(monkeypatch, source, tmp_path / "out", "--group-size", 32)
+    (source / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"quantise: .*model\.safetensors\.index\.json has no weight_map"):
+        run(monkeypatch, source, tmp_path / "out", "--group-size", 32)
+    assert not (tmp_path / "out").exists()

@@ -284,9 +284,10 @@ def text_part(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = next((kind for kind in kinds if ARCHITECTURES[kind].model_type == model_type), None)
     if kind is None:
         raise Unsupported(f"{names[0]} around a text model with model_type={model_type!r}")
-    for name in ("quantization_config", "tie_word_embeddings", "eos_token_id"):
-        if name in raw:
-            text.setdefault(name, raw[name])
+    if "quantization_config" in raw:
+        text.setdefault("quantization_config", raw["quantization_config"])
+    if "tie_word_embeddings" in raw:  # here the whole comes first
+        text["tie_word_embeddings"] = raw["tie_word_embeddings"]
     return text | {"architectures": [kind]}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +12,12 @@ from swiftllm.model.config.architectures import SUPPORTED, Unsupported, layer_wi
 from swiftllm.model.config.quantisation import SUPPORTED as SUPPORTED_SCHEMES
 from swiftllm.model.config.quantisation import QuantisationScheme
 from swiftllm.model.config.rope import RopeScaling, UnsupportedRope
-from swiftllm.model.folder.checkpoint import tensor_names
+from swiftllm.model.folder.checkpoint import EMBEDDING, HEAD, are_equal, vocabulary_matrices
+from swiftllm.model.folder.files import is_there, read_object, tell
+from swiftllm.model.folder.generation import FILE as GENERATION
+from swiftllm.model.folder.generation import generation_config
+
+HEAD_MULTIPLE = 8  # of the CPU's attention kernels
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class ModelConfig:
     """Whether Q and K are normed, head by head, before the rotary embedding."""
     initializer_range: float
     eos_token_ids: tuple[int, ...]
+    """Tokens that end an output, which config.json and generation_config.json name."""
     quantisation: QuantisationScheme | None = None
     """How the layers' matrices are quantised; None: they are not."""
     rotary_dim: int | None = None
@@ -93,6 +98,13 @@ class ModelConfig:
     named_positions: int | None = None
     """``max_position_embeddings`` of a checkpoint that scales the queries behind those that are given here, or that has
     other rotary frequencies for longer requests (LongRoPE)."""
+    default_eos_token_ids: tuple[int, ...] = ()
+    """What transformers takes where no file names a token that ends an output."""
+
+    def end_tokens(self, of_tokenizer: int | None) -> tuple[int, ...]:
+        """Tokens that end an output: all that the folder names, the tokenizer's included."""
+        named = (*self.eos_token_ids, *(() if of_tokenizer is None else (of_tokenizer,))) or self.default_eos_token_ids
+        return tuple(dict.fromkeys(token for token in named if 0 <= token < self.vocab_size))
 
     def longest_request(self, asked: int | None) -> int:
         """Prompt and output tokens of a request at most: those ``asked`` for, by default the model's own.
@@ -117,7 +129,8 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
-        """Read ``config.json``, and the end-of-sequence ids from ``generation_config.json`` where it is there.
+        """Read ``config.json``; of ``generation_config.json`` the tokens that end an output, and of the weights whether
+        the vocabulary has one matrix or two.
 
         Raises:
             FileNotFoundError: the folder has no config.json.
@@ -125,15 +138,13 @@ class ModelConfig:
         """
         folder = Path(folder)
         path = folder / "config.json"
-        if not path.is_file():
+        if not is_there(path):
             raise FileNotFoundError(f"{path} is missing: give a Hugging Face model folder ({SUPPORTED})")
-        raw = _read_object(path)
-        generation_path = folder / "generation_config.json"
-        generation = _read_object(generation_path) if generation_path.is_file() else {}
+        raw = read_object(path)
+        if raw.get("transformers_weights"):
+            tell(f"{path}: transformers_weights is not followed: weights are in a file with the usual name")
         try:
             text = text_part(raw)
-            if text is not None and (names := tensor_names(folder)):  # the two parts may contradict each other
-                text["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in names)
             row, fields = recognise(raw if text is None else text)
         except Unsupported as what:
             raise ValueError(f"{path}: {what} is not supported; {SUPPORTED}") from None
@@ -146,17 +157,20 @@ class ModelConfig:
             def has_bias(told: bool | str) -> bool:
                 return told if isinstance(told, bool) else bool(fields[told])
 
+            if head_dim is None and hidden_size % num_heads:
+                raise ValueError(f"hidden_size={hidden_size} is no multiple of num_attention_heads={num_heads}")
             resolved_head_dim = hidden_size // num_heads if head_dim is None else int(head_dim)
             rope = _rope_parameters(fields)
             rotary_dim = resolved_head_dim
             if "partial_rotary_factor" in row.own:
                 rotary_dim = int(rotary_dim * float(rope.pop("partial_rotary_factor")))
             num_positions, named_positions = int(fields["max_position_embeddings"]), None
-            if row.scales_queries and float(rope.pop("llama_4_scaling_beta")):
-                unscaled = int(rope["original_max_position_embeddings"])
-                if unscaled < num_positions:
-                    num_positions, named_positions = unscaled, num_positions
+            scales_queries = row.scales_queries and float(rope.pop("llama_4_scaling_beta"))
             rope_scaling = RopeScaling.from_config(rope, row.rope_kinds)
+            num_positions = rope_scaling.positions(num_positions)
+            windows = layer_windows(row, {**fields, "max_position_embeddings": num_positions})
+            if scales_queries and rope_scaling.original_max_position < num_positions:
+                num_positions, named_positions = rope_scaling.original_max_position, num_positions
             if rope_scaling.kind == "longrope":
                 if {len(rope_scaling.short_factors), len(rope_scaling.long_factors)} != {rotary_dim // 2}:
                     raise ValueError(f"short_factor and long_factor need {rotary_dim // 2} numbers each")
@@ -174,13 +188,15 @@ class ModelConfig:
                 rms_norm_eps=float(fields["rms_norm_eps"]),
                 rope_theta=float(rope["rope_theta"]),
                 rope_scaling=rope_scaling,
-                tie_word_embeddings=bool(fields["tie_word_embeddings"]),
+                tie_word_embeddings=_ties(folder, bool(fields["tie_word_embeddings"]), text is not None),
                 qkv_bias=has_bias(row.qkv_bias),
                 o_bias=has_bias(row.o_bias),
                 mlp_bias=has_bias(row.mlp_bias),
                 norms_heads=row.norms_heads,
                 initializer_range=float(fields["initializer_range"]),
-                eos_token_ids=_eos_token_ids(generation, fields),
+                eos_token_ids=_eos_token_ids(
+                    (folder / GENERATION, generation_config(folder)), (path, text or {}), (path, raw)
+                ),
                 quantisation=quantisation,
                 rotary_dim=None if rotary_dim == resolved_head_dim else rotary_dim,
                 interleaved_rotary=row.interleaved_rotary,
@@ -188,9 +204,10 @@ class ModelConfig:
                 norms_outputs=row.norms_outputs,
                 experts=ExpertSizes.from_fields(fields) if row.expert_size else None,
                 is_wrapped=text is not None,
-                windows=layer_windows(row, fields),
+                windows=windows,
                 has_sinks=row.has_sinks,
                 named_positions=named_positions,
+                default_eos_token_ids=_eos_token_ids((path, {} if "eos_token_id" in (text or raw) else row.defaults)),
             )
             if row.residual_scale != 1.0:
                 config = _with_residual_scale(config, row.residual_scale)
@@ -224,9 +241,10 @@ class ModelConfig:
                     quantisation.group_size_of(in_features)
                 except ValueError as error:
                     raise ValueError(f"{path}: {error}") from None
-        for name, size in (("head_dim", config.head_dim), ("rotary_dim", config.rotary_dim or 0)):
-            if size % 2:
-                raise ValueError(f"{path}: {name}={size} is odd; rotary positions turn pairs")
+        if config.head_dim % HEAD_MULTIPLE or config.head_dim < HEAD_MULTIPLE:
+            raise ValueError(f"{path}: head_dim={config.head_dim} is no multiple of {HEAD_MULTIPLE}, as kernels need")
+        if (config.rotary_dim or 0) % 2:
+            raise ValueError(f"{path}: rotary_dim={config.rotary_dim} is odd; rotary positions turn pairs")
         return config
 
     @property
@@ -295,16 +313,6 @@ class ModelConfig:
         return self.num_layers * self.num_kv_heads * 2 * self.head_dim * itemsize
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object")
-    return value
-
-
 def _rope_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the rotary embedding; beside those of its scaling, what is told of the whole model and, where a
     model has it, ``original_max_position_embeddings``, which transformers prefers there."""
@@ -312,6 +320,7 @@ def _rope_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
         "rope_theta": fields["rope_theta"],
         "partial_rotary_factor": fields.get("partial_rotary_factor", 1.0),
         "max_position_embeddings": fields["max_position_embeddings"],
+        "original_max_position_embeddings": fields["max_position_embeddings"],
     }
     parameters = beside | dict(fields["rope_scaling"] or fields["rope_parameters"] or {})
     if "original_max_position_embeddings" in fields:
@@ -351,9 +360,28 @@ def _with_multipliers(config: ModelConfig, fields: Mapping[str, Any]) -> ModelCo
     )
 
 
-def _eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
-    for source in sources:
+def _ties(folder: Path, told: bool, is_wrapped: bool) -> bool:
+    """Whether the embedding is the vocabulary's matrix too, as ``config.json`` has ``told``. A checkpoint with two
+    different ones has two, as in transformers. The parts of a wrapper may contradict each other: there the checkpoint
+    alone decides."""
+    if not told and not is_wrapped:
+        return False
+    stored = vocabulary_matrices(folder)
+    if HEAD in stored and EMBEDDING in stored and not are_equal(stored[HEAD], stored[EMBEDDING]):
+        if told:
+            tell(f"{folder / 'config.json'}: tie_word_embeddings is not followed: the weights have another {HEAD}")
+        return False
+    return told or bool(stored)
+
+
+def _eos_token_ids(*sources: tuple[Path, Mapping[str, Any]]) -> tuple[int, ...]:
+    """All that any source names, in their order. null, an empty list or no field means that it names none."""
+    named: dict[int, None] = {}
+    for path, source in sources:
         value = source.get("eos_token_id")
-        if value is not None:
-            return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)
-    return ()
+        for token in value if isinstance(value, list) else [value]:
+            if type(token) is int:
+                named[token] = None
+            elif token is not None:
+                tell(f"{path}: eos_token_id is left aside: {token!r} is no token id")
+    return tuple(named)

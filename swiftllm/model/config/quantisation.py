@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swiftllm.model.folder.files import is_there, read_object, tell
 from swiftllm.ops.quantised_matrix import CODES_PER_WORD, GROUP_MULTIPLE, MXFP4_GROUP
 
 AWQ, GPTQ, COMPRESSED_TENSORS, MXFP4 = "AWQ", "GPTQ", "compressed-tensors", "MXFP4"
@@ -43,8 +43,8 @@ class QuantisationScheme:
             ValueError: the scheme is not supported; the message says what is not, and what would do.
         """
         given = raw.get("quantization_config")
-        if given is None and (folder / OLD_GPTQ_FILE).is_file():
-            given = {"quant_method": "gptq", **json.loads((folder / OLD_GPTQ_FILE).read_text(encoding="utf-8"))}
+        if given is None and is_there(folder / OLD_GPTQ_FILE):
+            given = {"quant_method": "gptq", **read_object(folder / OLD_GPTQ_FILE)}
         if given is None:
             return None
         readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "mxfp4": _mxfp4}
@@ -53,6 +53,10 @@ class QuantisationScheme:
         method = given.get("quant_method")
         if method not in readers:
             raise _refusal(folder, f"quant_method={method!r}")
+        if method == COMPRESSED_TENSORS and given.get("kv_cache_scheme"):
+            tell(f"{folder}: kv_cache_scheme of quantization_config is not followed: the cache has a format of its own")
+            if not given.get("config_groups"):
+                return None  # nothing else is quantised
         try:
             scheme = readers[method](given)
             is_head_left_out = any("lm_head" in module for module in given.get("ignore") or ())
@@ -140,7 +144,6 @@ def _gptq(given: Mapping[str, Any]) -> QuantisationScheme:
 
 def _compressed_tensors(given: Mapping[str, Any]) -> QuantisationScheme:
     _require(given, "format", "pack-quantized")
-    _require(given, "kv_cache_scheme", None)
     for name in ("transform_config", "sparsity_config"):
         if given.get(name):
             raise _Unsupported(name)

@@ -99,6 +99,13 @@ class RopeScaling:
             raise ValueError(f"rope scaling {kind!r} lacks the field {error}") from None
         return cls()
 
+    def positions(self, told: int) -> int:
+        """Tokens of the longest request of a model whose ``max_position_embeddings`` are ``told``, as in vLLM: linear
+        scaling multiplies them, and yarn those of the first training. The other kinds tell the product."""
+        if self.kind == "linear":
+            return int(told * self.factor)
+        return int(self.original_max_position * self.factor) if self.kind == "yarn" else told
+
 
 def _yarn_amplitude(parameters: Mapping[str, Any]) -> float:
     """What ``attention_factor`` says, or what follows from the other fields."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-INDEX_FILES = "*.safetensors.index.json"
-SINGLE_FILES = ("model.safetensors", "gptq_model*.safetensors")  # the latter as AutoGPTQ writes them
+from swiftllm.model.folder.files import DamagedFile, weight_files
+
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+"""How the names of the vocabulary's two matrices end."""
+ROWS_AT_ONCE = 4096
 
 
-class WeightsError(ValueError):
+class WeightsError(DamagedFile):
     """A checkpoint does not hold the tensors that config.json requires; the message names the tensors."""
 
 
@@ -27,44 +29,45 @@ class StoredTensor(Protocol):
     def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor: ...
 
 
-def tensor_names(folder: Path) -> set[str]:
-    """Of a folder's tensors; none if there are no weights, or they cannot be read."""
-    indices = sorted(folder.glob(INDEX_FILES))
-    if indices:
-        return set(json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"])
-    try:
-        return {name for name, _ in read_tensors(folder)}
-    except (FileNotFoundError, WeightsError):
-        return set()
-
-
 def read_tensors(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
     """Names of tensors, and what reads slices of each.
 
     Raises:
         FileNotFoundError: no safetensors in the folder, or a shard of the index is missing.
-        WeightsError: a file is damaged.
+        DamagedFile: a file is damaged.
+    """
+    for path in weight_files(folder):
+        yield from read_file(path)
+
+
+def read_file(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """The same of one file.
+
+    Raises:
+        WeightsError: it is damaged.
     """
     from safetensors import SafetensorError, safe_open  # not needed for dummy weights
 
-    indices = sorted(folder.glob(INDEX_FILES))
-    single = [path.name for pattern in SINGLE_FILES for path in sorted(folder.glob(pattern))]
-    if indices:
-        files = sorted(set(json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"].values()))
-    elif single:
-        files = single[:1]
-    else:
-        raise FileNotFoundError(
-            f"{folder} has neither {SINGLE_FILES[0]} nor {INDEX_FILES}; "
-            "convert the model to safetensors, or use load_format='dummy' to run without weights"
-        )
-    for file in files:
-        path = folder / file
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is named in {indices[0].name} and is not there: finish the download")
-        try:
-            with safe_open(path, framework="pt") as tensors:
-                for name in sorted(tensors.keys()):  # the tensors of a module one after the other
-                    yield name, tensors.get_slice(name)
-        except SafetensorError as error:
-            raise WeightsError(f"{path} is no readable safetensors file: {error}") from None
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            for name in sorted(tensors.keys()):  # the tensors of a module one after the other
+                yield name, tensors.get_slice(name)
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path} is no readable safetensors file: {error}; download it again") from None
+
+
+def vocabulary_matrices(folder: Path) -> dict[str, StoredTensor]:
+    """Of :data:`HEAD` and :data:`EMBEDDING` those that a folder's weights hold; none if these cannot be read."""
+    try:
+        return {end: tensor for name, tensor in read_tensors(folder) for end in (HEAD, EMBEDDING) if name.endswith(end)}
+    except (OSError, DamagedFile):
+        return {}
+
+
+def are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether two matrices hold the same numbers. Reads no further than their first difference."""
+    shape = first.get_shape()
+    if shape != second.get_shape():
+        return False
+    pieces = (slice(start, start + ROWS_AT_ONCE) for start in range(0, shape[0], ROWS_AT_ONCE))
+    return all(torch.equal(first[(piece,)].float(), second[(piece,)].float()) for piece in pieces)

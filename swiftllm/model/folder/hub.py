@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 from swiftllm.files import expand
+from swiftllm.model.folder.files import TEXT_FILES
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-TEXT_FILES = ["*.json", "*.jinja", "tokenizer.model"]
-WEIGHT_FILES = ["model*.safetensors", "gptq_model*.safetensors"]
-OTHER_FORMATS = ["*/*", "consolidated*"]  # copies of the same weights
+WEIGHT_FILES = ("model*.safetensors", "gptq_model*.safetensors")
+OTHER_FORMATS = ["*/*.json", "*/*.safetensors", "*/tokenizer.model", "consolidated*"]  # copies of the same weights
 
 
 def model_folder(model: str | Path, weights: bool = True) -> Path:
@@ -27,7 +28,7 @@ def model_folder(model: str | Path, weights: bool = True) -> Path:
         return folder
     from huggingface_hub import snapshot_download  # not needed for a folder
 
-    wanted = TEXT_FILES + WEIGHT_FILES * weights
+    wanted = [*TEXT_FILES, *WEIGHT_FILES * weights]
     try:
         return Path(snapshot_download(str(model), allow_patterns=wanted, ignore_patterns=OTHER_FORMATS))
     except (OSError, ValueError) as error:  # all that the hub raises for names, rights, network and disk
@@ -39,9 +40,9 @@ def model_folder(model: str | Path, weights: bool = True) -> Path:
 
 
 def model_name(folder: str | Path) -> str:
-    """The hub's name of a model whose folder is in the hub's cache; else the name of the folder."""
-    folder = Path(folder)
+    """The hub's name of a model whose folder is in the hub's cache; else the name of the folder, of "." too."""
+    folder = Path(os.path.abspath(folder))
     kind, *name = folder.parent.parent.name.split("--")
     if folder.parent.name == "snapshots" and kind == "models":
         return "/".join(name)
-    return folder.name
+    return folder.name or str(folder)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+from swiftllm.model.folder.files import TOKENIZER_FILES, DamagedFile, is_there, read_object
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
+
+TEMPLATE_FILE = "chat_template.json"  # of processors; transformers' tokenizers read all other places of templates
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 LONG_TOKENS = 1000  # take a tenth of a millisecond to decode
 MOST_NORMALIZED = 4  # characters that Unicode's composition joins to one
@@ -21,6 +27,27 @@ SINGLE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token of these
 MAX_PENDING_TOKENS = 8  # no character is cut into more: tokens that still give none are not text
 
 
+def whole_texts(rust: RustTokenizer) -> RustTokenizer:
+    """The same tokenizer, which neither cuts texts nor fills them up: a file keeps what its training did."""
+    rust.no_truncation()
+    rust.no_padding()
+    return rust
+
+
+def read_tokenizer(file: Path) -> RustTokenizer:
+    """The tokenizer in a ``tokenizer.json`` alone, without the other files of its folder.
+
+    Raises:
+        DamagedFile: it cannot be read.
+    """
+    from tokenizers import Tokenizer as RustTokenizer
+
+    try:
+        return whole_texts(RustTokenizer.from_file(str(file)))
+    except Exception as error:  # compiled code raises this very class
+        raise DamagedFile(f"{file} is no tokenizer: {error}") from None
+
+
 class Tokenizer:
     """A thin wrapper over the tokenizer that transformers finds in a model folder. Threads may share it.
 
@@ -28,13 +55,15 @@ class Tokenizer:
     changes options of a tokenizer that other threads may be using.
     """
 
-    def __init__(self, inner: Any, folder: str) -> None:
-        """``inner``: a fast tokenizer of transformers, as all of the Llama family are. ``folder``: where it is read."""
+    def __init__(self, inner: Any, folder: str, vocab_size: float = math.inf) -> None:
+        """``inner``: a fast tokenizer of transformers, as all of the Llama family are. ``folder``: where it is read.
+        ``vocab_size``: of the model, which may have fewer: the tokens from there on never come."""
         from tokenizers.decoders import ByteLevel
 
         self._inner = inner
+        self._vocab_size = vocab_size
         self.folder = folder
-        self._rust = inner.backend_tokenizer
+        self._rust = whole_texts(inner.backend_tokenizer)
         added = self._rust.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.joins_bytes = isinstance(self._rust.decoder, ByteLevel)
@@ -43,19 +72,24 @@ class Tokenizer:
         self._longest_token = self._most_chars()
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> Tokenizer | None:
-        """The tokenizer of a model folder, or None where it has none.
+    def from_folder(cls, folder: str | Path, vocab_size: float = math.inf) -> Tokenizer | None:
+        """The tokenizer of a model folder, or None where it has none. ``vocab_size``: the model's.
 
         Raises:
             ValueError: its files exist and cannot be read; the message says why.
+            FileNotFoundError: one of them is a link to nothing.
         """
         folder = Path(folder)
-        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        if not any([is_there(folder / name) for name in TOKENIZER_FILES]):
             return None
+        has_template_of_processor = is_there(folder / TEMPLATE_FILE)
         from transformers import AutoTokenizer  # takes seconds; engines fed with token ids do not need it
 
         try:
-            return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True), str(folder))
+            inner = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            if inner.chat_template is None and has_template_of_processor:
+                inner.chat_template = _templates(folder / TEMPLATE_FILE)
+            return cls(inner, str(folder), vocab_size)
         except Exception as error:  # transformers raises many kinds, some from compiled code
             raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
@@ -102,17 +136,34 @@ class Tokenizer:
         return math.ceil(num_chars / self._longest_token)
 
     def written(self) -> str:
-        """The tokenizer as JSON, in the form of ``tokenizer.json``."""
-        return self._rust.to_str()
+        """The tokenizer as JSON, in the form of ``tokenizer.json``, with the tokens alone that may come."""
+        text = self._rust.to_str()
+        if max(self._rust.get_vocab().values(), default=0) < self._vocab_size:
+            return text
+        whole = json.loads(text)
+        whole["added_tokens"] = [token for token in whole["added_tokens"] if token["id"] < self._vocab_size]
+        model = whole["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {token: number for token, number in model["vocab"].items() if number < self._vocab_size}
+            known = model["vocab"].keys()
+            if "merges" in model:
+                model["merges"] = [pair for pair in model["merges"] if known >= {*pair, "".join(pair)}]
+        return json.dumps(whole)
 
     def token_id(self, text: str) -> int | None:
-        """The token that is written so in the vocabulary, if there is one."""
-        return self._rust.token_to_id(text)
+        """The token that is written so in the vocabulary, if there is one that may come."""
+        token = self._rust.token_to_id(text)
+        return token if token is not None and token < self._vocab_size else None
 
     def texts(self) -> dict[int, str]:
         """The text of each token of the vocabulary that text is made of; U+FFFD stands for parts of characters."""
         tokens = self._rust.get_vocab(with_added_tokens=False).values()
-        return {token: self.token_bytes(token).decode(errors="replace") for token in tokens if token not in self._added}
+        mine = (token for token in tokens if token not in self._added and token < self._vocab_size)
+        return {token: self.token_text(token) for token in mine}
+
+    def token_text(self, token_id: int) -> str:
+        """The text of a token within others, its leading space included; U+FFFD stands for parts of characters."""
+        return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token, which may be a part of a character. Ids outside the vocabulary have none."""
@@ -168,6 +219,21 @@ class Tokenizer:
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         return TextStream(self, skip_special_tokens)
+
+
+def _templates(file: Path) -> str | dict[str, str]:
+    """What ``chat_template.json`` holds: a template, or several with names.
+
+    Raises:
+        DamagedFile: it holds none.
+    """
+    given = read_object(file).get("chat_template")
+    if isinstance(given, list) and all(isinstance(one, Mapping) for one in given):
+        given = {one.get("name"): one.get("template") for one in given}
+    texts = given.values() if isinstance(given, dict) else [given]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise DamagedFile(f"{file} has no chat_template")
+    return given
 
 
 @cache

@@ -20,7 +20,9 @@ TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "language_model.": "model.",
 }
+BARE = ("layers.", "embed_tokens.", "norm.")  # how names begin in a checkpoint of the model without its vocabulary
 EXPERT_NAMES = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "router": "gate"}
 STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(bias|blocks|scales))?")
 EVERY_OTHER = slice(0, None, 2), slice(1, None, 2)
@@ -28,6 +30,7 @@ IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower
 ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
 TO_RESIDUAL = ("o_proj", "down_proj")
 FINAL_NORM = "model.norm.weight"
+EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 
 Rows = TypeVar("Rows", torch.Tensor, StoredMatrix)
 
@@ -43,7 +46,8 @@ def fused_modules(config: ModelConfig) -> Mapping[str, Mapping[str, int]]:
 
 
 def as_llama(config: ModelConfig, tensors: Iterable[tuple[str, StoredTensor]]) -> Iterator[tuple[str, StoredTensor]]:
-    """The ``tensors`` of a checkpoint with the names that Llama's have; ``config`` is that of the whole model.
+    """The ``tensors`` of a checkpoint with the names that Llama's have; ``config`` is that of the whole model. A matrix
+    that is tied has the embedding's, whatever a checkpoint calls it.
 
     Raises:
         WeightsError: a tensor cannot be split.
@@ -58,6 +62,9 @@ def as_llama(config: ModelConfig, tensors: Iterable[tuple[str, StoredTensor]]) -
                 continue
             prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
             name = TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        name = f"model.{name}" if name.startswith(BARE) else name
+        if name == HEAD_NAME and config.tie_word_embeddings:
+            name = EMBEDDING_NAME
         if config.experts is not None:
             name = ".".join(EXPERT_NAMES.get(word, word) for word in name.split("."))
             if ".mlp.gate." in name and not name.endswith((".gate.weight", ".gate.bias")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,8 @@ import torch
 
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.folder.checkpoint import WeightsError, read_tensors
-from swiftllm.model.weights.llama_tensors import Folding, as_llama
+from swiftllm.model.folder.files import tell
+from swiftllm.model.weights.llama_tensors import EMBEDDING_NAME, FINAL_NORM, HEAD_NAME, Folding, as_llama
 from swiftllm.model.weights.packed_tensor import Allocate, PackedTensor, write_rows
 from swiftllm.model.weights.quantised.collector import QuantisedCollector
 from swiftllm.model.weights.quantised.fused import FusedTarget
@@ -25,6 +27,9 @@ STD_OF_CODES = (255 / 12) ** 0.5  # of 0 to 15, equally likely
 STD_OF_MXFP4 = (sum(number**2 for number in MXFP4_NUMBERS) / 16) ** 0.5
 NONE_ON_HOST: Mapping[int, Allocate] = MappingProxyType({})
 EMBEDDING = -2  # among boundaries, of which it comes before the first
+CACHE_SCALE = re.compile(  # the names that tools for quantising give them, as vLLM lists them
+    r".*\.((q|k|v|kv|prob|prob_output)_(scale|zero_point)|(q|k|v|qkv)_proj\.output_scale|kv_cache_scaling_factor)"
+)
 DUMMY_PERIOD = (1 << 20) + 7  # elements; odd, so that no two rows of a matrix start alike
 
 LinearTensors = tuple[Matrix, torch.Tensor | None]
@@ -185,9 +190,9 @@ class LlamaWeights:
 
     def by_checkpoint_name(self, config: ModelConfig) -> dict[str, torch.Tensor | PackedTensor]:
         """The place of each tensor of a Hugging Face checkpoint, as a view of the fused matrices."""
-        places = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
+        places = {EMBEDDING_NAME: self.embedding, FINAL_NORM: self.final_norm}
         if not config.tie_word_embeddings:
-            places["lm_head.weight"] = self.lm_head
+            places[HEAD_NAME] = self.lm_head
         for index, layer in enumerate(self.layers):
             prefix = f"model.layers.{index}."
             places[prefix + "input_layernorm.weight"] = layer.input_norm
@@ -270,12 +275,10 @@ def load_weights(
         quantised = QuantisedCollector(config.quantisation, targets, dtype, part.slices, folding.matrix)
         for name, tensor in as_llama(config, read_tensors(Path(folder))):
             quantised.look_ahead(name, tensor)
-    # Old checkpoints hold recomputed buffers, or a copy of tied embeddings: neither is needed.
-    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     seen: set[str] = set()
     unknown: list[str] = []
     for name, tensor in as_llama(config, read_tensors(Path(folder))):
-        if name in ignored or name.endswith("rotary_emb.inv_freq"):
+        if name.endswith("rotary_emb.inv_freq"):  # in old checkpoints, a buffer that is computed anew
             continue
         try:
             if name in places:
@@ -290,6 +293,10 @@ def load_weights(
                 unknown.append(name)
         except ValueError as error:
             raise WeightsError(f"{folder}: {error}") from None
+    scales = [name for name in unknown if CACHE_SCALE.fullmatch(name)]
+    if scales:
+        tell(f"{folder}: {scales[0]} and other scales of a KV cache in 8 bits are left out: the cache here has its own")
+        unknown = [name for name in unknown if name not in scales]
     missing = sorted((places.keys() - seen) | set(quantised.missing() if quantised else ()))
     for problem, names in (("lacks", missing), ("has unknown", sorted(unknown))):
         if names:

@@ -113,7 +113,7 @@ class EngineClient(asyncio.Protocol):
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, if it has one; the engine has another copy."""
         folder = self.ready.tokenizer_folder
-        return None if folder is None else Tokenizer.from_folder(folder)
+        return None if folder is None else Tokenizer.from_folder(folder, self.ready.admission.vocab_size)
 
     @property
     def limits(self) -> ServiceLimits:

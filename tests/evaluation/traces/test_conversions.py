@@ -7,9 +7,19 @@ import json
 
 import pandas as pd
 import pytest
+from tokenizers import Tokenizer
 
-from evaluation.traces.conversions import azure_rows, dolphin_pairs, livebench_pairs, mooncake_rows, neo_rows, text_rows
+from evaluation.traces.conversions import (
+    azure_rows,
+    dolphin_pairs,
+    livebench_pairs,
+    mooncake_rows,
+    neo_rows,
+    text_rows,
+    token_counter,
+)
 from evaluation.traces.files import TraceRow
+from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 
 AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -74,6 +84,16 @@ def test_text_sources_stop_at_max_rows():
     endless = ((f"one {number}", "three") for number in itertools.count())
     assert text_rows(endless, count_words, max_rows=300) == [TraceRow(2, 1)] * 300
     assert next(endless)[0] == "one 300"
+
+
+def test_what_a_tokenizer_was_trained_to_cut_or_fill_up_is_counted_whole(tmp_path):
+    """As by transformers, where a call without arguments does neither."""
+    file = make_tiny_tokenizer(tmp_path) / "tokenizer.json"
+    raw = Tokenizer.from_file(str(file))
+    raw.enable_truncation(16)
+    raw.enable_padding(length=16)
+    raw.save(str(file))
+    assert token_counter(tmp_path)(["n" * 101, "abc"]) == token_counter(file)(["n" * 101, "abc"]) == [101, 3]
 
 
 def test_livebench_joins_questions_with_one_models_answers():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 
 from swiftllm.config import EngineConfig
 from swiftllm.runtime import build
 from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.systems import System
+from swiftllm.systems import System, build_engine
+from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 
 WITHOUT_APEX = """
 import sys
@@ -50,6 +54,18 @@ def test_a_start_that_fails_closes_the_backend(at: str, tiny_model_dir, monkeypa
     with pytest.raises(KeyboardInterrupt):
         build.build_gpu_only(System("some", "a system", fails), config)
     assert len(closed) == 1
+
+
+def test_the_tokenizers_end_token_ends_outputs_too(tmp_path, tiny_model_dir) -> None:
+    """As in vLLM, whatever config.json and generation_config.json name, or do not."""
+    folder = make_tiny_tokenizer(shutil.copytree(tiny_model_dir(), tmp_path / "model"))
+    config = EngineConfig(str(folder), device="cpu", dtype="float32", num_gpu_blocks=4, num_cpu_blocks=0)
+    raw = json.loads((folder / "config.json").read_text())
+    for own, generation, expected in ((None, None, {2}), (5, [], {2, 5}), (5, [6], {2, 5, 6})):
+        (folder / "config.json").write_text(json.dumps(raw | {"eos_token_id": own}))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+        with closing(build_engine("vllm", config)) as engine:
+            assert engine.eos_token_ids == expected
 
 
 def test_systems_that_use_the_gpu_only_need_no_apex(tiny_model_dir) -> None:

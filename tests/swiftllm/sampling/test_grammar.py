@@ -9,6 +9,8 @@ import re
 import numpy as np
 import pytest
 import torch
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RawTokenizer
 
 from swiftllm.core.request import Request
 from swiftllm.core.sampling_params import SamplingParams
@@ -50,6 +52,19 @@ def text_of(tokenizer, grammar, seed: int, **how) -> tuple[str, bool]:
         row = torch.randn(1, VOCAB, generator=generator)
         request.append_token(Sampler().sample(row, [request])[0], 0.0)
     return tokenizer.decode(request.output_token_ids), request.finish_reason.value == "stop"
+
+
+def test_tokens_that_the_model_has_no_row_for_break_no_grammar(tmp_path) -> None:
+    """transformers and vLLM serve a tokenizer to which a padding token was added behind the model's last row."""
+    folder = make_tiny_tokenizer(tmp_path)
+    raw = RawTokenizer.from_file(str(folder / "tokenizer.json"))
+    vocab_size = raw.get_vocab_size()
+    raw.add_special_tokens([AddedToken("[PAD]", special=True)])
+    raw.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(folder, vocab_size)
+    grammar = GrammarCompiler(tokenizer, vocab_size, [EOS]).compile("choice", ["yes", "no"])
+    assert {tokenizer.token_text(token) for token in may(grammar, ())} == {"y", "n"}
+    assert GrammarTrials(tokenizer, vocab_size, [EOS]).check("regex", "[ab]").source == ("regex", "[ab]")
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ class Answer(AnyAnswer):
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
     """Text of a token in log-probabilities; U+FFFD stands for bytes that are not a whole character."""
-    return f"token_id:{token_id}" if tokenizer is None else tokenizer.text_alone(token_id)
+    return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
 
 
 def finite(logprob: float) -> float:

@@ -19,17 +19,19 @@ from swiftllm.server.formats.output_text import Piece, TokenTexts
 
 async def answer_completion(context: ServingContext, body: CompletionRequest, request: Request) -> Response:
     """Answer a request for completions. Raises what :class:`Generation` and :meth:`AnyAnswer.respond` raise."""
-    given = body.prompts
+    given, max_tokens = body.prompts, body.tokens_to_make
+    if body.max_tokens is None:  # the model's authors may say fewer
+        max_tokens = min(max_tokens, context.sampling_defaults.get("max_tokens", max_tokens))
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     encoded = iter(await context.encode_prompts(texts, body, "prompt", body.add_special_tokens))
     longest, prompts = context.admission.longest_of(body.service_class), []
     for prompt in given:
         is_text = isinstance(prompt, str)
         tokens = next(encoded) if is_text else prompt
-        kept = body.kept_tokens(tokens, body.tokens_to_make, longest)
+        kept = body.kept_tokens(tokens, max_tokens, longest)
         prompts.append(Prompt(kept, prompt if is_text and len(kept) == len(tokens) else None))
     grammar = await context.grammar_of(body)
-    generation = Generation(context, "cmpl", body, prompts, body.tokens_to_make, grammar)
+    generation = Generation(context, "cmpl", body, prompts, max_tokens, grammar)
     return await CompletionAnswer(generation).respond(request)
 
 

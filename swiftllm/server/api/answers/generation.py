@@ -65,7 +65,8 @@ class Generation:
         grammar: TriedGrammar | None = None,
         make_reader: Callable[[], Reader | None] = lambda: None,
     ) -> None:
-        """``max_tokens``: output tokens of each prompt, cut to what fits beside it; None is all that fits.
+        """``max_tokens``: output tokens of each prompt, cut to what fits beside it; None is as many as the model's
+        ``generation_config.json`` says, or all that fits.
         ``make_reader`` makes what reads the parts of one output."""
         self.request_id = f"{name}-{body.request_id or format(ID_BITS.getrandbits(128), '032x')}"
         self.context = context
@@ -75,7 +76,8 @@ class Generation:
         others: dict[str, Any] = {**context.sampling_defaults, "grammar": grammar}
         if body.bad_words:
             others["bad_words"] = tuple(body.bad_token_ids(context.require_tokenizer()))
-        lengths = [that_fit(max_tokens, longest, len(prompt.token_ids)) for prompt in prompts]
+        own_most = context.sampling_defaults.get("max_tokens", longest)
+        lengths = [that_fit(max_tokens, longest, len(prompt.token_ids), own_most) for prompt in prompts]
         shared = body.sampling(min(lengths), others)  # checked with the length that allows least
         samplings = [shared.varied(max_tokens=length) for length in lengths]
         n = body.n
@@ -159,12 +161,12 @@ def with_reader(text: OutputText, reader: Reader | None) -> OutputText | ReadTex
     return text if reader is None else ReadText(text, reader)
 
 
-def that_fit(max_tokens: int | None, longest: int, prompt_len: int) -> int:
-    """The output tokens asked for, or as many as fit beside the prompt. The engine refuses more than ``longest``, and a
-    prompt that leaves no room."""
+def that_fit(max_tokens: int | None, longest: int, prompt_len: int, by_default: int) -> int:
+    """The output tokens asked for, or as many ``by_default`` as fit beside the prompt. The engine refuses more than
+    ``longest``, and a prompt that leaves no room."""
     room = max(1, longest - prompt_len)
     if max_tokens is None:
-        return room
+        return min(by_default, room)
     return max_tokens if max_tokens > longest else min(max_tokens, room)
 
 

@@ -64,6 +64,12 @@ UNSUPPORTED = (
     ({**MISTRAL3, "text_config": {**SIZES, "model_type": "qwen2"}}, "around a text model with model_type='qwen2'"),
     ({**MISTRAL3, "text_config": {"model_type": "ministral3"}}, "lacks '"),
     ({"rms_norm_eps": None}, "makes no sense"),
+    *(
+        ({"head_dim": size}, rf"config\.json: head_dim={size} is no multiple of 8, as kernels need")
+        for size in (0, 1, 4, 10, 12, 20, 63)
+    ),
+    ({"hidden_size": 48, "num_key_value_heads": 4}, "head_dim=12 is no multiple of 8"),
+    ({"hidden_size": 66}, "hidden_size=66 is no multiple of num_attention_heads=4"),
 )
 
 
@@ -115,7 +121,7 @@ def test_a_field_that_is_not_there_has_the_value_that_transformers_gives_it(read
         assert (ours.named_positions or ours.max_position_embeddings) == theirs.max_position_embeddings
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or 16)
         eos = theirs.eos_token_id
-        assert ours.eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
+        assert ours.default_eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
         # A window that is used unless config.json says otherwise, and heads where SIZES says nothing.
         defaults = {field.name: field.default for field in dataclasses.fields(kind)}
         sizes = {**SIZES, "num_attention_heads": 32, "hidden_size": 512, "sliding_window": None}
@@ -175,11 +181,71 @@ def test_both_spellings_of_rope_are_read(read):
     assert (new.rope_theta, new.rope_scaling.kind, new.rope_scaling.factor) == (5e4, "linear", 2.0)
 
 
-def test_end_of_sequence_ids_come_from_the_generation_config_first(read, tmp_path):
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
-    assert read(LLAMA | {"eos_token_id": 2}).eos_token_ids == (5, 7)
-    (tmp_path / "generation_config.json").unlink()
-    assert read(LLAMA | {"eos_token_id": 3}).eos_token_ids == (3,)
+@pytest.mark.parametrize(
+    ("own", "generation", "of_tokenizer", "expected"),
+    [
+        (2, [5, 7], None, {2, 5, 7}),
+        (2, None, 9, {2, 9}),
+        (None, None, 9, {9}),
+        ([], [], 9, {9}),
+        (..., ..., 9, {9}),
+        (..., ..., None, {2}),  # transformers' LlamaConfig
+        (None, ..., None, set()),
+        (-1, 2000, 4000, set()),  # none of these can come
+        ("</s>", [True, 5], None, {5}),
+    ],
+)
+def test_all_end_tokens_count_that_any_file_names(read, tmp_path, own, generation, of_tokenizer, expected):
+    """vLLM stops at those of generation_config.json and of the tokenizer; transformers at the former or, without the
+    file, at those of config.json."""
+    if generation is not ...:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    given = {name: value for name, value in LLAMA.items() if name != "eos_token_id"}
+    config = read(given | ({} if own is ... else {"eos_token_id": own}))
+    assert set(config.end_tokens(of_tokenizer)) == expected
+
+
+def test_the_two_parts_of_a_wrapper_may_name_end_tokens(read):
+    text = {**SIZES, "model_type": "ministral3", "eos_token_id": None}
+    assert read({**MISTRAL3, "text_config": text, "eos_token_id": 3}).end_tokens(None) == (3,)
+    assert set(read({**MISTRAL3, "text_config": {**text, "eos_token_id": [4]}, "eos_token_id": 3}).eos_token_ids) == {
+        3,
+        4,
+    }
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({"rope_type": "default"}, 1024),
+        ({"rope_type": "linear", "factor": 4.0}, 4096),
+        ({"type": "linear", "factor": 1.5}, 1536),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 1024),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0}, 4096),
+    ],
+)
+def test_scaled_positions_are_as_many_as_in_vllm(read, scaling, longest):
+    """Its ``_get_and_verify_max_len``: the factor multiplies max_position_embeddings, but not with llama3 and longrope;
+    with yarn it multiplies those of the first training, which are by default the same."""
+    config = read({**LLAMA, "max_position_embeddings": 1024, "rope_scaling": scaling})
+    assert config.longest_request(None) == config.longest_request(longest) == longest
+    with pytest.raises(ValueError, match=f"exceeds the {longest} tokens"):
+        config.longest_request(longest + 1)
+
+
+def test_a_window_that_scaled_positions_exceed_is_one(read):
+    linear = {"rope_type": "linear", "factor": 4.0}
+    mistral = {**SIZES, **MISTRAL, "max_position_embeddings": 1024, "sliding_window": 2048}
+    assert read(mistral).windows is None
+    assert read({**mistral, "rope_scaling": linear}).windows == (2048,) * 3
+
+
+def test_a_broken_generation_config_stops_no_start(read, tmp_path, caplog):
+    """As in transformers and vLLM."""
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ')
+    assert read(LLAMA | {"eos_token_id": 3}).end_tokens(None) == (3,)
+    assert "generation_config.json is not JSON" in caplog.text and "left aside" in caplog.text
 
 
 def test_a_folder_without_config_is_refused(tmp_path):

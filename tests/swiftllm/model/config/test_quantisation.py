@@ -62,6 +62,15 @@ def test_other_schemes_are_refused_with_what_would_do(given, what, tiny_model_di
         ModelConfig.from_folder(tmp_path)
 
 
+def test_a_scheme_for_the_cache_is_left_out_with_a_word(tmp_path, caplog) -> None:
+    """vLLM without --kv-cache-dtype fp8 keeps the cache in the model's dtype, too."""
+    given = {**PACKED, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    assert QuantisationScheme.from_config({"quantization_config": given}, tmp_path).group_size == 32
+    (told,) = caplog.messages
+    assert str(tmp_path) in told and "kv_cache_scheme" in told
+    assert QuantisationScheme.from_config({"quantization_config": {**given, "config_groups": {}}}, tmp_path) is None
+
+
 def test_groups_that_do_not_divide_the_inputs_are_refused(tiny_model_dir, tmp_path) -> None:
     raw = json.loads((tiny_model_dir() / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": {**AWQ, "group_size": 64}}))

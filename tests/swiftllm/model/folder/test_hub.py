@@ -26,6 +26,9 @@ FILES = {
     "consolidated.safetensors": b"the same once more",
     "original/model.safetensors": b"and again",
     "pytorch_model.bin": b"in another format",
+    "merges.txt": b"a b",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
+    "original/params.json": b"{}",
 }
 
 
@@ -97,7 +100,7 @@ def test_a_model_is_downloaded_once_and_then_needs_no_network(ask, hub):
     first = ask(NAME)
     folder = Path(first.stdout.strip())
     assert folder.is_dir(), first.stderr
-    loaded = {"config.json", "tokenizer.json", "model-00001-of-00001.safetensors"}
+    loaded = {"config.json", "tokenizer.json", "model-00001-of-00001.safetensors", "merges.txt", "tool_use.jinja"}
     assert {file.name for file in folder.rglob("*") if file.is_file()} == loaded
     assert (folder / "model-00001-of-00001.safetensors").read_bytes() == b"weights"
     assert model_name(folder) == NAME
@@ -127,4 +130,21 @@ def test_folders_are_taken_as_they_are(tmp_path, monkeypatch):
     assert model_folder("/no/such/folder") == Path("/no/such/folder")  # whoever reads it says what is missing
     monkeypatch.setenv("HOME", str(tmp_path))
     assert model_folder("~/models") == tmp_path / "models"
-    assert model_name("/data/Llama-3.1-8B") == "Llama-3.1-8B"
+
+
+def test_a_folder_is_named_however_it_is_written(tmp_path, monkeypatch):
+    assert model_name("/data/Llama-3.1-8B") == model_name("/data/Llama-3.1-8B/") == "Llama-3.1-8B"
+    inside = tmp_path / "my-model" / "part"
+    inside.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "my-model")
+    names = [model_name(path) for path in (".", "./", "part/..", "../my-model", "part/", "./part/.")]
+    assert names == ["my-model"] * 4 + ["part"] * 2
+    monkeypatch.chdir(inside)
+    assert model_name("..") == "my-model"
+    (tmp_path / "latest").symlink_to(inside)
+    assert model_name(tmp_path / "latest") == "latest"
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    monkeypatch.chdir(snapshot)
+    assert model_name(".") == "org/name"
+    assert model_name("/") == "/"

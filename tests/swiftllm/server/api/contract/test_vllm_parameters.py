@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swiftllm import LLM, SamplingParams
-from swiftllm.model.folder.generation import sampling_defaults
+from swiftllm.server.api.answers.generation import that_fit
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 from tests.reference.fake_engine import fake_engine
@@ -162,7 +162,7 @@ def serve(model: Path, **settings):
 
 
 def test_sampling_defaults_are_the_models(tmp_path, llm):
-    own = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.2}
+    own = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.2}
     model = make_tiny_tokenizer(make_tiny_llama(tmp_path / "own"))
     path = model / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | own | {"max_new_tokens": 3, "do_sample": True}))
@@ -177,15 +177,21 @@ def test_sampling_defaults_are_the_models(tmp_path, llm):
     assert texts["none"] == offline(llm, **how, temperature=1.0).text != texts["auto"]
 
 
-@pytest.mark.parametrize(("written", "told"), [('{"temperature": -1}', "temperature=-1 must be"), ("{", ""), ("5", "")])
-def test_sampling_defaults_that_make_no_sense_are_refused(tmp_path, written, told):
-    assert sampling_defaults(tmp_path) == {}
-    path = tmp_path / "generation_config.json"
-    path.write_text('{"top_k": null, "temperature": 0.5, "bos_token_id": 1}')
-    assert sampling_defaults(tmp_path) == {"temperature": 0.5}
-    path.write_text(written)
-    with pytest.raises(ValueError, match=f"generation_config.json: .*{told}.*--generation-config none"):
-        sampling_defaults(tmp_path)
+def test_the_models_limit_counts_where_a_request_has_none(tmp_path):
+    """As in vLLM, whose completions have 16 tokens by themselves."""
+    model = make_tiny_tokenizer(make_tiny_llama(tmp_path / "own"))
+    path = model / "generation_config.json"
+
+    def lengths(most):
+        path.write_text(json.dumps({"max_new_tokens": most}))
+        how = {"messages": HELLO, "ignore_eos": True}
+        bodies = ((CHAT, how), (CHAT, {**how, "max_tokens": 9}), (COMPLETIONS, {"prompt": PROMPT, "ignore_eos": True}))
+        with serve(model) as server:
+            return [server.post(place, body).json()["usage"]["completion_tokens"] for place, body in bodies]
+
+    assert lengths(7) == [7, 9, 7]
+    assert lengths(20) == [20, 9, 16]
+    assert that_fit(None, 100, 60, 10**6) == 40
 
 
 def test_the_servers_chat_template_comes_first(tmp_path):

@@ -1,0 +1,110 @@
+"""The files of a model's folder: their names, which of several counts, and how one is read. All as transformers has
+it; where it is not followed, :func:`tell` says so."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import logging
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+"""A folder with one of these has a tokenizer."""
+TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "additional_chat_templates/*.jinja")
+"""All that is read beside the weights."""
+INDEX = ".index.json"
+CHECKPOINTS = (
+    "model.safetensors",
+    f"model.safetensors{INDEX}",
+    f"gptq_model*.safetensors{INDEX}",  # as AutoGPTQ writes them
+    "gptq_model*.safetensors",
+)
+"""The first that is there counts. Files of other names are other forms of the same weights."""
+
+
+class DamagedFile(ValueError):
+    """A file cannot be read, or does not hold what it must; the message names it."""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+        DamagedFile: it holds none.
+        OSError: it cannot be read.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise DamagedFile(f"{path} holds no JSON object")
+    return value
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold the weights of a folder.
+
+    Raises:
+        FileNotFoundError: there are none, or one is missing; the message says which.
+        DamagedFile: the index names no files.
+    """
+    present = os.listdir(folder)
+    named = [folder / name for pattern in CHECKPOINTS for name in sorted(fnmatch.filter(present, pattern))]
+    first = next((path for path in named if path.is_file()), None)
+    if first is None and named:
+        raise FileNotFoundError(f"{absence_of(named[0])}: download the model again")
+    if first is None:
+        raise FileNotFoundError(
+            f"{folder} has neither {CHECKPOINTS[0]} nor {CHECKPOINTS[1]}; "
+            "convert the model to safetensors, or use load_format='dummy' to run without weights"
+        )
+    if not first.name.endswith(INDEX):
+        return [first]
+    files = [folder / name for name in sorted(set(weight_map(first).values()))]
+    for path in files:
+        if not path.is_file():
+            raise FileNotFoundError(f"{absence_of(path)}, and {first.name} names it: finish the download")
+    return files
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor that an index names.
+
+    Raises:
+        DamagedFile: it names none.
+    """
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, Mapping) or not places or not all(isinstance(file, str) for file in places.values()):
+        raise DamagedFile(f"{index} has no weight_map from tensors to files: download it again")
+    return dict(places)
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file is in a folder, which need not have it.
+
+    Raises:
+        FileNotFoundError: it is a link to nothing, as of a model in the hub's cache whose blob was removed.
+    """
+    if path.is_symlink() and not path.exists():
+        raise FileNotFoundError(f"{absence_of(path)}: download the model again")
+    return path.is_file()
+
+
+def absence_of(path: Path) -> str:
+    """What is wrong with a file that is not there."""
+    if path.is_symlink():
+        return f"{path} is a link to {os.path.realpath(path)}, which is not there"
+    return f"{path} is not there" if not path.exists() else f"{path} is no file"
+
+
+@cache
+def tell(message: str) -> None:
+    """Log, once a process, what of a folder is not followed. The message names the file and the field."""
+    logger.warning(message)
