@@ -150,3 +150,22 @@ def test_rows_of_a_plugin_that_is_not_loaded_are_described_too():
     ]
     (note,) = cpu_attention_notes(rows)
     assert "ride-along (native kernel) 40 GB/s" in note and "swiftllm" not in note
+
+
+def test_an_axis_says_how_it_is_scaled():
+    """A reader must see that an axis is logarithmic or does not begin at 0."""
+    points = (Series("a", "#000000", ((1.0, 10.0), (100.0, 30.0))),)
+    panels = [
+        LinePanel("plain", "x", "y", points),
+        LinePanel("log x", "x", "y", points, log_x=True),
+        LinePanel("log y", "x", "y", points, log_y=True),
+        LinePanel("from", "x", "y", points, y_from=5.0),
+    ]
+    figure = line_figure(panels, FigureText("", "", ""))
+    labels = [(ax.get_xlabel(), ax.get_ylabel()) for ax in figure.axes[:4]]
+    assert labels == [("x", "y"), ("x, log scale", "y"), ("x", "y\nlog scale"), ("x", "y\naxis from 5 on")]
+    assert [(ax.get_xscale(), ax.get_yscale()) for ax in figure.axes[:3]] == [
+        ("linear", "linear"), ("log", "linear"), ("linear", "log"),
+    ]  # fmt: skip
+    assert figure.axes[0].get_xlim()[0] == 0 and figure.axes[3].get_ylim()[0] == 5
+    plt.close(figure)

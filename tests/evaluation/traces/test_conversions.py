@@ -8,7 +8,7 @@ import json
 import pandas as pd
 import pytest
 
-from evaluation.traces.conversions import azure_rows, dolphin_pairs, livebench_pairs, text_rows
+from evaluation.traces.conversions import azure_rows, dolphin_pairs, livebench_pairs, mooncake_rows, neo_rows, text_rows
 from evaluation.traces.files import TraceRow
 
 AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -89,3 +89,28 @@ def test_livebench_joins_questions_with_one_models_answers():
     assert text_rows(pairs, count_words, 10) == [TraceRow(3, 3), TraceRow(2, 1)]
     with pytest.raises(RuntimeError, match="small-8b"):
         list(livebench_pairs(questions, answers, "absent"))
+
+
+def test_a_request_of_mooncake_is_as_long_as_prompt_and_answer_together(tmp_path):
+    """At most 8,192 tokens; times are in milliseconds, and block 0 of a prompt is a text as any other."""
+    lengths = [(8000, 300), (7892, 300), (8192, 1), (100, 8000), (9000, 10)]
+    lines = [
+        json.dumps({"timestamp": 1500 * i, "input_length": n, "output_length": m, "hash_ids": [0, 10 + i]})
+        for i, (n, m) in enumerate(lengths)
+    ]
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text("\n".join(lines))
+    rows = mooncake_rows(path)
+    assert [(row.input_tokens, row.output_tokens, row.arrival_s) for row in rows] == [
+        (7892, 300, 1.5),
+        (100, 8000, 4.5),
+    ]
+    assert rows[0].segments == ((1, 512), (12, 512)) and rows[1].segments == ((1, 512), (14, 512))
+    assert mooncake_rows(path, stride=3) == rows[1:]
+
+
+def test_every_so_many_requests_of_neo_are_kept(tmp_path):
+    path = tmp_path / "neo.json"
+    path.write_text(json.dumps([{"prompt": 10 + i, "max_tokens": i} for i in range(1, 6)]))
+    assert neo_rows(path) == [TraceRow(10 + i, i) for i in range(1, 6)]
+    assert neo_rows(path, stride=2) == [TraceRow(10 + i, i) for i in (1, 3, 5)]

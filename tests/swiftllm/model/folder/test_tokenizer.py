@@ -91,3 +91,13 @@ def test_a_damaged_tokenizer_is_an_error_not_none(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="cannot be read"):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_a_whole_character_after_bytes_that_make_none_is_kept(bytes_folder):
+    """Text waits for the end of a character for 8 tokens. The last of these may begin a good one."""
+    tokenizer = Tokenizer.from_folder(bytes_folder)
+    cake = tokenizer.encode("🍰")
+    for lead_bytes in range(5, 10):
+        token_ids = [cake[0]] * lead_bytes + cake
+        parts, rest = pieces(tokenizer, token_ids, iter(lambda: 1, 0))
+        assert "".join(parts) + rest == "\ufffd" * lead_bytes + "🍰" == tokenizer.decode(token_ids)

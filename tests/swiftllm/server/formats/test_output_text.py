@@ -142,3 +142,16 @@ def test_special_tokens_show_only_when_asked_for(tokenizer):
     assert shown.text == "<s>the</s>inn"
     ended = OutputText(tokenizer, skip_special_tokens=False).append_delta(Delta(token_ids[:3], finish_reason="stop"))
     assert ended.text == "<s>the", "the token that ends an output is no part of it"
+
+
+def test_a_stop_string_counts_from_the_token_after_the_least_number_of_tokens(tokenizer):
+    """vLLM: stop strings are not looked for in the first ``min_tokens`` tokens, the last of them included."""
+    a, b = tokenizer.encode("a"), tokenizer.encode("b")
+    assert len(a) == len(b) == 1
+
+    def text_of(tokens, min_tokens):
+        output = OutputText(tokenizer, stops=["b"], min_tokens=min_tokens)
+        return "".join(output.append_delta(Delta((token,))).text for token in tokens), output.num_tokens
+
+    assert text_of([*a, *b, *a], 2) == ("aba", 3)
+    assert text_of([*a, *b], 1) == ("a", 2)

@@ -202,3 +202,12 @@ def test_the_arguments_of_a_forced_call_come_as_they_are_written() -> None:
 def test_formats_follow_from_the_template(template: str, name: str | None, thinks: bool) -> None:
     found = format_of(template)
     assert (found.name if found else None) == name and reasons(template) is thinks
+
+
+def test_whole_calls_before_a_cut_one_are_kept() -> None:
+    """Of a list; one object after another says nothing about where a call ends, so they stay text."""
+    for end in ('{"name": "h", "arg', '{"name": "h", "arguments": {"a": [1', "{"):
+        parts = read(CallReader(FORMATS["json"]), [f"[{ONE}, {TWO}, {end}"])
+        assert calls_in(parts) == CALLS
+    for text in (f"{ONE}\n{{", f"[{ONE}, x", "[{"):
+        assert read(CallReader(FORMATS["json"]), [text]) == [Part("content", text)]

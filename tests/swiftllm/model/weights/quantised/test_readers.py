@@ -13,7 +13,7 @@ import torch
 from swiftllm.model.config.quantisation import AWQ, COMPRESSED_TENSORS, GPTQ, QuantisationScheme
 from swiftllm.model.weights.packed_tensor import PackedTensor, in_chunks, map_tensors
 from swiftllm.model.weights.quantised.fused import FusedTarget
-from swiftllm.model.weights.quantised.readers import StoredMatrix, open_matrix
+from swiftllm.model.weights.quantised.readers import StoredMatrix, open_matrix, sort_into_runs
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from tests.swiftllm.model.weights.quantised import unpackers
 
@@ -218,3 +218,25 @@ def test_damaged_tensors_are_named(change, message) -> None:
     tensors = {"qweight": words(8, 16), "qzeros": words(2, 2), "scales": torch.ones(2, 16)}
     with pytest.raises(ValueError, match=message):
         read(QuantisationScheme(GPTQ, 32, ordered=True), tensors | change, (16, 64))
+
+
+def test_inputs_of_any_groups_are_sorted_into_runs_of_one_group() -> None:
+    """A part of a matrix in activation order: its groups are not full. Each input counts once, with its own group."""
+    torch.manual_seed(0)
+    groups, inputs = torch.tensor([2, 0, 2, 3, 0, 2] * 8 + [3] * 5), 53
+    codes, zeros = (torch.arange(16)[torch.randint(16, (n, 7))].to(torch.uint8) for n in (inputs, 5))
+    step = scales(5, 7, torch.float16)
+    found, order, runs = sort_into_runs(codes, zeros, groups)
+    assert runs.tolist() == [0, 2, 2, 3]  # 16, 24 and 13 inputs in runs of 16
+    matrix = QuantisedMatrix.from_codes(found, step, zeros, 16, torch.float32, order, runs)
+    products = torch.eye(inputs)[:, order.long()] @ matrix_by_columns(matrix)
+    expected = (codes.float() - zeros[groups].float()) * step[groups].float()
+    assert torch.equal(products, expected)
+    with pytest.raises(ValueError, match="a group beyond the 5 that there are"):
+        sort_into_runs(codes, zeros, groups + 3)
+
+
+def matrix_by_columns(matrix: QuantisedMatrix) -> torch.Tensor:
+    """float32 ``[in, out]`` by the formula, in the order of the codes."""
+    groups = matrix.runs.long().repeat_interleave(16)
+    return (matrix.unpack().float() - matrix.zeros[groups].float()) * matrix.scales[groups].float()

@@ -155,3 +155,16 @@ def test_a_call_that_is_cut_says_so(kind):
         assert item["arguments"] == '{"city": "Par' and item["status"] == "incomplete"
     else:
         assert answer.whole()["stop_reason"] == "max_tokens" and answer.whole()["content"][-1]["input"] == {}
+
+
+def test_only_the_last_item_of_a_cut_answer_is_incomplete():
+    """As OpenAI's: an item is `completed` once another has begun."""
+    parts = [[Part("reasoning", "Look it up")], [Part("content", "I lo")]]
+    answer = answer_of(ResponseAnswer)
+    events = events_of(answer, pieces_of(parts, "length"))
+    response = events[-1]["response"]
+    assert response["status"] == "incomplete"
+    assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
+    done = [event["item"]["status"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == ["completed", "incomplete"]
+    assert [item["status"] for item in answer.whole()["output"]] == ["completed", "incomplete"]
