@@ -285,3 +285,19 @@ def test_bytes_that_are_sent_make_room_for_more(monkeypatch: pytest.MonkeyPatch)
     channel.close()
     there.close()
     assert len(posted) == 20
+
+
+def test_layers_of_a_swap_are_taken_from_what_was_fetched_before(host) -> None:
+    """Blocks are fetched whole, and swapped a few layers at a time; with the last of these they are dropped."""
+    tier, blocks = open_tier(host), torch.tensor([3, 8])
+    content = torch.arange(2 * 2 * 2 * 2 * 16 * 32.0).view(2, 2, 2, 2, 16, 32).bfloat16()
+    tier.write(BlocksWrite(range(2), content, blocks), ARRIVED)
+    tier.fetch(blocks.tolist())
+    tier.read(ContextRead(0, blocks, torch.empty_like(THREE_TOKENS))).wait()  # answers come in order
+    for layer in range(2):
+        assert tier.has_fetched(blocks.tolist())
+        sent, out = tier.channel.bytes_sent, torch.empty_like(content[:1])
+        tier.read(BlocksRead(range(layer, layer + 1), blocks, out))
+        assert torch.equal(out[0], content[layer]) and tier.channel.bytes_sent == sent
+    assert not tier._fetched
+    tier.close()

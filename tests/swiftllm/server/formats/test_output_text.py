@@ -155,3 +155,12 @@ def test_a_stop_string_counts_from_the_token_after_the_least_number_of_tokens(to
 
     assert text_of([*a, *b, *a], 2) == ("aba", 3)
     assert text_of([*a, *b], 1) == ("a", 2)
+
+
+def test_the_last_characters_of_a_text_may_complete_a_stop_string(tokenizer):
+    """What an incomplete character adds at the end is text as any other."""
+    token_ids = tokenizer.encode("ab🍰")[:-1]
+    for stop, text in (("\ufffd", "ab"), ("b\ufffd", "a")):
+        output = OutputText(tokenizer, stops=[stop])
+        piece = output.append_delta(Delta(tuple(token_ids), finish_reason="length"))
+        assert (piece.text, piece.finish_reason, piece.stop_reason) == (text, "stop", stop)

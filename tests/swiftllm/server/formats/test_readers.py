@@ -211,3 +211,10 @@ def test_whole_calls_before_a_cut_one_are_kept() -> None:
         assert calls_in(parts) == CALLS
     for text in (f"{ONE}\n{{", f"[{ONE}, x", "[{"):
         assert read(CallReader(FORMATS["json"]), [text]) == [Part("content", text)]
+
+
+def test_nothing_behind_the_arguments_of_a_forced_call_is_sent() -> None:
+    """A model may go on until its end token: clients read the arguments as one JSON object."""
+    for texts in (['{"a": 1} and', " more", ' {"b": 2}'], ['{"a": 1}', '{"b"', ": 2}"], ['{"a"', ": 1}}", "}"]):
+        (part,) = read(ForcedCall("f"), texts)
+        assert part.text == '{"a": 1}'

@@ -10,10 +10,10 @@ import pytest
 import quantise
 import torch
 
-from swiftllm.model.config.quantisation import AWQ, COMPRESSED_TENSORS, GPTQ, QuantisationScheme
+from swiftllm.model.config.quantisation import AWQ, COMPRESSED_TENSORS, GPTQ, MXFP4, QuantisationScheme
 from swiftllm.model.weights.packed_tensor import PackedTensor, in_chunks, map_tensors
 from swiftllm.model.weights.quantised.fused import FusedTarget
-from swiftllm.model.weights.quantised.readers import StoredMatrix, open_matrix, sort_into_runs
+from swiftllm.model.weights.quantised.readers import StoredMatrix, input_order, open_matrix, sort_into_runs
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from tests.swiftllm.model.weights.quantised import unpackers
 
@@ -240,3 +240,33 @@ def matrix_by_columns(matrix: QuantisedMatrix) -> torch.Tensor:
     """float32 ``[in, out]`` by the formula, in the order of the codes."""
     groups = matrix.runs.long().repeat_interleave(16)
     return (matrix.unpack().float() - matrix.zeros[groups].float()) * matrix.scales[groups].float()
+
+
+def test_inputs_in_act_order_fill_whole_groups_that_begin_where_a_part_begins() -> None:
+    """The groups of a part of an input-divided matrix are numbered as in the whole one."""
+    shuffled = torch.tensor([0, 1] * 32)
+    for first in (0, 2, 8):
+        assert input_order(first + torch.arange(64) // 32, 32) is None
+        order = input_order(first + shuffled, 32)
+        assert order.tolist() == [*range(0, 64, 2), *range(1, 64, 2)]
+    for damaged in (1 + shuffled, 3 + torch.arange(64) // 32, torch.ones(64, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="does not put 32 inputs into each group"):
+            input_order(damaged, 32)
+
+
+def test_a_group_below_the_first_is_refused() -> None:
+    codes, zeros = torch.zeros(32, 4, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="a group beyond the 2 that there are"):
+        sort_into_runs(codes, zeros, torch.tensor([0] * 31 + [-1]))
+
+
+def test_every_exponent_of_mxfp4_but_nan_is_read() -> None:
+    """OCP's MX formats: a scale of E8M0 is 2^(s - 127), and 255 is NaN."""
+    blocks = torch.zeros(2, 2, 16, dtype=torch.uint8)
+    blocks[0, 0, 0] = 0x21  # 0.5 and 1
+    exponents = torch.tensor([[254, 0], [127, 1]], dtype=torch.uint8)
+    matrix = read(QuantisationScheme(MXFP4, 32), {"blocks": blocks, "scales": exponents}, (2, 64))
+    assert matrix.dequantise()[0, :3].tolist() == [2.0**126, 2.0**127, 0]
+    exponents[1, 1] = 255
+    with pytest.raises(ValueError, match="scales hold NaN"):
+        read(QuantisationScheme(MXFP4, 32), {"blocks": blocks, "scales": exponents}, (2, 64))

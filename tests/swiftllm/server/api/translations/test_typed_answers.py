@@ -168,3 +168,22 @@ def test_only_the_last_item_of_a_cut_answer_is_incomplete():
     done = [event["item"]["status"] for event in events if event["type"] == "response.output_item.done"]
     assert done == ["completed", "incomplete"]
     assert [item["status"] for item in answer.whole()["output"]] == ["completed", "incomplete"]
+
+
+def test_an_answer_says_when_it_was_completed_only_if_it_was():
+    """OpenAI: `completed_at` is set only where the status is `completed`."""
+    for reason, status in (("stop", "completed"), ("length", "incomplete")):
+        answer = answer_of(ResponseAnswer)
+        assert answer.whole()["status"] == "in_progress" and answer.whole()["completed_at"] is None
+        events_of(answer, pieces_of([[Part("content", "I")]], reason))
+        whole = answer.whole()
+        assert whole["status"] == status and (whole["completed_at"] is not None) == (status == "completed")
+        assert (whole["incomplete_details"] is None) == (status == "completed")
+
+
+def test_reasoning_tokens_are_those_of_pieces_with_reasoning():
+    answer = answer_of(ResponseAnswer)
+    reasoning = Piece("", token_ids=[5, 6, 7], parts=[Part("reasoning", "Look")])
+    content = Piece("", token_ids=[8, 9], parts=[Part("content", "I")])
+    events_of(answer, [reasoning, reasoning, content, *pieces_of([], "stop")])
+    assert answer.whole()["usage"]["output_tokens_details"] == {"reasoning_tokens": 6}
