@@ -145,3 +145,13 @@ def test_what_cannot_be_is_refused_with_a_remedy(capsys, flags: tuple[str, ...],
     machine = ["--gpu", "t4", "--host", "g4dn-4xlarge", "--model", "llama-2-13b", "--system", "swiftllm"]
     assert main(["simulate", *machine, *flags]) == 2
     assert words in "".join(capsys.readouterr())
+
+
+def test_the_cpu_computes_a_boundary_in_its_share_of_a_whole_one() -> None:
+    """The first and the last have a part of a layer's weights each."""
+    sizes = (25.0, *(100.0,) * (LAYERS - 1), 75.0)
+    weights = SimulatedWeights(STREAMED, sizes, Curve((1, 11), (0.02, 0.03)), hidden_bytes_per_row=0)
+    assert [weights.cpu_s(layer, 1) for layer in (-1, 0, LAYERS - 2, LAYERS - 1)] == pytest.approx(
+        [0.005, 0.02, 0.02, 0.015]
+    )
+    assert weights.cpu_s(-1, 11) == pytest.approx(0.0075)

@@ -114,3 +114,17 @@ def test_every_so_many_requests_of_neo_are_kept(tmp_path):
     path.write_text(json.dumps([{"prompt": 10 + i, "max_tokens": i} for i in range(1, 6)]))
     assert neo_rows(path) == [TraceRow(10 + i, i) for i in range(1, 6)]
     assert neo_rows(path, stride=2) == [TraceRow(10 + i, i) for i in (1, 3, 5)]
+
+
+def test_azure_rows_are_every_so_many_of_the_file_however_it_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "azure.csv"
+    lines = [f"2024-05-12 00:00:{second:02d}+00:00,{100 + second},{1 + second}" for second in range(30)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
+    read = pd.read_csv
+    for chunk in (4, 5, 7, 1000):
+        monkeypatch.setattr(
+            pd, "read_csv", lambda file, chunk=chunk, **options: read(file, **options | {"chunksize": chunk})
+        )
+        rows = azure_rows(path, stride=3)
+        assert [row.input_tokens for row in rows] == list(range(100, 130, 3))
+        assert [row.arrival_s for row in rows] == list(range(0, 30, 3))
