@@ -14,7 +14,7 @@ from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
-from swiftllm.device.cuda import CudaDevice
+from swiftllm.device.cuda import CONTEXT_BYTES, CudaDevice
 from swiftllm.device.limits import DeviceHung
 from swiftllm.engine.engine import Engine
 from swiftllm.server.service.limits import NewRequest
@@ -160,3 +160,14 @@ def test_a_server_on_a_gpu_that_hangs_fails_its_requests_and_says_why(
     assert {outcome.error.reason for outcome in outcomes.values()} == {"engine_error"}
     assert all("the GPU has not finished its work within" in str(outcome.error) for outcome in outcomes.values())
     assert health.status == "failed" and "the GPU has not finished its work" in health.reason
+
+
+def test_a_share_of_a_card_has_its_part_of_the_memory_less_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may not have taken theirs yet, so what is free now says nothing."""
+    total = 8 << 30
+    with FakeCuda(0, total_bytes=total):
+        device = CudaDevice()
+        whole = device.free_bytes()
+        monkeypatch.setattr("swiftllm.device.cuda.card_share", lambda: 0.25)
+        reserved = torch.cuda.memory_reserved(device.torch_device)
+        assert device.free_bytes() == total // 4 - reserved - CONTEXT_BYTES < whole
