@@ -113,3 +113,9 @@ def test_a_thread_that_wakes_up_gets_the_interpreter_within_a_millisecond_outsid
     sys.setswitchinterval(0.005)
     open_torch_backend(config, make_worker)
     assert seen and all(interval == pytest.approx(0.001) for interval in seen)
+
+
+def test_no_more_openmp_threads_than_cores(monkeypatch):
+    """OMP_NUM_THREADS may be that of a larger machine."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "99")
+    assert threads(16, monkeypatch) == [(16, 16), (8, 8), (4, 12)]
