@@ -12,7 +12,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.machine import usable_cores
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime import cores
-from swiftllm.runtime.cores import CoreDivision, core_divisions
+from swiftllm.runtime.cores import CoreDivision, core_divisions, most_lane_threads
 from swiftllm.runtime.torch_backend import open_torch_backend
 from swiftllm.runtime.workers import InlineWorker, TaskRunner
 from tests.reference.fake_gpu import FakeOps, fake_gpu
@@ -117,5 +117,6 @@ def test_a_thread_that_wakes_up_gets_the_interpreter_within_a_millisecond_outsid
 
 def test_no_more_openmp_threads_than_cores(monkeypatch):
     """OMP_NUM_THREADS may be that of a larger machine."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "99")
-    assert threads(16, monkeypatch) == [(16, 16), (8, 8), (4, 12)]
+    for asked, most in (("99", 16), ("16", 16), ("6", 6), ("0", 1)):
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+        assert most_lane_threads(16) == most

@@ -164,3 +164,12 @@ def test_the_last_characters_of_a_text_may_complete_a_stop_string(tokenizer):
         output = OutputText(tokenizer, stops=[stop])
         piece = output.append_delta(Delta(tuple(token_ids), finish_reason="length"))
         assert (piece.text, piece.finish_reason, piece.stop_reason) == (text, "stop", stop)
+
+
+def test_the_stop_reason_is_a_token_that_was_asked_for(tokenizer):
+    """vLLM: null where the model's own end token ended the output."""
+    for token, reason in ((EOS, None), (7, 7)):
+        piece = OutputText(tokenizer, stop_token_ids=[7, 9]).append_delta(Delta((5, token), finish_reason="stop"))
+        assert (piece.finish_reason, piece.stop_reason) == ("stop", reason)
+    cut = OutputText(tokenizer, stop_token_ids=[7]).append_delta(Delta((5, 7), finish_reason="length"))
+    assert (cut.finish_reason, cut.stop_reason) == ("length", None)

@@ -63,3 +63,33 @@ def test_each_chunk_counts_the_tokens_so_far(tokenizer: Tokenizer) -> None:
         assert usage == {"prompt_tokens": 3, "completion_tokens": count, "total_tokens": 3 + count}
     end, done, _ = answer.closing_events().split("\n\n")
     assert json.loads(end.removeprefix("data: "))["usage"] == usage and done == "data: [DONE]"
+
+
+def test_the_usage_of_an_answer_is_that_of_all_prompts_and_choices(tokenizer: Tokenizer) -> None:
+    """OpenAI counts each prompt once, however many choices it has; of its cached tokens, those of its first choice."""
+    answer = answer_of(tokenizer, [5, 6, 7], stream=True, n=2, stream_options={"include_usage": True})
+    generation = answer.generation
+    generation.context.caches_prefixes = True
+    generation.prompts = [SimpleNamespace(token_ids=[5] * length) for length in (3, 4)]
+    generation.choices = [
+        SimpleNamespace(text=SimpleNamespace(num_tokens=tokens), stream=SimpleNamespace(num_cached_tokens=cached))
+        for tokens, cached in ((10, 2), (20, 100), (30, 1), (40, 100))
+    ]
+    end, _, _ = answer.closing_events().split("\n\n")
+    assert json.loads(end.removeprefix("data: "))["usage"] == {
+        "prompt_tokens": 7,
+        "completion_tokens": 100,
+        "total_tokens": 107,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+
+
+def test_log_probabilities_are_numbers_that_json_has(tokenizer: Tokenizer) -> None:
+    """vLLM: -9999 stands for a probability of zero. Of tokens with equal texts the likelier one counts."""
+    answer = answer_of(tokenizer, [5, 6], logprobs=2)
+    (choice,) = answer.generation.choices
+    half, other = tokenizer.encode("é")[0], tokenizer.encode("🍰")[0]
+    entry = TokenLogprob(5, -math.inf, top=((half, -0.5), (other, -0.75)))
+    found = answer.logprobs(choice, Piece("x", [entry]))
+    assert found["token_logprobs"] == [-9999.0]
+    assert found["top_logprobs"] == [{"\ufffd": -0.5, tokenizer.text_alone(5): -9999.0}]
