@@ -187,3 +187,14 @@ def test_reasoning_tokens_are_those_of_pieces_with_reasoning():
     content = Piece("", token_ids=[8, 9], parts=[Part("content", "I")])
     events_of(answer, [reasoning, reasoning, content, *pieces_of([], "stop")])
     assert answer.whole()["usage"]["output_tokens_details"] == {"reasoning_tokens": 6}
+
+
+def test_fields_that_were_asked_for_come_back_with_their_defaults():
+    """OpenAI's response object: what was left out or null has the value that was used."""
+    for given, used in ((None, True), (True, True), (False, False)):
+        for asked in ({"parallel_tool_calls": given}, {} if given is None else {"parallel_tool_calls": given}):
+            answer = ResponseAnswer(answer_of(ResponseAnswer).generation, ResponsesRequest(input="a", **asked))
+            assert answer.whole()["parallel_tool_calls"] is used
+    whole = answer.whole()
+    assert (whole["tool_choice"], whole["tools"], whole["metadata"]) == ("auto", [], {})
+    assert whole["text"] == {"format": {"type": "text"}} and whole["truncation"] == "disabled"
