@@ -7,8 +7,17 @@ import json
 
 import pandas as pd
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from evaluation.traces.conversions import azure_rows, dolphin_pairs, livebench_pairs, mooncake_rows, neo_rows, text_rows
+from evaluation.traces.conversions import (
+    azure_rows,
+    dolphin_pairs,
+    livebench_pairs,
+    mooncake_rows,
+    neo_rows,
+    text_rows,
+    token_counter,
+)
 from evaluation.traces.files import TraceRow
 
 AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -128,3 +137,22 @@ def test_azure_rows_are_every_so_many_of_the_file_however_it_is_read(tmp_path, m
         rows = azure_rows(path, stride=3)
         assert [row.input_tokens for row in rows] == list(range(100, 130, 3))
         assert [row.arrival_s for row in rows] == list(range(0, 30, 3))
+
+
+def test_azure_seconds_count_from_the_first_arrival_and_not_from_the_first_line(tmp_path):
+    path = tmp_path / "azure.csv"
+    lines = AZURE_2023.splitlines()
+    path.write_text("\n".join([lines[0], *lines[:0:-1]]) + "\n")
+    assert [row.arrival_s for row in azure_rows(path)] == pytest.approx([0.0, 2.0, 4.314579])
+
+
+def test_special_tokens_are_no_part_of_a_texts_length(tmp_path):
+    """Neither of a prompt nor of an answer: an engine adds them once, and not to answers."""
+    raw = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="<s>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    for given in (tmp_path, tmp_path / "tokenizer.json"):
+        assert token_counter(given)(["a b a", "b", ""]) == [3, 1, 0]
+    with pytest.raises(RuntimeError, match="no tokenizer at"):
+        token_counter(tmp_path / "absent")

@@ -270,3 +270,25 @@ def test_every_exponent_of_mxfp4_but_nan_is_read() -> None:
     exponents[1, 1] = 255
     with pytest.raises(ValueError, match="scales hold NaN"):
         read(QuantisationScheme(MXFP4, 32), {"blocks": blocks, "scales": exponents}, (2, 64))
+
+
+def test_an_mxfp4_matrix_is_scaled_by_its_exponents_as_far_as_they_reach() -> None:
+    tensors = {"blocks": torch.zeros(1, 4, 16, dtype=torch.uint8), "scales": torch.tensor([[0, 1, 127, 254]]).byte()}
+    stored = open_matrix(QuantisationScheme(MXFP4, 32), tensors, 1, 128, torch.float32)
+    for factor, exponents in ((0.5, [0, 0, 126, 253]), (2.0, [1, 2, 128, 254]), (1.0, [0, 1, 127, 254])):
+        assert stored.scaled(factor).scales.flatten().tolist() == exponents
+
+
+def test_any_outputs_of_heads_in_another_order_are_those_of_the_whole() -> None:
+    """A slice may begin within a head, and a head within a word of codes."""
+    torch.manual_seed(0)
+    for head_dim, outputs in ((24, 48), (20, 40), (8, 40)):
+        order = torch.randperm(head_dim)
+        stored, whole = stored_part(outputs, None)
+        moved = torch.cat([first + order for first in range(0, outputs, head_dim)])
+        ordered, codes = stored.with_heads_ordered(order), stored.codes_of(slice(0, outputs))
+        for first in range(0, outputs, 8):
+            for last in range(first + 8, outputs + 1, 8):
+                assert torch.equal(ordered.codes_of(slice(first, last)), codes[:, moved[first:last]])
+        expected = put_together([ordered], [outputs], is_packed=False).dequantise()
+        assert torch.equal(expected, whole[moved])
