@@ -43,6 +43,46 @@ SLOW_FILES = (
     "tests/swiftllm/remote/",
     "tests/swiftllm/runtime/",
 )
+WHOLE_FILES = (
+    "tests/apex/perf/online/test_factor.py",
+    "tests/apex/perf/test_core_division.py",
+    "tests/apex/schedulers/adaptive/test_rates.py",
+    "tests/apex/schedulers/adaptive/test_split.py",
+    "tests/apex/schedulers/test_decisions.py",
+    "tests/apex/schedulers/test_inequality.py",
+    "tests/apex/simulator/test_backend.py",
+    "tests/apex/simulator/test_build.py",
+    "tests/apex/simulator/test_hardware",
+    "tests/apex/simulator/test_paper_settings.py",
+    "tests/apex/simulator/test_quantised_weights.py",
+    "tests/apex/simulator/test_tensor_parallel.py",
+    "tests/evaluation/experiments/test_grid.py",
+    "tests/evaluation/experiments/test_places.py",
+    "tests/evaluation/groundtruth/test_run_files.py",
+    "tests/evaluation/results/test_claims.py",
+    "tests/evaluation/results/test_kinds.py",
+    "tests/evaluation/results/test_overview.py",
+    "tests/evaluation/traces/test_conversions.py",
+    "tests/evaluation/traces/test_workloads.py",
+    "tests/swiftllm/engine/test_executor.py",
+    "tests/swiftllm/engine/test_limits.py",
+    "tests/swiftllm/kv/test_blocks.py",
+    "tests/swiftllm/kv/test_budget.py",
+    "tests/swiftllm/model/config/",
+    "tests/swiftllm/model/folder/test_tokenizer.py",
+    "tests/swiftllm/model/weights/quantised/test_readers.py",
+    "tests/swiftllm/parallel/test_shards.py",
+    "tests/swiftllm/runtime/test_cores.py",
+    "tests/swiftllm/scheduling/",
+    "tests/swiftllm/server/api/translations/",
+    "tests/swiftllm/server/formats/test_harmony.py",
+    "tests/swiftllm/server/formats/test_readers.py",
+    "tests/swiftllm/test_driver.py",
+    "tests/swiftllm/test_machine.py",
+    "tests/swiftllm/test_share.py",
+    "tests/swiftllm/test_topology.py",
+)
+"""Whose cases take milliseconds: all are taken, since one may alone reach a branch."""
 THOROUGH = "thorough"
 """Marks tests that take five seconds or more and repeat at length what others check."""
 
@@ -63,7 +103,13 @@ def take_sample(config: pytest.Config, items: list[pytest.Item]) -> None:
             cases[item.location[0], getattr(item, "originalname", item.name)].append(item)
     kept: set[pytest.Item] = set()
     for (file, _), those in cases.items():
-        most = MOST_SLOW_CASES if file.startswith(SLOW_FILES) else MOST_CASES
-        kept.update(sorted(those, key=lambda item: place_of(item.nodeid))[:most])
+        kept.update(sorted(those, key=lambda item: place_of(item.nodeid))[: most_cases(file)])
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def most_cases(file: str) -> int | None:
+    """Of a test in this file; None: all."""
+    if file.startswith(WHOLE_FILES):
+        return None
+    return MOST_SLOW_CASES if file.startswith(SLOW_FILES) else MOST_CASES

@@ -71,3 +71,12 @@ def test_the_doctor_says_the_same(tmp_path: Path) -> None:
     assert finding.status == "missing" and "535.183.01" in finding.found and "--device cpu" in finding.found
     (finding,) = doctor.gpus(NvidiaDriver(tmp_path / "none", tmp_path / "none"))
     assert finding.status == "note" and "no NVIDIA driver" in finding.found
+
+
+def test_the_oldest_driver_that_runs_a_build_is_new_enough(tmp_path: Path) -> None:
+    """NVIDIA's compatibility table: CUDA 13 runs on the branch 580 and later."""
+    for version, is_enough in (("580.65.06", True), ("575.64.03", False)):
+        text = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Sun Jul  6 09:02:34 UTC 2025\n"
+        why = driver(tmp_path, text).why_no_gpu()
+        assert version in why and ("the driver is new enough" in why) == is_enough
+        assert ("install driver 580 or later" in why) != is_enough

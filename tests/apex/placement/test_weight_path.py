@@ -9,8 +9,8 @@ import pytest
 from apex.cli import main
 from apex.perf.model import Curve, PerfModel
 from apex.simulator.virtual.backend import SimulatedBackend
-from apex.simulator.virtual.cpu_path import Interconnect
-from apex.simulator.virtual.weight_path import CHUNK_BYTES, SimulatedWeights
+from apex.simulator.virtual.cpu_path import Interconnect, SimulatedWorker
+from apex.simulator.virtual.weight_path import CHUNK_BYTES, SimulatedWeights, StreamingLink, WeightStream
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
 from swiftllm.model.boundaries.placement import Place, Placement
@@ -145,3 +145,27 @@ def test_what_cannot_be_is_refused_with_a_remedy(capsys, flags: tuple[str, ...],
     machine = ["--gpu", "t4", "--host", "g4dn-4xlarge", "--model", "llama-2-13b", "--system", "swiftllm"]
     assert main(["simulate", *machine, *flags]) == 2
     assert words in "".join(capsys.readouterr())
+
+
+def test_the_cpu_computes_a_boundary_in_its_share_of_a_whole_one() -> None:
+    """The first and the last have a part of a layer's weights each."""
+    sizes = (25.0, *(100.0,) * (LAYERS - 1), 75.0)
+    weights = SimulatedWeights(STREAMED, sizes, Curve((1, 11), (0.02, 0.03)), hidden_bytes_per_row=0)
+    assert [weights.cpu_s(layer, 1) for layer in (-1, 0, LAYERS - 2, LAYERS - 1)] == pytest.approx(
+        [0.005, 0.02, 0.02, 0.015]
+    )
+    assert weights.cpu_s(-1, 11) == pytest.approx(0.0075)
+
+
+def test_a_copy_begins_no_earlier_than_its_slot_is_free() -> None:
+    """Of two slots one holds the boundary that the GPU works on, however long that takes."""
+    link = StreamingLink(RATE)
+    weights = SimulatedWeights(STREAMED, (BYTES,) * (LAYERS + 1), Curve((1, 2), (0.02, 0.021)), hidden_bytes_per_row=0)
+    stream = WeightStream(weights, link, SimulatedWorker(link, 0.0))
+    assert stream.enter(-1, 0.0) == pytest.approx(0.05)
+    stream.leave(1.0)
+    assert stream.enter(0, 1.0) == 1.0
+    stream.leave(1.001)
+    assert stream.enter(1, 1.001) == pytest.approx(1.05)
+    stream.leave(1.06)
+    assert stream.enter(2, 1.06) == pytest.approx(1.10)

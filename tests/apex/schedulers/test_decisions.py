@@ -288,6 +288,47 @@ def test_a_request_that_alone_is_late_starts_all_the_same() -> None:
     assert batch_sizes(plan) == {HOP: 1}
 
 
+def started(plan: IterationPlan) -> list[Request]:
+    """Of the cohort that starts; those under way come before it."""
+    assert plan.strategy is Strategy.OVERLAP
+    return list(plan.cohorts[-1].requests)
+
+
+def test_the_cpu_has_the_time_of_an_iteration_less_that_of_requests_under_way() -> None:
+    """Of 6.01 ms three requests of 100 tokens take 3 ms, and one of 300; three more of 100 fit."""
+    for under_way in ((3, 100), (1, 300)):
+        engine, ready = engine_of("apex", TENTH), cpu(10, 100)
+        engine.residents.cohorts.start(requests(*under_way, Tier.CPU, "partial"))
+        assert started(decide(engine, gpu(1, 1000), ready)) == ready[:3]
+    engine, partial = engine_of("apex", TENTH), requests(6, 100, Tier.CPU, "partial")
+    engine.residents.cohorts.start(partial)
+    assert started(decide(engine, gpu(1, 1000), cpu(10, 100))) == partial, "none fits, so no other cohort starts"
+
+
+def test_prompts_give_the_cpu_no_more_time() -> None:
+    """They make this iteration longer, and not those in which the cohort goes on: 3 (1.001 + 1) ms and the ends."""
+    dear = replace(TENTH, linear=Curve((1, 1001), (1 * MS, 9 * MS)))
+    for prompts in ((), [prompt("p", 900, Tier.GPU)]):
+        engine, ready = engine_of("apex", dear, strategy="asynchronous-overlap"), cpu(10, 100)
+        assert started(decide(engine, gpu(1, 1000), ready, prompts)) == ready[:6]
+        engine = engine_of("apex", dear, strategy="asynchronous-overlap")
+        assert started(decide(engine, gpu(3, 1000), ready, prompts)) == ready, "3 (1.016 + 3) ms"
+
+
+def test_without_decodes_in_the_lane_there_is_no_window_to_keep() -> None:
+    engine, ready = engine_of("apex", TENTH, strategy="asynchronous-overlap"), cpu(10, 100)
+    assert started(decide(engine, (), ready, [prompt("p", 10, Tier.GPU)])) == ready
+
+
+def test_one_that_waited_too_long_starts_though_those_under_way_take_all_of_the_cpus_time() -> None:
+    for is_overdue in (True, False):
+        engine, partial, ready = engine_of("apex", TENTH), requests(1, 700, Tier.CPU, "partial"), cpu(10, 100)
+        ready[7].last_served = -1
+        engine.residents.cohorts.start(partial)
+        plan = decide(engine, gpu(1, 1000), ready, overdue=ready[7] if is_overdue else None)
+        assert started(plan) == ([ready[7]] if is_overdue else partial)
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "compares", "strategy"),
     [(125, True, Strategy.OVERLAP), (12, True, Strategy.PIPELINING), (125, False, Strategy.PIPELINING)],

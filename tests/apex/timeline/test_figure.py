@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -68,3 +70,15 @@ def test_labels_fit_their_boxes() -> None:
 def test_an_empty_timeline_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to draw"):
         draw_timeline(Timeline("apex", "here", True, LAYERS, (), (), ()))
+
+
+def test_the_legend_has_the_first_size_of_the_lane_and_of_each_cohort(overlap: Timeline) -> None:
+    numbers = itertools.count(1001)
+    spans = tuple(replace(span, work=replace(span.work, requests=next(numbers))) for span in overlap.spans)
+    timeline = replace(overlap, spans=spans)
+    words = " ".join(text.get_text() for text in draw_timeline(timeline).legends[0].get_texts())
+    shown = [next(span for span in spans if span.kind is Kind.ATTENTION)]
+    for slot in sorted({tag.slot for span in spans if span.kind is Kind.CPU_ATTENTION for tag in span.cohorts}):
+        shown.append(next(s for s in spans if s.kind is Kind.CPU_ATTENTION and s.cohorts[0].slot == slot))
+    assert len(shown) > 1
+    assert [int(number) for number in re.findall(r"(1\d{3}) requests", words)] == [s.work.requests for s in shown]

@@ -260,3 +260,22 @@ def test_the_send_lag_of_each_class():
     assert sum("priority" in body for _, body in sent) == 20
     assert result.stats.keys() == {"max_send_lag_s", "max_best_effort_send_lag_s"}
     assert 0 <= result.stats["max_send_lag_s"] <= result.stats["max_best_effort_send_lag_s"]
+
+
+def test_the_lag_of_each_class_is_that_of_its_own_requests(monkeypatch):
+    """The largest of those that were sent; one that never was has none."""
+    replay = HttpReplay(
+        Server("none", "http://none", "none"), workload(*[BEST_EFFORT] * 2, *[(4, 1, 2.0)] * 3), 1.0, str
+    )
+    sent = [9.0, 5.0, 2.25, 2.75, None]
+    for stream, sent_s in zip(replay.streams, sent, strict=True):
+        stream.sent_s = sent_s
+    own, other = ServiceClass.LATENCY_SENSITIVE, ServiceClass.BEST_EFFORT
+    assert (replay.max_send_lag_s(own), replay.max_send_lag_s(other)) == (0.75, 9.0)
+
+    async def nothing(self):
+        pass
+
+    monkeypatch.setattr(HttpReplay, "send_all", nothing)
+    stats = asyncio.run(replay.run(None, 60.0, 60.0)).stats
+    assert stats == {"max_send_lag_s": 0.75, "max_best_effort_send_lag_s": 9.0}

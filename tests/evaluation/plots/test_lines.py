@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from matplotlib import pyplot as plt
@@ -12,6 +13,8 @@ from evaluation.plots.apex_paper import draw_fig5, system_lines
 from evaluation.plots.lines import Level, LinePanel, Series, line_figure, spread_labels
 from evaluation.plots.notes import cpu_attention_notes
 from evaluation.plots.style import COLOURS, FigureText, system_colour
+
+TEXT = FigureText("", "", "")
 
 
 def test_places_are_the_nearest_that_are_far_enough_apart():
@@ -150,3 +153,33 @@ def test_rows_of_a_plugin_that_is_not_loaded_are_described_too():
     ]
     (note,) = cpu_attention_notes(rows)
     assert "ride-along (native kernel) 40 GB/s" in note and "swiftllm" not in note
+
+
+def test_an_axis_says_how_it_is_scaled():
+    """A reader must see that an axis is logarithmic or does not begin at 0."""
+    points = (Series("a", "#000000", ((1.0, 10.0), (100.0, 30.0))),)
+    panels = [
+        LinePanel("plain", "x", "y", points),
+        LinePanel("log x", "x", "y", points, log_x=True),
+        LinePanel("log y", "x", "y", points, log_y=True),
+        LinePanel("from", "x", "y", points, y_from=5.0),
+    ]
+    figure = line_figure(panels, FigureText("", "", ""))
+    labels = [(ax.get_xlabel(), ax.get_ylabel()) for ax in figure.axes[:4]]
+    assert labels == [("x", "y"), ("x, log scale", "y"), ("x", "y\nlog scale"), ("x", "y\naxis from 5 on")]
+    assert [(ax.get_xscale(), ax.get_yscale()) for ax in figure.axes[:3]] == [
+        ("linear", "linear"), ("log", "linear"), ("linear", "log"),
+    ]  # fmt: skip
+    assert figure.axes[0].get_xlim()[0] == 0 and figure.axes[3].get_ylim()[0] == 5
+    plt.close(figure)
+
+
+def test_all_that_is_drawn_is_within_the_axes():
+    """Predictions and levels too; on a logarithmic axis whose height is given, in its middle."""
+    predicted = Series("a", "#000000", ((1.0, 10.0), (2.0, 20.0)), predicted=((1.0, 90.0), (2.0, 50.0)))
+    plain = LinePanel("", "x", "y", (predicted,), (Level(70.0, "claim", "#000000"),))
+    figure = line_figure([plain, replace(plain, log_y=True, decades=3.0), replace(plain, y_to=200.0)], TEXT)
+    highest, log, to_200 = (ax.get_ylim() for ax in figure.axes[:3])
+    assert highest[1] == pytest.approx(99.0) and to_200[1] == pytest.approx(220.0)
+    assert log[0] < 10.0 and log[1] > 90.0 and log[1] / log[0] == pytest.approx(10**3.4)
+    plt.close(figure)

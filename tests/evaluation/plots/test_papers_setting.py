@@ -16,6 +16,7 @@ from apex.replay.records import RequestRecord, summary_of
 from evaluation.plots.apex_paper import draw_fig5, draw_fig6, draw_fig7
 from evaluation.plots.bars import axis_top, label_distance
 from evaluation.plots.neo_paper import draw_neo
+from evaluation.plots.notes import pool_notes
 from evaluation.plots.table import print_results
 from evaluation.results.folder import records_file
 from tests.evaluation.plots.test_lines import row, words_of
@@ -198,3 +199,21 @@ def test_tables_keep_settings_apart_and_show_predictions():
     (apex,) = [line.split() for line in measured.splitlines() if " apex " in line]
     assert apex[1:5] == ["apex", "5.0", "6.2", "1.00"]
     assert " vllm " in measured  # the server stands in the same table
+
+
+def test_a_figure_says_where_a_card_holds_fewer_blocks_than_were_simulated():
+    machine = {"backend": "simulated", "setting_title": "T4"}
+    rows = [machine | {"num_gpu_blocks": 300, "max_gpu_blocks": most} for most in (200, 300, 400, None)]
+    (note,) = pool_notes(rows)
+    assert note.startswith("T4: the card itself holds at most 200 blocks")
+    assert pool_notes(rows[1:]) == []
+
+
+def test_the_table_has_each_systems_rate_over_the_baselines():
+    out = io.StringIO()
+    rows = [here("swiftllm", output_tokens_per_s=4.0), here("apex", output_tokens_per_s=10.0)]
+    print_results("Figure 5", rows, Console(file=out, width=200))
+    lines = [line.split() for line in out.getvalue().splitlines()]
+    ratio = next(line for line in lines if "ratio" in line and "system" in line).index("ratio")
+    found = {name: line[ratio] for line in lines for name in ("swiftllm", "apex") if name in line}
+    assert found == {"swiftllm": "1.00", "apex": "2.50"}

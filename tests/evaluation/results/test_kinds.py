@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evaluation.results.kinds import comparisons, in_papers_setting, kind_of, label_of
+from evaluation.results.kinds import claimable, comparisons, in_papers_setting, is_full_size, kind_of, label_of
 
 SIMULATED = {"backend": "simulated", "setting": "apex-t4", "gpu": "T4"}
 OURS = {"backend": "torch-cuda", "setting": "apex-t4", "setting_title": "T4 + Llama-2-7B", "gpu": "Tesla T4"}
@@ -44,3 +44,16 @@ def test_labels_name_setting_and_card_or_another_model():
         "MEASURED here (torch-cpu, another model)",
         "MEASURED over HTTP",
     ]
+
+
+def test_only_rows_of_a_papers_model_and_lengths_on_a_gpu_speak_of_its_claims():
+    """Simulated ones and those of another model are of comparisons of their own, which say so."""
+    full = OURS | {"scale": 1, "papers_model": True}
+    assert is_full_size(full) and is_full_size(OURS)
+    less = [{"scale": 0.5}, {"papers_model": False}, {"gpu": None}, {"backend": "simulated"}]
+    assert not any(is_full_size(full | change) for change in less)
+    kernel = {"backend": "measured: CPU attention speed", "kernel": "native", "setting": "apex-t4"}
+    assert is_full_size(kernel) and not is_full_size(kernel | {"backend": "simulated"})
+    part = full | {"papers_model": False}
+    assert claimable([SIMULATED, part, SMALL]) == [[SIMULATED], [SMALL]]
+    assert claimable([part, full]) == [[part, full]]

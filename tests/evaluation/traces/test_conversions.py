@@ -7,7 +7,7 @@ import json
 
 import pandas as pd
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from evaluation.traces.conversions import (
     azure_rows,
@@ -143,3 +143,61 @@ def test_a_damaged_row_of_azure_is_named(tmp_path, bad):
     path.write_text("\ufeff" + AZURE_2024 + "\n" + bad + "\n")
     with pytest.raises(ValueError, match=r"azure.csv: row 6 after the header"):
         azure_rows(path)
+
+
+def test_a_request_of_mooncake_is_as_long_as_prompt_and_answer_together(tmp_path):
+    """At most 8,192 tokens; times are in milliseconds, and block 0 of a prompt is a text as any other."""
+    lengths = [(8000, 300), (7892, 300), (8192, 1), (100, 8000), (9000, 10)]
+    lines = [
+        json.dumps({"timestamp": 1500 * i, "input_length": n, "output_length": m, "hash_ids": [0, 10 + i]})
+        for i, (n, m) in enumerate(lengths)
+    ]
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text("\n".join(lines))
+    rows = mooncake_rows(path)
+    assert [(row.input_tokens, row.output_tokens, row.arrival_s) for row in rows] == [
+        (7892, 300, 1.5),
+        (100, 8000, 4.5),
+    ]
+    assert rows[0].segments == ((1, 512), (12, 512)) and rows[1].segments == ((1, 512), (14, 512))
+    assert mooncake_rows(path, stride=3) == rows[1:]
+
+
+def test_every_so_many_requests_of_neo_are_kept(tmp_path):
+    path = tmp_path / "neo.json"
+    path.write_text(json.dumps([{"prompt": 10 + i, "max_tokens": i} for i in range(1, 6)]))
+    assert neo_rows(path) == [TraceRow(10 + i, i) for i in range(1, 6)]
+    assert neo_rows(path, stride=2) == [TraceRow(10 + i, i) for i in (1, 3, 5)]
+
+
+def test_azure_rows_are_every_so_many_of_the_file_however_it_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "azure.csv"
+    lines = [f"2024-05-12 00:00:{second:02d}+00:00,{100 + second},{1 + second}" for second in range(30)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
+    read = pd.read_csv
+    for chunk in (4, 5, 7, 1000):
+        monkeypatch.setattr(
+            pd, "read_csv", lambda file, chunk=chunk, **options: read(file, **options | {"chunksize": chunk})
+        )
+        rows = azure_rows(path, stride=3)
+        assert [row.input_tokens for row in rows] == list(range(100, 130, 3))
+        assert [row.arrival_s for row in rows] == list(range(0, 30, 3))
+
+
+def test_azure_seconds_count_from_the_first_arrival_and_not_from_the_first_line(tmp_path):
+    path = tmp_path / "azure.csv"
+    lines = AZURE_2023.splitlines()
+    path.write_text("\n".join([lines[0], *lines[:0:-1]]) + "\n")
+    assert [row.arrival_s for row in azure_rows(path)] == pytest.approx([0.0, 2.0, 4.314579])
+
+
+def test_special_tokens_are_no_part_of_a_texts_length(tmp_path):
+    """Neither of a prompt nor of an answer: an engine adds them once, and not to answers."""
+    raw = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="<s>"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    for given in (tmp_path, tmp_path / "tokenizer.json"):
+        assert token_counter(given)(["a b a", "b", ""]) == [3, 1, 0]
+    with pytest.raises(RuntimeError, match="no tokenizer at"):
+        token_counter(tmp_path / "absent")

@@ -14,7 +14,7 @@ from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
-from swiftllm.device.cuda import CudaDevice
+from swiftllm.device.cuda import CONTEXT_BYTES, DEVICE_HEADROOM, GRAPHS_SHARE, CudaDevice
 from swiftllm.device.limits import DeviceHung
 from swiftllm.engine.engine import Engine
 from swiftllm.server.service.limits import NewRequest
@@ -160,3 +160,26 @@ def test_a_server_on_a_gpu_that_hangs_fails_its_requests_and_says_why(
     assert {outcome.error.reason for outcome in outcomes.values()} == {"engine_error"}
     assert all("the GPU has not finished its work within" in str(outcome.error) for outcome in outcomes.values())
     assert health.status == "failed" and "the GPU has not finished its work" in health.reason
+
+
+def test_a_share_of_a_card_has_its_part_of_the_memory_less_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may not have taken theirs yet, so what is free now says nothing."""
+    total = 8 << 30
+    with FakeCuda(0, total_bytes=total):
+        device = CudaDevice()
+        whole = device.free_bytes()
+        monkeypatch.setattr("swiftllm.device.cuda.card_share", lambda: 0.25)
+        reserved = torch.cuda.memory_reserved(device.torch_device)
+        assert device.free_bytes() == total // 4 - reserved - CONTEXT_BYTES < whole
+        assert CudaDevice().graph_bytes == int(GRAPHS_SHARE * total / 4)
+        left = device.left_free(lambda: torch.empty(1 << 20, dtype=torch.uint8, device="meta"))
+        assert left == int(device.free_bytes() - (1 << 20) - DEVICE_HEADROOM * total / 4)
+
+
+def test_what_is_sent_is_contiguous_on_the_device() -> None:
+    """A copy of anything else would wait for all work on the stream."""
+    with FakeCuda(0):
+        stream = CudaDevice().compute
+        sent = stream.send(torch.ones(3, 4).T)
+        assert sent.shape == (4, 3) and sent.is_contiguous()
+        assert stream.send(torch.ones(0, 4)).shape == (0, 4)

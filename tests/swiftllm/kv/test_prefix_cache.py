@@ -273,3 +273,25 @@ def test_a_prompt_under_way_shares_no_more_than_it_has_computed() -> None:
     kv.move_blocks(behind, GPU)
     assert kv.num_free(GPU) == 8 - 4 - 3
     kv.check_blocks()
+
+
+def test_blocks_that_a_swap_of_this_plan_fills_are_no_source_of_another() -> None:
+    """Else a host would be asked for a copy of what is still on its way from it."""
+    kv, prefix = KVCacheManager(8, 6, SIZE, cached_tiers=tuple(Tier)), list(range(12))
+    kv.free_blocks(compute(kv, request_of(kv, prefix, CPU)))
+    kv.begin_plan()
+    kv.start(request_of(kv, [*prefix, 50, 51], name="copied to the GPU"), 14)
+    passing = request_of(kv, [60] * 24, CPU)
+    kv.start(passing, 24)  # takes all blocks of the CPU tier, the prefix's too
+    kv.free_blocks(passing)
+    late = request_of(kv, [*prefix, 70, 71], CPU, name="late")
+    kv.start(late, 14)
+    assert [(swap.source, len(swap.source_blocks)) for swap in kv.swaps] == [(CPU, 3)]
+    assert late.num_uncomputed == 14
+    kv.begin_plan()
+    kv.free_blocks(late)
+    late = request_of(kv, [*prefix, 70, 71], CPU, name="later")
+    kv.start(late, 14)
+    assert [(swap.source, len(swap.source_blocks)) for swap in kv.swaps] == [(GPU, 3)]
+    assert late.num_uncomputed == 2
+    kv.check_blocks()

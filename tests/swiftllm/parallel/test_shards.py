@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from swiftllm.config import EngineConfig
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.weights.llama_weights import LlamaWeights, WeightsError, dummy_weights, load_weights
-from swiftllm.parallel.shards import BY_COLUMNS, BY_ROWS, BY_TOKENS, Shard
+from swiftllm.parallel.shards import BY_COLUMNS, BY_ROWS, BY_TOKENS, Shard, ShardedWeights
 from tests.reference.counted_reads import counted_reads
 
 BIASES = {"attention_bias": True, "mlp_bias": True, "vocab_size": 129}
@@ -94,3 +95,15 @@ def test_models_that_do_not_divide_are_refused_with_the_numbers_that_do() -> Non
     for wrong in (0, -1):
         with pytest.raises(ValueError, match=f"tensor_parallel={wrong} must be at least 1"):
             EngineConfig("model", tensor_parallel=wrong)
+
+
+def test_each_token_is_embedded_by_the_rank_that_has_its_row() -> None:
+    """The sum over ranks is the whole table's row, for the first and the last token of each part too."""
+    table, ids = torch.randn(12, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 3, 4, 7, 8, 11, 5, 4])
+    found = torch.zeros(len(ids), 5)
+    for rank in range(3):
+        group = SimpleNamespace(rank=rank, all_reduce=lambda hidden: hidden)
+        own = table[4 * rank : 4 * rank + 4]
+        weights = SimpleNamespace(_group=group, _part_size=4, _embed_own=lambda places, own=own: own[places])
+        found += ShardedWeights._embed(weights, ids)
+    assert torch.equal(found, table[ids])

@@ -6,13 +6,16 @@ import contextlib
 import os
 import socket
 import threading
+import time
 
 import pytest
 import torch
 
 from swiftllm.device.host import HostDevice
 from swiftllm.engine.backend import HostDied
-from swiftllm.remote.channel import Channel
+from swiftllm.kv.budget import HOST_HEADROOM_BYTES
+from swiftllm.machine import GIB
+from swiftllm.remote.channel import Channel, RemoteTicket
 from swiftllm.remote.frames import (
     HEADER,
     FrameKind,
@@ -285,3 +288,62 @@ def test_bytes_that_are_sent_make_room_for_more(monkeypatch: pytest.MonkeyPatch)
     channel.close()
     there.close()
     assert len(posted) == 20
+
+
+def test_layers_of_a_swap_are_taken_from_what_was_fetched_before(host) -> None:
+    """Blocks are fetched whole, and swapped a few layers at a time; with the last of these they are dropped."""
+    tier, blocks = open_tier(host), torch.tensor([3, 8])
+    content = torch.arange(2 * 2 * 2 * 2 * 16 * 32.0).view(2, 2, 2, 2, 16, 32).bfloat16()
+    tier.write(BlocksWrite(range(2), content, blocks), ARRIVED)
+    tier.fetch(blocks.tolist())
+    tier.read(ContextRead(0, blocks, torch.empty_like(THREE_TOKENS))).wait()  # answers come in order
+    for layer in range(2):
+        assert tier.has_fetched(blocks.tolist())
+        sent, out = tier.channel.bytes_sent, torch.empty_like(content[:1])
+        tier.read(BlocksRead(range(layer, layer + 1), blocks, out))
+        assert torch.equal(out[0], content[layer]) and tier.channel.bytes_sent == sent
+    assert not tier._fetched
+    tier.close()
+
+
+def test_a_tickets_computing_ends_with_its_answer_and_begins_no_earlier_than_it_was_asked() -> None:
+    """The host says how long it computed; its clock is another."""
+    for seconds, computed in ((2.0, 2.0), (50.0, 10.0)):
+        ticket = RemoteTicket(memoryview(b""))
+        ticket.submitted_s -= 10.0
+        asked_s = ticket.submitted_s
+        ticket.answer(seconds)
+        times = ticket.times()
+        assert ticket.wait() == pytest.approx(computed, abs=1.0) == times.done_s - times.start_s
+        assert times.start_s == max(asked_s, times.done_s - seconds)
+
+
+def test_a_host_lends_half_of_its_memory_and_in_anothers_place_all_that_is_needed(monkeypatch) -> None:
+    monkeypatch.setattr("swiftllm.remote.host.available_host_bytes", lambda: 10 * GIB)
+    host = AttentionHost(("127.0.0.1", 0), SECRET, num_threads=1)
+    lent = 10 * GIB - HOST_HEADROOM_BYTES
+    assert (host._lendable_bytes(exactly=False), host._lendable_bytes(exactly=True)) == (lent // 2, lent)
+    monkeypatch.setattr("swiftllm.remote.host.available_host_bytes", lambda: 1)
+    assert host._lendable_bytes(exactly=False) == 0
+    host.close()
+
+
+def test_what_was_fetched_from_a_host_that_is_gone_is_not_its_successors() -> None:
+    with host_in_thread() as host:
+        tier, blocks = open_tier(host), torch.tensor([3])
+        content = torch.ones(2, 1, 2, 2, 16, 32, dtype=torch.bfloat16)
+        tier.write(BlocksWrite(range(2), content, blocks), ARRIVED)
+        tier.fetch([3])
+        tier.read(ContextRead(0, blocks, torch.empty_like(THREE_TOKENS))).wait()  # answers come in order
+        assert tier.has_fetched([3])
+        tier.channel._connection.shutdown(socket.SHUT_RDWR)
+        assert tier.channel.wait_dead(30.0) and tier.take_died()
+        end_s = time.monotonic() + 30.0
+        while not tier.take_returned():
+            assert time.monotonic() < end_s
+            time.sleep(0.001)
+        tier.write(BlocksWrite(range(2), 2 * content, blocks), ARRIVED)
+        found = torch.empty_like(content)
+        tier.read(BlocksRead(range(2), blocks, found)).wait()
+        assert torch.equal(found, 2 * content)
+        tier.close()

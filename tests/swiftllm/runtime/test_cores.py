@@ -10,7 +10,7 @@ import torch
 from swiftllm.config import EngineConfig
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime import cores
-from swiftllm.runtime.cores import CoreDivision, core_divisions
+from swiftllm.runtime.cores import CoreDivision, core_divisions, most_lane_threads
 from swiftllm.runtime.torch_backend import open_torch_backend
 from swiftllm.runtime.workers import InlineWorker, TaskRunner
 from tests.reference.fake_gpu import FakeOps, fake_gpu
@@ -101,3 +101,10 @@ def test_a_thread_that_wakes_up_gets_the_interpreter_within_a_millisecond_outsid
     sys.setswitchinterval(0.005)
     open_torch_backend(config, make_worker)
     assert seen and all(interval == pytest.approx(0.001) for interval in seen)
+
+
+def test_no_more_openmp_threads_than_cores(monkeypatch):
+    """OMP_NUM_THREADS may be that of a larger machine."""
+    for asked, most in (("99", 16), ("16", 16), ("6", 6), ("0", 1)):
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+        assert most_lane_threads(16) == most

@@ -145,3 +145,15 @@ def test_a_temperature_that_flattens_everything_still_keeps_masked_tokens_out():
     for how in ({}, {"top_p": 0.9}, {"top_k": 5}):
         drawn = Sampler().sample(row.expand(200, -1), make_requests(200, temperature=1e300, **how))
         assert set(drawn) == {3, 30}
+
+
+def test_the_nearest_may_each_lie_in_a_chunk_of_its_own():
+    """Eight tokens of 2,560, far apart; of equals the one with the lower id comes first."""
+    logits = torch.zeros(1, 2560)
+    places = [2300, 5, 700, 1400, 130, 2000, 900, 1800]
+    logits[0, places] = torch.tensor([9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0])
+    highest = logits.amax(-1, keepdim=True)
+    distance, ids = nearest(logits, highest, 8)
+    assert ids[0].tolist() == places and distance[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    logits[0, places] = 1.0
+    assert nearest(logits, logits.amax(-1, keepdim=True), 8)[1][0].tolist() == sorted(places)

@@ -11,7 +11,7 @@ from apex.perf.model import Curve
 from apex.perf.online.factor import SecondsRange
 from apex.perf.online.iteration_times import cpu_attention_span, crossings, lane_span
 from apex.strategy import StrategyConfig
-from swiftllm.core.plan import HOP, CohortPlan, IterationPlan, LaneItem, StepResult
+from swiftllm.core.plan import HOP, CohortPlan, IterationPlan, LaneItem, StepResult, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
 from tests.apex.perf.online.wrong_tables import TABLE, add_requests, run, simulated_engine
 from tests.reference.linear_profile import LAYERS
@@ -103,3 +103,20 @@ def test_the_way_to_the_worker_may_be_missing_in_a_tickets_time() -> None:
     assert span(3, 5) == pytest.approx((2 * (ticket_s - way_s), 2 * ticket_s))
     assert span(-1, 0) == (0.0, 0.0)  # a ticket is submitted there, and none collected
     assert span(-1, 1) == span(0, 1) == pytest.approx((ticket_s - way_s, ticket_s))
+
+
+def test_a_swap_widens_the_lanes_span_by_its_time_once() -> None:
+    """It may hide behind the lane or not. Blocks of one direction are one copy, and each direction is a copy of its
+    own."""
+    model = simulated_engine("apex", table=WITH_HOST).policy.model
+    prefill, moved = LaneItem(cpu_request(30), 0, 30, Tier.GPU, True), cpu_request(50)
+    two, three = Swap(moved, Tier.CPU, (0, 1), (4, 5)), Swap(moved, Tier.CPU, (2, 3, 4), (6, 7, 8))
+    back = Swap(moved, Tier.GPU, (9,), (0,))
+
+    def width_s(*swaps: Swap) -> float:
+        span = lane_span(model, IterationPlan(prefills=(prefill,), swaps=swaps), [])
+        return span.most - span.least
+
+    host_s = width_s()
+    assert host_s == pytest.approx(model.host_work_s(1))
+    assert width_s(two, three, back) - host_s == pytest.approx(model.swap_s(5) + model.swap_s(1))

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from apex.perf.model import Curve
+from apex.perf.lane_load import LaneLoad
+from apex.perf.model import Curve, PerfModel
 from apex.schedulers.adaptive.choice import choose
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
-from swiftllm.core.plan import FREE, RIDE, Rule, Strategy
+from swiftllm.core.plan import FREE, HOP, RIDE, Rule, Strategy
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.engine.engine import Engine
 from tests.apex.schedulers.test_schedulers import STRATEGIES, drive
@@ -216,3 +217,16 @@ def test_an_overdue_request_takes_all_with_it(monkeypatch) -> None:
     choose_gpu_only(engine, monkeypatch)
     started = sizes_of_started_cohorts(engine, 5 * patience)
     assert 2 <= len(started) <= 5 and started[0] > 20
+
+
+def test_a_cohort_steps_by_itself_where_that_yields_as_many_tokens_as_the_lane() -> None:
+    """A step of m decodes costs T_l(m) and one hand-over. In that time the lane would make a share of its g tokens."""
+    engine, members = simulated(), 12
+    model = engine.policy.model
+    load = LaneLoad(tokens=8, requests=8, decodes=8, decode_context=8 * 300, chunks=())
+    lane_layer_s = model.linear_s(8) + model.gpu_attention_s(8, 8 * 300)
+    even_s = members / 8 * lane_layer_s - model.linear_s(members)  # the hand-over at which both are the same
+    for share, rule in ((0.9, FREE), (1.1, HOP)):
+        hand_over = Curve((1, 2), (share * even_s, share * even_s))
+        engine.policy.use_model(PerfModel(replace(model.table, hand_over=hand_over), LAYERS))
+        assert engine.policy._rule(members, load, True) is rule

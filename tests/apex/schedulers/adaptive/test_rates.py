@@ -169,3 +169,13 @@ def test_streamed_weights_are_a_floor_for_layers_and_not_for_each_boundary() -> 
         for n in (0.0, 1.0, LAYERS / 2, LAYERS)
     ]
     assert rates == sorted(rates, reverse=True) and rates[0] > rates[-1]
+
+
+def test_a_layer_of_pipelining_has_a_hand_over_of_each_batch() -> None:
+    """Each is on the lane's path: max(T_l0 + h(r), T_c1) + max(T_l1 + h(s) + T_g, T_c0)."""
+    hand_over = Curve((1, 101), (3e-4, 4e-4))
+    dear = OperationTimes(PerfModel(replace(TABLE, hand_over=hand_over), LAYERS))
+    for riding, stepping in ((1, 1), (3, 1)):
+        found = layer_of(dear, np.array([float(riding)]), np.array([float(stepping)]))
+        lane_s = linear_s(8 + riding) + linear_s(stepping) + LANE_S
+        assert first(found) == pytest.approx(lane_s + hand_over(riding) + hand_over(stepping))

@@ -10,7 +10,7 @@ import pytest
 
 from apex.perf.model import Curve
 from apex.perf.online.correction import scaled_table
-from apex.schedulers.omniserve.admission import Backlog
+from apex.schedulers.omniserve.admission import Backlog, backlog_before
 from apex.schedulers.omniserve.share import DECODES_SHARE, added_by_decodes_s
 from swiftllm.core.request import Request, RequestRefused, RequestRefusedForNow, SamplingParams, Tier
 from swiftllm.engine.engine import Engine
@@ -318,3 +318,19 @@ def test_best_effort_work_does_not_count_against_an_arrival(monkeypatch: pytest.
 def test_a_refusal_for_now_crosses_processes() -> None:
     refusal = pickle.loads(pickle.dumps(RequestRefusedForNow("too many requests", 2.5)))
     assert str(refusal) == "too many requests" and refusal.retry_after_s == 2.5
+
+
+def test_an_arrival_lacks_blocks_for_itself_those_before_it_and_the_next_token_of_each() -> None:
+    """Of 20 blocks of 16 tokens a running request holds 5 and a best-effort one 3, which makes way."""
+    engine = simulated_engine("omniserve", num_gpu_blocks=20, disable_admission_control=True)
+    running, rest = add(engine, "running", 70, 9), add(engine, "rest", 40, 9, BE)
+    while len(engine.residents.decoding[Tier.GPU]) < 2:
+        engine.step()
+    assert [engine.kv.num_held(request) for request in (running, rest)] == [5, 3]
+    waiting = add(engine, "waiting", 33, 9)  # 3 blocks
+    for prompt, missing in ((160, 1), (176, 2), (100, 0), (300, 10)):
+        late = engine.make_request("late", (0,) * prompt, SamplingParams(max_tokens=9))
+        backlog = backlog_before(late, engine.residents, engine.policy.lengths)
+        assert backlog.missing_blocks == missing == max(0, -(-prompt // 16) + 3 + 3 * 1 - (20 - 5))
+        assert (backlog.decodes, backlog.prompt_blocks) == (1, 5)
+        assert [left for left, _ in backlog.prompts] == [waiting.num_tokens, prompt]

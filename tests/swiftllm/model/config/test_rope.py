@@ -124,3 +124,14 @@ def test_unknown_scaling_is_refused_by_name():
         RopeScaling.from_config({"type": "linear"})
     with pytest.raises(ValueError, match="partial_rotary_factor"):
         RopeScaling.from_config({"rope_type": "default", "partial_rotary_factor": 0.5})
+
+
+def test_the_bounds_of_yarn_lie_within_a_head():
+    """A short first context has no pair that turns 32 times, and a low base one that turns once only beyond the head:
+    transformers cuts both bounds to the head."""
+    for original, theta in ((64, 1e4), (128, 1e4), (100_000, 100.0), (4, 1e4)):
+        for whole in (True, False):
+            scaling = YARN | {"original_max_position_embeddings": original, "truncate": whole}
+            expected = judge(scaling, theta).inv_freq
+            ours = inverse_frequencies(64, theta, RopeScaling.from_config(scaling))
+            torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)

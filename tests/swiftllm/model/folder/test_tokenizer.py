@@ -234,3 +234,13 @@ def test_merges_into_tokens_beyond_the_models_vocabulary_go_too(blocks):
     cut = Tokenizer(blocks._inner, blocks.folder, 5)  # without the last merge
     assert json.loads(cut.written())["model"]["merges"] == [["\u2581", "t"]]
     assert RawTokenizer.from_str(cut.written()).get_vocab_size() == 5
+
+
+def test_a_whole_character_after_bytes_that_make_none_is_kept(bytes_folder):
+    """Text waits for the end of a character for 8 tokens. The last of these may begin a good one."""
+    tokenizer = Tokenizer.from_folder(bytes_folder)
+    cake = tokenizer.encode("🍰")
+    for lead_bytes in range(5, 10):
+        token_ids = [cake[0]] * lead_bytes + cake
+        parts, rest = pieces(tokenizer, token_ids, iter(lambda: 1, 0))
+        assert "".join(parts) + rest == "\ufffd" * lead_bytes + "🍰" == tokenizer.decode(token_ids)

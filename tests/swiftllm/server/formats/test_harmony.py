@@ -111,3 +111,15 @@ def test_the_template_tells_the_form() -> None:
     how = {"has_tools": True, "named": None, "is_required": False, "is_parallel": True}
     assert isinstance(formats.reader(PROMPT, **how), HarmonyReader)
     assert not isinstance(formats.reader(PROMPT, **{**how, "named": "f"}), HarmonyReader)
+
+
+def test_a_mark_of_the_next_header_ends_a_message_and_belongs_to_that_header() -> None:
+    """A model may leave out `<|end|>`, and the role of the next message too."""
+    for between in ("<|end|>" + NEXT, NEXT, ""):
+        text = "<|channel|>final<|message|>a" + between + "<|channel|>analysis<|message|>b"
+        assert shown(read(HarmonyReader(PROMPT, has_tools=True), [*text])) == [("content", "a"), ("reasoning", "b")]
+
+
+def test_what_may_begin_a_header_at_the_end_of_an_output_is_content_but_for_a_blank() -> None:
+    for text, expected in ((" ", []), (" to", [("content", " to")]), ("<|start", [("content", "<|start")])):
+        assert shown(read(HarmonyReader(PROMPT, has_tools=True), [text])) == expected

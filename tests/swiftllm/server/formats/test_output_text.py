@@ -142,3 +142,34 @@ def test_special_tokens_show_only_when_asked_for(tokenizer):
     assert shown.text == "<s>the</s>inn"
     ended = OutputText(tokenizer, skip_special_tokens=False).append_delta(Delta(token_ids[:3], finish_reason="stop"))
     assert ended.text == "<s>the", "the token that ends an output is no part of it"
+
+
+def test_a_stop_string_counts_from_the_token_after_the_least_number_of_tokens(tokenizer):
+    """vLLM: stop strings are not looked for in the first ``min_tokens`` tokens, the last of them included."""
+    a, b = tokenizer.encode("a"), tokenizer.encode("b")
+    assert len(a) == len(b) == 1
+
+    def text_of(tokens, min_tokens):
+        output = OutputText(tokenizer, stops=["b"], min_tokens=min_tokens)
+        return "".join(output.append_delta(Delta((token,))).text for token in tokens), output.num_tokens
+
+    assert text_of([*a, *b, *a], 2) == ("aba", 3)
+    assert text_of([*a, *b], 1) == ("a", 2)
+
+
+def test_the_last_characters_of_a_text_may_complete_a_stop_string(tokenizer):
+    """What an incomplete character adds at the end is text as any other."""
+    token_ids = tokenizer.encode("ab🍰")[:-1]
+    for stop, text in (("\ufffd", "ab"), ("b\ufffd", "a")):
+        output = OutputText(tokenizer, stops=[stop])
+        piece = output.append_delta(Delta(tuple(token_ids), finish_reason="length"))
+        assert (piece.text, piece.finish_reason, piece.stop_reason) == (text, "stop", stop)
+
+
+def test_the_stop_reason_is_a_token_that_was_asked_for(tokenizer):
+    """vLLM: null where the model's own end token ended the output."""
+    for token, reason in ((EOS, None), (7, 7)):
+        piece = OutputText(tokenizer, stop_token_ids=[7, 9]).append_delta(Delta((5, token), finish_reason="stop"))
+        assert (piece.finish_reason, piece.stop_reason) == ("stop", reason)
+    cut = OutputText(tokenizer, stop_token_ids=[7]).append_delta(Delta((5, 7), finish_reason="length"))
+    assert (cut.finish_reason, cut.stop_reason) == ("length", None)

@@ -200,3 +200,40 @@ def test_the_arguments_of_a_forced_call_come_as_they_are_written() -> None:
 )
 def test_whether_a_model_reasons_follows_from_the_template(template: str, thinks: bool) -> None:
     assert reasons(template) is thinks
+
+
+def test_whole_calls_before_a_cut_one_are_kept() -> None:
+    """Of a list; one object after another says nothing about where a call ends, so they stay text."""
+    for end in ('{"name": "h", "arg', '{"name": "h", "arguments": {"a": [1', "{"):
+        parts = read(CallReader(FORMATS["json"]), [f"[{ONE}, {TWO}, {end}"])
+        assert calls_in(parts) == CALLS
+    for text in (f"{ONE}\n{{", f"[{ONE}, x", "[{"):
+        assert read(CallReader(FORMATS["json"]), [text]) == [Part("content", text)]
+
+
+def test_nothing_behind_the_arguments_of_a_forced_call_is_sent() -> None:
+    """A model may go on until its end token: clients read the arguments as one JSON object."""
+    for texts in (['{"a": 1} and', " more", ' {"b": 2}'], ['{"a": 1}', '{"b"', ": 2}"], ['{"a"', ": 1}}", "}"]):
+        (part,) = read(ForcedCall("f"), texts)
+        assert part.text == '{"a": 1}'
+
+
+def test_arguments_may_be_a_text_that_is_json() -> None:
+    """As in OpenAI's own messages, from which some models have learnt."""
+    text = json.dumps({"name": "f", "arguments": '{"a": [1, "é"]}'})
+    assert calls_in(read(CallReader(FORMATS["json"]), [text])) == [("f", {"a": [1, "é"]})]
+    for no_object in ("[1]", "a", ""):
+        text = json.dumps({"name": "f", "arguments": no_object})
+        assert read(CallReader(FORMATS["json"]), [text]) == [Part("content", text)]
+
+
+def test_content_that_looked_like_a_call_keeps_its_blanks() -> None:
+    for text in ("I look. \n\n<tool_call>nothing</tool_call>\n ok", "\n <tool_call>[1]</tool_call>"):
+        for pieces in ([text], [*text]):
+            assert read(CallReader(FORMATS["hermes"]), pieces) == [Part("content", text)]
+
+
+def test_of_several_calls_at_the_end_of_a_text_the_first_alone_may_be_wanted() -> None:
+    """`parallel_tool_calls` is false."""
+    for name, text in (("json", f"[{ONE}, {TWO}]"), ("mistral", f"[TOOL_CALLS][{ONE}, {TWO}]")):
+        assert calls_in(read(FirstCallReader(CallReader(FORMATS[name])), [text])) == CALLS[:1]

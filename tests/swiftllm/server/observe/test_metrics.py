@@ -17,9 +17,10 @@ from apex.simulator.prediction.calibrated_profile import hardware_profile
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.core.request import FinishReason, Request, SamplingParams, ServiceClass
+from swiftllm.core.slo import Slo
 from swiftllm.engine.engine import Engine
 from swiftllm.server.observe.metrics import Metrics, family_of
-from swiftllm.server.service.histograms import Histogram, one_two_five
+from swiftllm.server.service.histograms import EngineHistograms, Histogram, one_two_five
 from swiftllm.server.service.limits import NewRequest
 from swiftllm.server.service.snapshot import Counts, Health
 from swiftllm.server.service.token_streams import TokenStream
@@ -242,3 +243,24 @@ def test_each_class_has_its_own_series_once_it_has_been_seen() -> None:
     assert value(series, "apex:num_requests_waiting", service_class=BE) == 2
     assert value(series, "apex:num_requests_running", tier="cpu", service_class=BE) == 7
     assert value(series, "vllm:num_requests_waiting") == 3
+
+
+def test_targets_are_those_of_latency_sensitive_requests() -> None:
+    """A best-effort request has none, whatever its times; one that was refused misses nothing else."""
+    histograms = EngineHistograms(2048, Slo(ttft_s=1.0, tpot_s=0.1, margin=0.0))
+
+    def finish(service_class: ServiceClass, *times_s: float, reason: str = "stop") -> dict[tuple[str, str], int]:
+        request = Request("0", (1, 2), SamplingParams(), service_class=service_class, arrival_s=10.0)
+        request.token_times_s[:] = times_s
+        before = histograms.slo_outcomes.copy()
+        histograms.on_finish(request, reason)
+        return dict(histograms.slo_outcomes - before)
+
+    for times_s in ((10.5, 10.55), (12.0, 13.0)):
+        assert finish(ServiceClass.BEST_EFFORT, *times_s) == {}
+    assert finish(ServiceClass.BEST_EFFORT, reason="slo_unattainable") == {}
+    urgent = ServiceClass.LATENCY_SENSITIVE
+    assert finish(urgent, 10.5, 10.7) == {("ttft", "met"): 1, ("tpot", "missed"): 1}
+    assert finish(urgent, 11.5, 11.55) == {("ttft", "missed"): 1, ("tpot", "met"): 1}
+    assert finish(urgent, 11.0) == {("ttft", "met"): 1}
+    assert finish(urgent, reason="slo_unattainable") == {("ttft", "refused"): 1}

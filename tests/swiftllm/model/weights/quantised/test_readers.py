@@ -10,10 +10,10 @@ import pytest
 import quantise
 import torch
 
-from swiftllm.model.config.quantisation import AWQ, COMPRESSED_TENSORS, GPTQ, QuantisationScheme
+from swiftllm.model.config.quantisation import AWQ, COMPRESSED_TENSORS, GPTQ, MXFP4, QuantisationScheme
 from swiftllm.model.weights.packed_tensor import PackedTensor, in_chunks, map_tensors
 from swiftllm.model.weights.quantised.fused import FusedTarget
-from swiftllm.model.weights.quantised.readers import StoredMatrix, open_matrix
+from swiftllm.model.weights.quantised.readers import StoredMatrix, input_order, open_matrix, sort_into_runs
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from tests.swiftllm.model.weights.quantised import unpackers
 
@@ -218,3 +218,77 @@ def test_damaged_tensors_are_named(change, message) -> None:
     tensors = {"qweight": words(8, 16), "qzeros": words(2, 2), "scales": torch.ones(2, 16)}
     with pytest.raises(ValueError, match=message):
         read(QuantisationScheme(GPTQ, 32, ordered=True), tensors | change, (16, 64))
+
+
+def test_inputs_of_any_groups_are_sorted_into_runs_of_one_group() -> None:
+    """A part of a matrix in activation order: its groups are not full. Each input counts once, with its own group."""
+    torch.manual_seed(0)
+    groups, inputs = torch.tensor([2, 0, 2, 3, 0, 2] * 8 + [3] * 5), 53
+    codes, zeros = (torch.arange(16)[torch.randint(16, (n, 7))].to(torch.uint8) for n in (inputs, 5))
+    step = scales(5, 7, torch.float16)
+    found, order, runs = sort_into_runs(codes, zeros, groups)
+    assert runs.tolist() == [0, 2, 2, 3]  # 16, 24 and 13 inputs in runs of 16
+    matrix = QuantisedMatrix.from_codes(found, step, zeros, 16, torch.float32, order, runs)
+    products = torch.eye(inputs)[:, order.long()] @ matrix_by_columns(matrix)
+    expected = (codes.float() - zeros[groups].float()) * step[groups].float()
+    assert torch.equal(products, expected)
+    with pytest.raises(ValueError, match="a group beyond the 5 that there are"):
+        sort_into_runs(codes, zeros, groups + 3)
+
+
+def matrix_by_columns(matrix: QuantisedMatrix) -> torch.Tensor:
+    """float32 ``[in, out]`` by the formula, in the order of the codes."""
+    groups = matrix.runs.long().repeat_interleave(16)
+    return (matrix.unpack().float() - matrix.zeros[groups].float()) * matrix.scales[groups].float()
+
+
+def test_inputs_in_act_order_fill_whole_groups_that_begin_where_a_part_begins() -> None:
+    """The groups of a part of an input-divided matrix are numbered as in the whole one."""
+    shuffled = torch.tensor([0, 1] * 32)
+    for first in (0, 2, 8):
+        assert input_order(first + torch.arange(64) // 32, 32) is None
+        order = input_order(first + shuffled, 32)
+        assert order.tolist() == [*range(0, 64, 2), *range(1, 64, 2)]
+    for damaged in (1 + shuffled, 3 + torch.arange(64) // 32, torch.ones(64, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="does not put 32 inputs into each group"):
+            input_order(damaged, 32)
+
+
+def test_a_group_below_the_first_is_refused() -> None:
+    codes, zeros = torch.zeros(32, 4, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="a group beyond the 2 that there are"):
+        sort_into_runs(codes, zeros, torch.tensor([0] * 31 + [-1]))
+
+
+def test_every_exponent_of_mxfp4_but_nan_is_read() -> None:
+    """OCP's MX formats: a scale of E8M0 is 2^(s - 127), and 255 is NaN."""
+    blocks = torch.zeros(2, 2, 16, dtype=torch.uint8)
+    blocks[0, 0, 0] = 0x21  # 0.5 and 1
+    exponents = torch.tensor([[254, 0], [127, 1]], dtype=torch.uint8)
+    matrix = read(QuantisationScheme(MXFP4, 32), {"blocks": blocks, "scales": exponents}, (2, 64))
+    assert matrix.dequantise()[0, :3].tolist() == [2.0**126, 2.0**127, 0]
+    exponents[1, 1] = 255
+    with pytest.raises(ValueError, match="scales hold NaN"):
+        read(QuantisationScheme(MXFP4, 32), {"blocks": blocks, "scales": exponents}, (2, 64))
+
+
+def test_an_mxfp4_matrix_is_scaled_by_its_exponents_as_far_as_they_reach() -> None:
+    tensors = {"blocks": torch.zeros(1, 4, 16, dtype=torch.uint8), "scales": torch.tensor([[0, 1, 127, 254]]).byte()}
+    stored = open_matrix(QuantisationScheme(MXFP4, 32), tensors, 1, 128, torch.float32)
+    for factor, exponents in ((0.5, [0, 0, 126, 253]), (2.0, [1, 2, 128, 254]), (1.0, [0, 1, 127, 254])):
+        assert stored.scaled(factor).scales.flatten().tolist() == exponents
+
+
+def test_any_outputs_of_heads_in_another_order_are_those_of_the_whole() -> None:
+    """A slice may begin within a head, and a head within a word of codes."""
+    torch.manual_seed(0)
+    for head_dim, outputs in ((24, 48), (20, 40), (8, 40)):
+        order = torch.randperm(head_dim)
+        stored, whole = stored_part(outputs, None)
+        moved = torch.cat([first + order for first in range(0, outputs, head_dim)])
+        ordered, codes = stored.with_heads_ordered(order), stored.codes_of(slice(0, outputs))
+        for first in range(0, outputs, 8):
+            for last in range(first + 8, outputs + 1, 8):
+                assert torch.equal(ordered.codes_of(slice(first, last)), codes[:, moved[first:last]])
+        expected = put_together([ordered], [outputs], is_packed=False).dequantise()
+        assert torch.equal(expected, whole[moved])

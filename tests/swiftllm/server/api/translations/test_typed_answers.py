@@ -155,3 +155,46 @@ def test_a_call_that_is_cut_says_so(kind):
         assert item["arguments"] == '{"city": "Par' and item["status"] == "incomplete"
     else:
         assert answer.whole()["stop_reason"] == "max_tokens" and answer.whole()["content"][-1]["input"] == {}
+
+
+def test_only_the_last_item_of_a_cut_answer_is_incomplete():
+    """As OpenAI's: an item is `completed` once another has begun."""
+    parts = [[Part("reasoning", "Look it up")], [Part("content", "I lo")]]
+    answer = answer_of(ResponseAnswer)
+    events = events_of(answer, pieces_of(parts, "length"))
+    response = events[-1]["response"]
+    assert response["status"] == "incomplete"
+    assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
+    done = [event["item"]["status"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == ["completed", "incomplete"]
+    assert [item["status"] for item in answer.whole()["output"]] == ["completed", "incomplete"]
+
+
+def test_an_answer_says_when_it_was_completed_only_if_it_was():
+    """OpenAI: `completed_at` is set only where the status is `completed`."""
+    for reason, status in (("stop", "completed"), ("length", "incomplete")):
+        answer = answer_of(ResponseAnswer)
+        assert answer.whole()["status"] == "in_progress" and answer.whole()["completed_at"] is None
+        events_of(answer, pieces_of([[Part("content", "I")]], reason))
+        whole = answer.whole()
+        assert whole["status"] == status and (whole["completed_at"] is not None) == (status == "completed")
+        assert (whole["incomplete_details"] is None) == (status == "completed")
+
+
+def test_reasoning_tokens_are_those_of_pieces_with_reasoning():
+    answer = answer_of(ResponseAnswer)
+    reasoning = Piece("", token_ids=[5, 6, 7], parts=[Part("reasoning", "Look")])
+    content = Piece("", token_ids=[8, 9], parts=[Part("content", "I")])
+    events_of(answer, [reasoning, reasoning, content, *pieces_of([], "stop")])
+    assert answer.whole()["usage"]["output_tokens_details"] == {"reasoning_tokens": 6}
+
+
+def test_fields_that_were_asked_for_come_back_with_their_defaults():
+    """OpenAI's response object: what was left out or null has the value that was used."""
+    for given, used in ((None, True), (True, True), (False, False)):
+        for asked in ({"parallel_tool_calls": given}, {} if given is None else {"parallel_tool_calls": given}):
+            answer = ResponseAnswer(answer_of(ResponseAnswer).generation, ResponsesRequest(input="a", **asked))
+            assert answer.whole()["parallel_tool_calls"] is used
+    whole = answer.whole()
+    assert (whole["tool_choice"], whole["tools"], whole["metadata"]) == ("auto", [], {})
+    assert whole["text"] == {"format": {"type": "text"}} and whole["truncation"] == "disabled"
