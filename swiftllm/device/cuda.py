@@ -112,8 +112,7 @@ class CudaDevice:
         self.can_capture = can_capture
         self.compute = CudaStream(torch.cuda.default_stream(self.torch_device), self._silence)
         self.to_host, self.to_device, self.swap = (self.new_stream() for _ in range(3))
-        self._capture_stream = torch.cuda.Stream(self.torch_device)
-        self._graph_memory = torch.cuda.graph_pool_handle()
+        self._captured: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self.graph_bytes = int(GRAPHS_SHARE * card_share() * torch.cuda.mem_get_info(self.torch_device)[1])
 
     def new_stream(self) -> CudaStream:
@@ -135,12 +134,15 @@ class CudaDevice:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def capture(self, work: Callable[[], object]) -> Graph:
+        if not self._captured:  # torch refuses a pool whose graphs are all destroyed, as after a recovery
+            self._capture_stream = torch.cuda.Stream(self.torch_device)
+            self._graph_memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # torch.cuda.graph would collect garbage and empty the allocator's cache for each of thousands of graphs.
         # "thread_local": CUDA calls of the process's other threads do not end the capture.
         with torch.cuda.stream(self._capture_stream):
-            graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
                 work()
                 graph.capture_end()
             except BaseException:
@@ -151,6 +153,7 @@ class CudaDevice:
                 with contextlib.suppress(Exception):
                     torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_memory)
                 raise
+        self._captured.add(graph)
         return graph
 
     def free_bytes(self) -> int:

@@ -16,9 +16,11 @@ does. From :meth:`FakeCuda.hang` on the GPU answers no more.
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -72,6 +74,7 @@ class FakeCuda(TorchDispatchMode):
         self.random_state: torch.Tensor | None = None
         self.cards, self.runtime = FakeCards(), FakeRuntime()
         self.graphs: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
+        self.pools, self.pool_uses = itertools.count(1), Counter()  # of graphs: their ids, and the graphs of each
         self.captured_in: set[FakeNccl] = set()  # communicators of the capture under way
         self.is_hung = False
         self.actions = self.replays = self.synchronisations = self.captures = self.lost_graphs = 0
@@ -93,7 +96,7 @@ class FakeCuda(TorchDispatchMode):
             "device_count": lambda: CARDS,
             "get_device_properties": properties,
             "is_initialized": lambda: True,
-            "graph_pool_handle": lambda: None,
+            "graph_pool_handle": lambda: (0, next(self.pools)),
             "empty_cache": lambda: None,
             "memory_allocated": lambda device: self.allocated,
             "max_memory_allocated": lambda device: self.peak,
