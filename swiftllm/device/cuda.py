@@ -14,6 +14,7 @@ from swiftllm.device import limits
 from swiftllm.device.device import Graph
 from swiftllm.device.limits import DeviceHung
 from swiftllm.machine import GIB, InsufficientMemory, card_share
+from swiftllm.threads import wake_on_time
 
 CONTEXT_BYTES = 400 << 20  # of a CUDA context with torch's and Triton's kernels, and of cuBLAS's workspace; an estimate
 DEVICE_HEADROOM = 0.05  # share of a GPU's memory left to captured graphs, libraries and fragmentation
@@ -107,6 +108,7 @@ class CudaDevice:
         # Else cuBLAS may add the parts of a sum in 16 bits.
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        wake_on_time()
         self._silence = Silence()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.can_capture = can_capture
