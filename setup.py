@@ -70,7 +70,7 @@ def find_llamafile() -> tuple[Path | None, str | None]:
 
 
 def cache_dir() -> Path:
-    return Path(os.environ.get("APEX_CACHE_DIR") or Path.home() / ".cache/apex")
+    return Path(os.path.expanduser(os.environ.get("APEX_CACHE_DIR") or "~/.cache/apex"))
 
 
 def is_current(output: Path, command: list[str]) -> bool:
@@ -242,7 +242,7 @@ setup(
         "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.13",  # what apex/environment.py calls tested
     install_requires=dependencies(),
     packages=[*find_packages(include=["swiftllm*", "apex*", "pacpu*", "evaluation*"]), "apex.configs"],
     package_dir={"apex.configs": "configs"},  # apex/source_tree.py finds it in either place

@@ -1,6 +1,7 @@
-"""Which Python a script goes on with: the one at hand, or that of the virtual environment of `make setup`.
+"""Which Python a script goes on with: the one at hand, or that of the virtual environment of `make setup`; what its
+figures are drawn on, and what is printed of letters that the terminal has not.
 
-A script calls this before it imports anything else. So this file and ``apex/source_tree.py`` need the standard library
+A script imports this before anything else. So this file and ``apex/source_tree.py`` need the standard library
 alone, run under Python 3.8, and stand in a package whose ``__init__`` imports nothing.
 """
 
@@ -15,6 +16,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from apex.source_tree import IS_SOURCE_TREE, ROOT, SETUP
+
+os.environ["MPLBACKEND"] = "agg"
+"""Figures are files, wherever they are drawn: a shell of Jupyter names a package that this Python may lack, and then
+matplotlib cannot even be imported."""
+
+if hasattr(sys.stdout, "reconfigure"):  # not in a notebook; standard error has its own way
+    sys.stdout.reconfigure(errors="replace")
+    """Letters that a terminal of ASCII or Latin-1 has not are question marks."""
 
 TESTED = ((3, 11), (3, 12))
 CHANGED = "APEX_CHANGED_PYTHON"

@@ -46,7 +46,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.plan import LaneItem
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device import CudaDevice, Device, open_device
-from swiftllm.files import write_atomically
+from swiftllm.files import check_writable, save_result
 from swiftllm.machine import InsufficientMemory, usable_cores
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.runtime.torch_backend import TorchBackend, device_name, open_torch_backend
@@ -161,9 +161,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = options.parts or [name for name in PARTS if name not in known]
     case = CASES["rehearsal" if options.rehearse else "llama-3.1-8b"]
     figures = known
+    if options.output:
+        check_writable(options.output.parent)
     for figures in measure(case, options.rehearse, names, known):
         if options.output:
-            write_atomically(options.output, json.dumps(figures, indent=1) + "\n")
+            save_result(options.output, json.dumps(figures, indent=1) + "\n")
     return 1 if set(figures.get("failed", ())) & set(names) else 0
 
 

@@ -11,7 +11,7 @@
 # Needs no root and no change to the system's APT state. Exit status 0 only with a browser that has rendered a page.
 set -euo pipefail
 
-prefix="${APEX_CACHE_DIR:-$HOME/.cache/apex}/chromium"
+prefix="${APEX_CACHE_DIR:-${HOME:?is not set: set it or APEX_CACHE_DIR}/.cache/apex}/chromium"
 wrapper="$prefix/bin/chromium"
 log="$prefix.log"
 work=""

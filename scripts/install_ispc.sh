@@ -11,7 +11,7 @@
 # printed and the exit status is 0, because the build then goes on with the other CPU attention kernels.
 set -euo pipefail
 
-prefix="${APEX_CACHE_DIR:-$HOME/.cache/apex}/ispc"
+prefix="${APEX_CACHE_DIR:-${HOME:?is not set: set it or APEX_CACHE_DIR}/.cache/apex}/ispc"
 wrapper="$prefix/bin/ispc"
 log="$prefix.log"
 work=""

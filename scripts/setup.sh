@@ -18,7 +18,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv="${VENV-.venv}"
 state="${venv:-build}/.setup" # one stamp per stage, holding the hash of what the stage was made from
-cache="${APEX_CACHE_DIR:-$HOME/.cache/apex}"
+cache="${APEX_CACHE_DIR:-${HOME:?is not set: set it or APEX_CACHE_DIR}/.cache/apex}"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 export PYTHONDONTWRITEBYTECODE= # empty: Python keeps what it compiles
 
@@ -65,7 +65,7 @@ make_venv() {
         fi
     done
     fail "no working Python 3.11 or 3.12 with the venv module among: ${PYTHON:-python3.11 python3.12 python3 python}" \
-        "install python3.12 and python3.12-venv, or name one with PYTHON=/path/to/python"
+        "install python3.12 and python3.12-venv, or name one with PYTHON=/path/to/python; later versions are not tested"
 }
 
 advice="check the network and pip's settings (PIP_INDEX_URL, proxies), then try again"
@@ -202,7 +202,8 @@ if [ -n "$venv" ]; then
     stage command command_key install_command
 else
     python="${PYTHON:-python3}"
-    python_works "$python" || fail "$python is not a working Python 3.11 or 3.12" "name one with PYTHON=/path/to/python"
+    python_works "$python" || fail "$python is not a working Python 3.11 or 3.12" \
+        "name one with PYTHON=/path/to/python; later versions are not tested"
     say "torch: the one that $python has, since VENV= is empty (another: install it there, or run without VENV=)"
     stage packages python_key check_own_packages
     prepare_native

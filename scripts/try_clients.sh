@@ -17,7 +17,7 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
     exit
 fi
 cd "$(dirname "$0")/.."
-model="${APEX_CACHE_DIR:-$HOME/.cache/apex}/models/SmolLM2-135M-Instruct"
+model="${APEX_CACHE_DIR:-${HOME:?is not set: set it or APEX_CACHE_DIR}/.cache/apex}/models/SmolLM2-135M-Instruct"
 url=""
 while [[ "${1:-}" == --* ]]; do
     case "$1" in
@@ -34,7 +34,7 @@ clients=("$@")
 if [ $# -eq 0 ]; then
     clients=(openai openai_agents langchain llama_index instructor pydantic_ai litellm anthropic node/openai node/ai)
 fi
-folder="${APEX_CACHE_DIR:-$HOME/.cache/apex}/clients"
+folder="${APEX_CACHE_DIR:-${HOME:?is not set: set it or APEX_CACHE_DIR}/.cache/apex}/clients"
 mkdir -p "$folder"
 export PIP_DISABLE_PIP_VERSION_CHECK=1 no_proxy=127.0.0.1,localhost
 export OPENAI_API_KEY=none ANTHROPIC_API_KEY=none # some look for them before they look at their arguments

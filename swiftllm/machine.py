@@ -9,20 +9,16 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from swiftllm.control_groups import core_limit, memory_limits
+
 GIB = 1 << 30
 CPUINFO = Path("/proc/cpuinfo")
-CONTROL_GROUP = Path("/sys/fs/cgroup")
-OWN_GROUPS = Path("/proc/self/cgroup")
-MEMORY_FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-"""By the controller's folder: the files of a group's limit and use, and the line of memory.stat that counts files which
-can be dropped. Version 2 of control groups has one tree, version 1 a tree for each controller."""
+ROOT = Path("/")
+"""Of the file system in which control groups are looked up."""
 NVIDIA_SMI_TIMEOUT_S = 30.0
 
 
@@ -120,14 +116,9 @@ def _set_affinity(cores: Collection[int]) -> None:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: the lesser of its CPU affinity and its container's quota; of a rank that is
-    bound to cores: those that all ranks may use."""
-    cores = len(allowed_cores())
-    try:
-        quota_us, period_us = (CONTROL_GROUP / "cpu.max").read_text().split()
-        return max(1, min(cores, int(_limits.of_host * int(quota_us)) // int(period_us)))
-    except (OSError, ValueError):  # no control group, or "max": no quota
-        return cores
+    """Cores that this process may use: the lesser of its CPU affinity and the quotas of its control groups; of a rank
+    that is bound to cores: those that all ranks may use."""
+    return max(1, int(min(len(allowed_cores()), _limits.of_host * core_limit(ROOT))))
 
 
 def host_memory_bytes() -> int:
@@ -136,8 +127,8 @@ def host_memory_bytes() -> int:
 
 
 def available_host_bytes() -> int:
-    """Host memory available without swapping: the lesser of the machine's and the container's, and of what is left of
-    this process's part of it."""
+    """Host memory available without swapping: the least of the machine's, of what control groups leave, and of what is
+    left of this process's part of it."""
     available, total = _available_and_total_bytes()
     if _limits.of_host == 1.0:
         return available
@@ -148,29 +139,9 @@ def available_host_bytes() -> int:
 def _available_and_total_bytes() -> tuple[int, int]:
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available, total = int(fields["MemAvailable"].split()[0]) * 1024, host_memory_bytes()
-    for limit, used in _memory_limits():
+    for limit, used in memory_limits(ROOT):
         available, total = min(available, limit - used), min(total, limit)
     return max(0, available), total
-
-
-def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Of each control group around this process that has a limit: the limit, and the bytes in use that stay."""
-    own = {"": "/", "memory": "/"}  # by the folder of the controller
-    with contextlib.suppress(OSError):
-        for line in OWN_GROUPS.read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            own |= {name: group for name in controllers.split(",") if name in own}
-    for controller, (limit_file, used_file, droppable) in MEMORY_FILES.items():
-        # A container may be told the host's path of its group, and see the group itself at the top.
-        group = Path(own[controller].lstrip("/"))
-        for part in (group, *group.parents) if group.parts else (group,):
-            folder = CONTROL_GROUP / controller / part
-            try:
-                limit, used = (int((folder / name).read_text()) for name in (limit_file, used_file))
-                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            except (OSError, ValueError):  # no such group, or "max": no limit
-                continue
-            yield limit, used - int(statistics.get(droppable, 0))
 
 
 def last_level_cache_bytes() -> int:

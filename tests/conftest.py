@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import apex.environment  # noqa: F401  before matplotlib
 from tests import sampled_cases
 from tests.evaluation.headless_browser import NOT_FOUND
 
@@ -43,7 +44,7 @@ def short_first_start() -> Iterator[None]:
         patch.setattr(choices, "MIN_BYTES", 1)
         patch.setattr(choices, "last_level_cache_bytes", lambda: 0)
         patch.setattr(choices, "measure", lambda *_: choices.Measured(rates, costs))
-        patch.setattr(choices, "write_atomically", lambda *_: None)
+        patch.setattr(choices, "keep", lambda *_: None)
         patch.setattr("apex.perf.profiler.ROUNDS", 3)
         yield
 

@@ -136,7 +136,7 @@ def test_a_build_by_pip_compiles_nothing_that_the_source_tree_has_compiled(tmp_p
 
 def test_the_package_says_what_it_is(wheel: zipfile.ZipFile) -> None:
     described = metadata(wheel)
-    assert described["Name"] == "apex-llm-serving" and described["Requires-Python"] == ">=3.11"
+    assert described["Name"] == "apex-llm-serving" and described["Requires-Python"] == ">=3.11,<3.13"
     assert "Apache-2.0" in (described["License-Expression"], described["License"])
     assert described["Description-Content-Type"] == "text/markdown"
     assert described.get_payload().strip() == (ROOT / "README.md").read_text().strip()

@@ -156,7 +156,7 @@ class Bench(SystemsCommand):
             return [tuple(draw.randrange(size) for _ in range(length)) for length in lengths]
         if engine.tokenizer is None:
             raise ValueError("the model folder has no tokenizer (tokenizer.json) to read --prompt-file with")
-        text = engine.tokenizer.encode(self.prompt_file.read_text())
+        text = engine.tokenizer.encode(self.prompt_file.read_text(encoding="utf-8-sig"))
         if len(text) < len(lengths):
             raise ValueError(
                 f"--prompt-file {self.prompt_file} has {len(text)} tokens: too few for {len(lengths)} prompts "

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -18,6 +17,7 @@ from apex.strategy import StrategyConfig
 from apex.timeline.files import names_file, write_timeline
 from swiftllm.config import EngineConfig, check_at_least
 from swiftllm.core.request import SamplingParams
+from swiftllm.files import check_writable
 from swiftllm.model.folder.hub import model_folder
 from swiftllm.systems import find_system, systems
 
@@ -51,8 +51,7 @@ def check_output_folder(flag: str, folder: Path | None) -> None:
     if folder is None:
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=folder).close()
+        check_writable(folder)
     except OSError as error:
         raise InputError(f"{flag}: the folder {folder} cannot be made or written to ({error.strerror})") from None
 

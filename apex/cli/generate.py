@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -95,15 +96,24 @@ class Generate(ConfigFile):
 
 
 def read_lines() -> tuple[str, ...]:
-    """The lines of standard input that are not blank, as prompts.
+    """The lines of standard input that are not blank, as prompts, whatever system wrote their ends.
 
     Raises:
         InputError: there are none.
     """
-    prompts = () if sys.stdin.isatty() else tuple(line.rstrip("\n") for line in sys.stdin if line.strip())
+    text = "" if sys.stdin.isatty() else decoded(sys.stdin.buffer.read(), sys.stdin.encoding)
+    prompts = tuple(line for line in re.split(r"\r\n|\r|\n", text) if line.strip())
     if not prompts:
         raise InputError("no prompt: give one or more as arguments, or one per line on standard input")
     return prompts
+
+
+def decoded(text: bytes, encoding: str) -> str:
+    """UTF-8, maybe with a byte-order mark, where a text is that; else what ``encoding`` makes of it."""
+    try:
+        return text.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return text.decode(encoding, "surrogateescape")
 
 
 def check_text(prompts: Sequence[str]) -> None:

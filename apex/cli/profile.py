@@ -10,6 +10,7 @@ from apex.cli.errors import input_errors
 from apex.cli.flags import EngineFlags, ModelName, ProfileFile, check_output_file
 from apex.cli.output import number, ratio, stdout_console, table
 from apex.perf.model import PerfModel, ProfileTable, attention_rate
+from swiftllm.files import keep, save_result
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,16 +49,16 @@ class Profile(ConfigFile):
         try:
             profile = measure_profile(config, backend)
             path = self.output or profile_path(profile.identity)
-            with input_errors():
-                profile.save(path)
+            is_written = (keep if self.output is None else save_result)(path, profile.as_json())
             console = stdout_console()
             bytes_per_token = backend.cpu_kv_bytes_per_block / backend.block_size / backend.layer_groups.pool_layers
             console.print(key_figures(profile, backend.num_layers, bytes_per_token))
             console.print(f"\nLane: {backend.cores.describe_lane()}", soft_wrap=True, highlight=False)
-            console.print(f"written to {path}", soft_wrap=True)
+            if is_written:
+                console.print(f"written to {path}", soft_wrap=True)
         finally:
             backend.close()
-        return 0
+        return 0 if is_written or self.output is None else 1
 
 
 def key_figures(profile: ProfileTable, num_layers: int, bytes_per_token: float) -> Table:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apex.cli.config_file import ConfigFile
-from apex.cli.errors import input_errors
+from apex.cli.errors import InputError, input_errors
 from apex.cli.flags import BestEffortFlags, TimelineFlags, check_output_file
 from apex.cli.output import number, ratio, stdout_console, strategy_mix, table
 from apex.perf.progress import progress_bar
@@ -19,6 +19,7 @@ from apex.replay.records import Replay, ReplayRequest
 from apex.strategy import StrategyConfig
 from swiftllm.config import check_at_least
 from swiftllm.core.request import ServiceClass
+from swiftllm.files import save_result
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -128,9 +129,8 @@ class SystemsCommand(ConfigFile):
         stdout_console().print(figures_table(records))
         for line in filter(None, (*map(unfinished_line, records), *remarks)):
             print(line)
-        if self.output is not None:
-            with input_errors(of_engine=False):
-                self.output.write_text(json.dumps(records, indent=1) + "\n")
+        if self.output is not None and not save_result(self.output, json.dumps(records, indent=1) + "\n"):
+            raise InputError(f"--output {self.output} was not written")
 
 
 def unfinished_line(record: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from apex.perf.progress import progress_bar
 from apex.perf.workbench import Workbench
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
-from swiftllm.files import write_atomically
+from swiftllm.files import is_kept, keep
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.runtime.build import scheduler_limits
 from swiftllm.runtime.cores import CoreDivision, counted
@@ -89,14 +89,14 @@ def division_rates(
     identity["max_num_seqs"] = str(config.max_num_seqs)
     identity["divisions"] = ", ".join(f"{d.lane_threads} and {d.cpu_threads}" for d in divisions)
     path = profile_path(identity).with_suffix(".cores.json")
-    if path.exists() and not measure_again:
+    if is_kept(path) and not measure_again:
         return [DecodeRates(**rates) for rates in json.loads(path.read_text())["rates"]]
     bench, limits = make_workbench(config, backend), scheduler_limits(config, backend)
     load = full_load(bench.num_blocks, bench.layer_groups, limits)
     with progress_bar("dividing the cores") as progress:
         rates = measure_divisions(backend.use_cores, bench, divisions, load, progress)
     measured = {"identity": identity, "load": asdict(load), "rates": [asdict(rate) for rate in rates]}
-    write_atomically(path, json.dumps(measured, indent=1))
+    keep(path, json.dumps(measured, indent=1))
     return rates
 
 

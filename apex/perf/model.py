@@ -15,8 +15,6 @@ from math import ceil
 from operator import add
 from pathlib import Path
 
-from swiftllm.files import write_atomically
-
 TABLE_VERSION = 5
 
 
@@ -147,8 +145,8 @@ class ProfileTable:
     rows_per_read: float = 1.0
     flat_from_tokens: float = 1.0
 
-    def save(self, path: Path) -> None:
-        write_atomically(path, json.dumps({"version": TABLE_VERSION, **asdict(self)}, indent=1))
+    def as_json(self) -> str:
+        return json.dumps({"version": TABLE_VERSION, **asdict(self)}, indent=1)
 
     @staticmethod
     def load(path: Path, identity: Mapping[str, str]) -> ProfileTable:

@@ -16,7 +16,7 @@ from apex.perf.profiler import SizeGrid, measure_seconds, table_from_seconds
 from apex.perf.progress import progress_bar
 from apex.perf.workbench import MOST_BLOCKS, Workbench
 from swiftllm.config import EngineConfig
-from swiftllm.files import cache_dir
+from swiftllm.files import cache_dir, is_kept, keep
 from swiftllm.machine import cpu_model, usable_cores
 from swiftllm.model.boundaries.placement import Place, Placement
 from swiftllm.model.config.model_config import ModelConfig
@@ -25,6 +25,9 @@ from swiftllm.runtime.torch_backend import TorchBackend
 
 logger = logging.getLogger(__name__)
 
+_not_kept: dict[Path, ProfileTable] = {}
+"""Tables of this process that could not be written, by the file that each belongs into."""
+
 
 def load_or_measure(config: EngineConfig, backend: TorchBackend, path: Path | None = None) -> ProfileTable:
     """The profile table of this machine and model: ``path``, else the cached one, else measured now and cached."""
@@ -32,12 +35,15 @@ def load_or_measure(config: EngineConfig, backend: TorchBackend, path: Path | No
     if path is not None:
         return ProfileTable.load(path, identity)
     cached = profile_path(identity)
-    if cached.exists():
+    if is_kept(cached):
         return ProfileTable.load(cached, identity)
-    table = measure_profile(config, backend)
-    table.save(cached)
-    logger.info("profile table written to %s", cached)
-    return table
+    if cached not in _not_kept:
+        table = measure_profile(config, backend)
+        if keep(cached, table.as_json()):
+            logger.info("profile table written to %s", cached)
+            return table
+        _not_kept[cached] = table
+    return _not_kept[cached]
 
 
 def with_copies(table: ProfileTable, placement: Placement | None, stream_s: float) -> ProfileTable:

@@ -85,32 +85,48 @@ class Workbench:
         return self._boundary(self._lane(self._single_rows(rows)), itertools.repeat(self.backend.num_layers - 1), rows)
 
     def prefill_attention(self, chunks: Sequence[tuple[int, int]]) -> TimedOperation:
-        """One layer's attention of prefill chunks: (new tokens, tokens cached before) each."""
+        """One layer's attention of prefill chunks: (new tokens, tokens cached before) each.
+
+        What is cached in host memory is gathered a layer ahead. So each layer comes after the one before it, which is
+        not timed if it is not the last that was, and the first layer after its lane opened.
+        """
         tier = self.larger_tier
         items = [LaneItem(self._request(new + cached, tier), cached, new, tier, True) for new, cached in chunks]
-        return self._attention(self._lane(items), sum(new for new, _ in chunks))
+        lane, last = self._lane(items), 0
+
+        def lane_before(layer: int) -> Batch:
+            nonlocal lane, last
+            if layer == 0:
+                lane = self._opened(items)
+            elif layer != last + 1:
+                self.backend.gpu_attention(layer - 1, lane)
+            last = layer
+            return lane
+
+        return self._attention(lane_before, sum(new for new, _ in chunks), self._lane(self._single_rows(1)))
 
     def gpu_attention(self, requests: int, context: int) -> TimedOperation:
         """One layer's decode attention in the lane."""
         items = [LaneItem(self._request(context, Tier.GPU), context - 1, 1, Tier.GPU, False) for _ in range(requests)]
         lane = self._lane(items)
-        return self._attention(lane, requests, lane)
+        return self._attention(lambda layer: lane, requests, lane)
 
-    def _attention(self, lane: Batch, rows: int, sweeper: Batch | None = None) -> TimedOperation:
+    def _attention(self, lane_before: Callable[[int], Batch], rows: int, sweeper: Batch) -> TimedOperation:
         """Time attention after a boundary, which replaces the caches' contents as in a run; the mean over the groups of
         layers.
 
-        The boundary's batch is ``sweeper``. Prefills use a lane of one row. Decodes use their own lane, which leaves it
-        where captured graphs expect it.
+        ``lane_before`` gives the lane where a layer comes next. The boundary's batch is ``sweeper``. Prefills use a
+        lane of one row. Decodes use their own lane, which leaves it where captured graphs expect it.
         """
-        sweeper, boundaries = sweeper or self._lane(self._single_rows(1)), self._layers()
-        layers = self._layers(self.backend.num_layers)
+        boundaries, layers = self._layers(), self._layers(self.backend.num_layers)
 
         def sample() -> float:
             seconds = []
             for _ in range(max(self.layer_groups.growth, 2 if rows <= SMALL_TOKENS else 1)):
+                layer = next(layers)
+                lane = lane_before(layer)
                 self.backend.boundary(next(boundaries), [sweeper])
-                seconds.append(self._time_s(lambda: self.backend.gpu_attention(next(layers), lane)))
+                seconds.append(self._time_s(lambda layer=layer, lane=lane: self.backend.gpu_attention(layer, lane)))
             return statistics.fmean(seconds)
 
         return sample
@@ -120,7 +136,8 @@ class Workbench:
     def cpu_attention(self, requests: int, context: int) -> TimedOperation:
         """One layer's decode attention while the lane computes, plus the delay until an idle lane sees its end."""
         backend, cohort = self.backend, self._cohort(requests, context)
-        lane, lane_layers, layers = self._lane(self._single_rows(1)), self._layers(), self._layers()
+        lane, lane_layers = self._lane(self._single_rows(1)), self._layers()
+        layers = self._layers(backend.num_layers)
 
         def sample() -> float:
             busy_s = []
@@ -139,7 +156,8 @@ class Workbench:
     def hand_over(self, requests: int, context: int) -> TimedOperation:
         """What a ticket costs the lane: a boundary just after submitting one, less a boundary alone."""
         backend, cohort = self.backend, self._cohort(requests, context)
-        lane, lane_layers, layers = self._lane(self._single_rows(1)), self._layers(), self._layers()
+        lane, lane_layers = self._lane(self._single_rows(1)), self._layers()
+        layers = self._layers(backend.num_layers)
 
         def sample() -> float:
             lost = []
@@ -237,9 +255,15 @@ class Workbench:
     def _single_rows(self, rows: int) -> list[LaneItem]:
         return [item for _ in range(rows) for item in self._prefill_items(1)]
 
-    def _lane(self, items: Sequence[LaneItem]) -> Batch:
+    def _opened(self, items: Sequence[LaneItem]) -> Batch:
+        """A lane before the first layer."""
         lane = self.backend.open_lane(items)
         self.backend.boundary(-1, [lane])
+        return lane
+
+    def _lane(self, items: Sequence[LaneItem]) -> Batch:
+        """A lane after the first layer's attention."""
+        lane = self._opened(items)
         self.backend.gpu_attention(0, lane)
         return lane
 

@@ -20,6 +20,7 @@ def write_timeline(timeline: Timeline, target: Path) -> tuple[Path, Path]:
     Raises:
         OSError: the files cannot be written.
     """
+    import apex.environment  # noqa: F401  before matplotlib
     from apex.timeline.figure import draw_timeline  # here, because matplotlib loads slowly
 
     stem = target.with_suffix("") if names_file(target) else target / f"{timeline.system}-timeline"

@@ -102,13 +102,13 @@ Arguments = ParamSpec("Arguments")
 
 
 def one_line_errors(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """A command whose invalid options and missing files end as one line, with exit status 2."""
+    """A command whose invalid options, and files that it cannot read or write, end as one line, with exit status 2."""
 
     @functools.wraps(main)
     def command(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
         try:
             return main(*args, **kwargs)
-        except (ValueError, FileNotFoundError, ConnectionError) as error:
+        except (ValueError, OSError) as error:
             print_error(error, stdout_console())
             return 2
 

@@ -36,7 +36,7 @@ from apex.source_tree import CONFIGS
 from evaluation.gpu.report import SYSTEMS
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
-from swiftllm.files import write_atomically
+from swiftllm.files import check_writable, save_result
 from swiftllm.machine import InsufficientMemory, host_memory_bytes, usable_cores
 
 if TYPE_CHECKING:
@@ -234,12 +234,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=75.0, help="seconds that all of it has; default %(default)g")
     parser.add_argument("--folder", type=Path, required=True, help="the run's record goes here")
     options = parser.parse_args(arguments)
-    options.folder.mkdir(parents=True, exist_ok=True)
+    check_writable(options.folder)
     name = f"{options.system}-{options.case}"
     print(f"{name}: {CASES[options.case].origin}", flush=True)
 
     def save(record: dict[str, Any]) -> None:
-        write_atomically(options.folder / f"{name}.json", json.dumps(record, indent=1) + "\n")
+        save_result(options.folder / f"{name}.json", json.dumps(record, indent=1) + "\n")
 
     try:
         for record in run_case(options.system, CASES[options.case], options.folder, options.limit - END_S):

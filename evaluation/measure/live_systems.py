@@ -24,7 +24,7 @@ from evaluation.measure.child import Child, still_alive
 from evaluation.measure.launched_point import LaunchedTask, run_launched_point, server_command
 from evaluation.measure.out_of_memory import explained
 from swiftllm.config import EngineConfig
-from swiftllm.files import write_atomically
+from swiftllm.files import is_kept, keep
 
 if TYPE_CHECKING:
     from swiftllm.engine.engine import Engine
@@ -193,7 +193,7 @@ def profile_of(config: EngineConfig) -> tuple[ProfiledMachine, float]:
         profile = profile_path(profile_identity(config, backend))
     backend.close()
     first_start = profile.with_name(f"{profile.stem}-{config.load_format}.start")
-    if first_start.is_file():
+    if is_kept(first_start):
         return machine, float(first_start.read_text())
-    write_atomically(first_start, f"{start_s:.3f}\n")
+    keep(first_start, f"{start_s:.3f}\n")
     return machine, round(start_s, 3)

@@ -17,7 +17,7 @@ from evaluation.experiments.runner import Point, processes
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
 from evaluation.experiments.torch_point import TorchTask
 from evaluation.results.provenance import fingerprint, source_hash
-from swiftllm.files import cache_dir, write_atomically
+from swiftllm.files import cache_dir, is_kept, keep
 
 if TYPE_CHECKING:
     from evaluation.measure.launched_point import LaunchedTask
@@ -59,12 +59,12 @@ def predict(points: Sequence[Point], machines: Sequence[ProfiledMachine], jobs: 
     tasks = [simulated_twin(point.task, machine) for point, machine in zip(points, machines, strict=True)]
     source = source_hash()
     files = [_cache_file(task, source) for task in tasks]
-    found: dict[Path, Prediction] = {file: _read(file) for file in set(files) if file.is_file()}
+    found: dict[Path, Prediction] = {file: _read(file) for file in set(files) if is_kept(file)}
     left = {file: task for file, task in zip(files, tasks, strict=True) if file not in found}
     for file, prediction in _simulate(left, jobs, what).items():
         found[file] = prediction
         if prediction.problem is None:
-            write_atomically(file, json.dumps(asdict(prediction)) + "\n")
+            keep(file, json.dumps(asdict(prediction)) + "\n")
     return [found[file] for file in files]
 
 

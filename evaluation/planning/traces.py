@@ -17,7 +17,7 @@ from evaluation.results.progress import print_line
 from evaluation.traces.apart import fetch_apart
 from evaluation.traces.catalogue import fetchable, load_catalogue
 from evaluation.traces.sources import LIVEBENCH_MODEL, MAX_ROWS, Source, TextOptions
-from swiftllm.files import write_atomically
+from swiftllm.files import is_kept, keep
 from swiftllm.model.folder.hub import HUB_NAME
 
 FAILED = ".failed"
@@ -47,12 +47,12 @@ def tokenizer_of(paper: PaperSetting, options: FigureOptions) -> Path:
 
 def _fetch_one(workload: str, text: TextOptions, trace_dir: Path | None, console: Console) -> None:
     files = [entry["file"] for entry in load_catalogue()[workload]["sources"] if entry["kind"] == "measured"]
-    if any((folder / file).is_file() for folder in trace_dirs(trace_dir) for file in files):
+    if any(is_kept(folder / file) for folder in trace_dirs(trace_dir) for file in files):
         return
     (folder,) = trace_dirs()
     for source in sorted(fetchable(workload), key=lambda source: files.index(source.file)):
         remembered = folder / (source.file + FAILED)
-        if remembered.is_file():
+        if is_kept(remembered):
             reason = f"it failed before: {remembered.read_text().strip()}"
         else:
             print_line(console, f"fetching {source.name} ({source.licence}, {source.size}) from {source.origin}")
@@ -62,7 +62,7 @@ def _fetch_one(workload: str, text: TextOptions, trace_dir: Path | None, console
                 return
             except (OSError, RuntimeError, ValueError, KeyError) as error:
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                write_atomically(remembered, reason + "\n")
+                keep(remembered, reason + "\n")
         print_line(console, f"not fetched: {source.name}: {reason}", "yellow")
     print_line(
         console,

@@ -33,7 +33,7 @@ from evaluation.results.provenance import (
     software,
     source_hash,
 )
-from swiftllm.files import write_atomically
+from swiftllm.files import check_writable, rescue, save_result, write_atomically
 
 if TYPE_CHECKING:
     from apex.cli.bench import BenchRun
@@ -80,7 +80,8 @@ class ResultFolder:
         }
         self.run = fingerprint(self.identity)
         self.path = results_dir / name / self.run
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._unwritten: dict[str, Mapping[str, Any]] = {}  # finished points that are not in the folder
+        check_writable(self.path)
 
     def record_invocation(self) -> None:
         """Add this invocation to provenance.json."""
@@ -97,27 +98,36 @@ class ResultFolder:
     def finished_point(self, key: str) -> dict[str, Any] | None:
         """The saved result of a point, or None if it is not finished."""
         path = self.path / "points" / f"{key}.json"
-        return json.loads(path.read_text()) if path.is_file() else None
+        return json.loads(path.read_text()) if path.is_file() else self._unwritten.get(key)
 
     def save_point(self, key: str, point: Mapping[str, Any], records: Iterable[RequestRecord | RequestSummary]) -> None:
-        """Save a finished point. The JSON file is written last, because it marks the point as finished."""
+        """Save a finished point. The JSON file is written last, because it marks the point as finished.
+
+        Where the folder cannot be written to by now, the point is saved elsewhere, and is in this run's summary.
+        """
         lines = "".join(json.dumps(record_values(record)) + "\n" for record in records)
         packed = gzip.compress(lines.encode(), mtime=0)  # the same records give the same bytes
-        write_atomically(records_file(self.path, key), packed)
-        write_atomically(self.path / "points" / f"{key}.json", to_json(point))
-        (self.path / "errors" / f"{key}.txt").unlink(missing_ok=True)
+        files = {records_file(self.path, key): packed, self.path / "points" / f"{key}.json": to_json(point)}
+        try:
+            for path, content in files.items():
+                write_atomically(path, content)
+            (self.path / "errors" / f"{key}.txt").unlink(missing_ok=True)
+        except OSError as error:
+            self._unwritten[key] = json.loads(to_json(point))
+            for path, content in files.items():
+                rescue(path, content, error)
 
     def save_error(self, key: str, text: str) -> None:
-        write_atomically(self.path / "errors" / f"{key}.txt", text)
+        save_result(self.path / "errors" / f"{key}.txt", text)
 
     def save_summary(self, records: Sequence[FlatRecord], table: str | None = None) -> None:
         """Write the records as JSON and as a Markdown table (by default ``markdown_table`` of the records).
 
         A run without any result does not become the latest one.
         """
-        write_atomically(self.path / "summary.json", to_json(list(records)))
-        write_atomically(self.path / "summary.md", markdown_table(records) if table is None else table)
-        if records:
+        is_written = save_result(self.path / "summary.json", to_json(list(records)))
+        save_result(self.path / "summary.md", markdown_table(records) if table is None else table)
+        if records and is_written:
             link, fresh = self.path.parent / "latest", self.path.parent / f".latest.{os.getpid()}"
             fresh.unlink(missing_ok=True)
             fresh.symlink_to(self.run, target_is_directory=True)

@@ -22,6 +22,7 @@ from evaluation.results.paths import EXPERIMENTS_DIR, python_command, trace_dirs
 from evaluation.traces.files import TraceRow, read_rows
 from evaluation.traces.sessions import SessionTrace
 from evaluation.traces.sources import SOURCES, Source
+from swiftllm.files import is_kept
 
 OriginKind = Literal["measured", "reconstructed", "synthetic", "fitted"]
 
@@ -200,7 +201,7 @@ def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
     for folder in trace_dirs(trace_dir):
         for source in entry["sources"]:
             path = folder / source["file"]
-            if path.is_file():
+            if is_kept(path):
                 origin = Origin(source["kind"], source["note"] + _counted(path), source["file"])
                 return RecordedTrace(name, entry["title"], origin, read_rows(path))
     sides = ("input_tokens", "output_tokens")

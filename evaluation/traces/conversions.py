@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evaluation.traces.files import PREFIX_TOKENS, TraceRow
 
@@ -33,7 +34,11 @@ def azure_rows(path: Path, stride: int = 1) -> list[TraceRow]:
         offset += len(chunk)
     frame = pd.concat(kept)
     # Timestamps have 0, 6 or 7 digits of a second, with or without a time zone.
-    arrivals = pd.to_datetime(frame["TIMESTAMP"], format="ISO8601", utc=True)
+    frame["TIMESTAMP"] = arrivals = pd.to_datetime(frame["TIMESTAMP"], format="ISO8601", utc=True, errors="coerce")
+    for name in columns[1:]:
+        frame[name] = pd.to_numeric(frame[name], errors="coerce")
+    if (bad := frame.isin([math.inf]).any(axis=1) | frame.isna().any(axis=1)).any():
+        raise ValueError(f"{path}: row {bad.idxmax() + 1} after the header has no time, or no number of tokens")
     frame["TIMESTAMP"] = (arrivals - arrivals.min()).dt.total_seconds()
     ordered = frame.sort_values("TIMESTAMP", kind="stable")[columns]
     return [TraceRow(int(given), int(out), float(arrival)) for arrival, given, out in ordered.itertuples(index=False)]
@@ -41,17 +46,37 @@ def azure_rows(path: Path, stride: int = 1) -> list[TraceRow]:
 
 def neo_rows(path: Path, stride: int = 1) -> list[TraceRow]:
     """The lengths of a workload in NEO's artifact: a JSON list of objects with prompt and max_tokens."""
-    return [TraceRow(int(item["prompt"]), int(item["max_tokens"])) for item in json.loads(path.read_text())[::stride]]
+    items = list(enumerate(json.loads(path.read_text(encoding="utf-8-sig")), start=1))
+    return _converted(path, items[::stride], lambda item: TraceRow(int(item["prompt"]), int(item["max_tokens"])))
 
 
 def mooncake_rows(path: Path, stride: int = 1) -> list[TraceRow]:
     """Requests of at most ``MOONCAKE_LONGEST`` tokens in a trace of Mooncake: a JSON object a line, times in ms."""
-    rows = []
-    for item in map(json.loads, path.read_text().splitlines()[::stride]):
+
+    def row(line: str) -> TraceRow:
+        item = json.loads(line)
         segments = tuple((1 + block, PREFIX_TOKENS) for block in item["hash_ids"])
         lengths = int(item["input_length"]), int(item["output_length"])
-        if sum(lengths) <= MOONCAKE_LONGEST:
-            rows.append(TraceRow(*lengths, item["timestamp"] / 1000, segments=segments))
+        return TraceRow(*lengths, item["timestamp"] / 1000, segments=segments)
+
+    lines = enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1)
+    rows = _converted(path, [(number, line) for number, line in lines if line.strip()][::stride], row)
+    fitting = [row for row in rows if row.input_tokens + row.output_tokens <= MOONCAKE_LONGEST]
+    return sorted(fitting, key=lambda row: row.arrival_s)
+
+
+def _converted(path: Path, items: Iterable[tuple[int, Any]], make: Callable[[Any], TraceRow]) -> list[TraceRow]:
+    """The row that ``make`` makes of each item; numbers of items are lines or places.
+
+    Raises:
+        ValueError: one of them is damaged; the message names the file and the number.
+    """
+    rows = []
+    for number, item in items:
+        try:
+            rows.append(make(item))
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
+            raise ValueError(f"{path}:{number}: {type(error).__name__}: {error}") from None
     return rows
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Iterable, Mapping
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
@@ -11,6 +14,8 @@ from typing import Any
 
 from swiftllm.core.request import ServiceClass
 from swiftllm.files import write_atomically
+
+logger = logging.getLogger(__name__)
 
 COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
 PREFIX_COLUMN, PREFIX_TOKENS = "prefix_ids", 512
@@ -33,6 +38,11 @@ class TraceRow:
     after: int | None = None
     """Place of the row that must have ended before; ``arrival_s`` is then seconds from its end."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError: there is no such arrival."""
+        if self.arrival_s is not None and not 0 <= self.arrival_s < math.inf:
+            raise ValueError(f"arrival_s={self.arrival_s} must be a number of seconds, at least 0")
+
     @property
     def prompt(self) -> tuple[int, ...]:
         """Token ids of a prompt that has segments, cut to its length."""
@@ -42,31 +52,60 @@ class TraceRow:
 def read_rows(path: Path) -> tuple[TraceRow, ...]:
     """Read a trace file with the columns arrival_s (may be blank), input_tokens, output_tokens, maybe prefix_ids.
 
+    Rows are by arrival, sorted with a warning if they are not; where one has no arrival, as they are. Blank lines and a
+    byte-order mark do not count.
+
     Raises:
-        ValueError: a column is missing, a length is below 1, or there are no rows; the message names the file.
+        ValueError: a column is missing, a cell is no number, an arrival is negative or not finite, a length is below 1,
+            or there are no rows; the message names the file and the line.
     """
-    with path.open() as lines:
-        columns = next(lines, "").strip().split(",")
+    rows: list[TraceRow] = []
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines = csv.reader(file)
         try:
-            arrival, given, out = (columns.index(name) for name in COLUMNS)
-        except ValueError:
-            raise ValueError(f"{path}: needs columns {','.join(COLUMNS)}, has {columns}") from None
-        prefixes = columns.index(PREFIX_COLUMN) if PREFIX_COLUMN in columns else None
-        rows = []
-        for number, line in enumerate(lines, start=2):
-            cells = line.rstrip("\n").split(",")
-            if len(cells) < len(columns):
-                raise ValueError(f"{path}:{number}: {len(cells)} cells where the header has {len(columns)}")
-            ids = () if prefixes is None else map(int, cells[prefixes].split())
-            segments = tuple((1 + block, PREFIX_TOKENS) for block in ids)  # 0 is the token of simulated outputs
-            arrived = float(cells[arrival]) if cells[arrival] else None
-            row = TraceRow(int(cells[given]), int(cells[out]), arrived, segments=segments)
-            if row.input_tokens < 1 or row.output_tokens < 1:
-                raise ValueError(f"{path}:{number}: lengths must be at least 1 token")
-            rows.append(row)
+            columns = [name.strip() for name in next(lines, [])]
+            if missing := [name for name in COLUMNS if name not in columns]:
+                raise ValueError(f"it needs columns {','.join(COLUMNS)}, and lacks {','.join(missing)}: {columns}")
+            for cells in lines:
+                if any(cell.strip() for cell in cells):
+                    rows.append(_row(columns, cells))
+        except (ValueError, csv.Error) as error:  # bytes that are not UTF-8, too
+            raise ValueError(f"{path}:{max(1, lines.line_num)}: {error}") from None
     if not rows:
         raise ValueError(f"{path}: no rows")
+    arrivals = [row.arrival_s for row in rows if row.arrival_s is not None]
+    if len(arrivals) == len(rows) and arrivals != sorted(arrivals):
+        logger.warning("%s: its rows are not in the order of arrival, and are sorted", path)
+        rows.sort(key=lambda row: row.arrival_s)
     return tuple(rows)
+
+
+def _row(columns: Sequence[str], cells: Sequence[str]) -> TraceRow:
+    """
+    Raises:
+        ValueError: cells are missing or have no meaning.
+    """
+    if len(cells) < len(columns):
+        raise ValueError(f"{len(cells)} cells where the header has {len(columns)}")
+    by_name = dict(zip(columns, map(str.strip, cells), strict=False))
+    arrival, given, out = COLUMNS
+    ids = by_name.get(PREFIX_COLUMN, "").split()
+    segments = tuple((1 + _number(PREFIX_COLUMN, one, int), PREFIX_TOKENS) for one in ids)  # 0: of simulated outputs
+    row = TraceRow(
+        *(_number(name, by_name[name], int) for name in (given, out)),
+        _number(arrival, by_name[arrival], float) if by_name[arrival] else None,
+        segments=segments,
+    )
+    if row.input_tokens < 1 or row.output_tokens < 1:
+        raise ValueError("lengths must be at least 1 token")
+    return row
+
+
+def _number(column: str, cell: str, kind: type[int] | type[float]) -> Any:
+    try:
+        return kind(cell)
+    except ValueError:
+        raise ValueError(f"{column}={cell!r} is no {'whole number' if kind is int else 'number'}") from None
 
 
 def write_rows(path: Path, rows: Iterable[TraceRow], provenance: Mapping[str, Any]) -> None:

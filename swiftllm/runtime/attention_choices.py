@@ -19,7 +19,7 @@ import torch
 
 import pacpu
 from pacpu import int8
-from swiftllm.files import cache_dir, write_atomically
+from swiftllm.files import cache_dir, keep
 from swiftllm.kv.pools import host_tensor
 from swiftllm.machine import available_host_bytes, cpu_model, last_level_cache_bytes, usable_cores
 
@@ -78,10 +78,7 @@ def use_fastest_attention(*, measure_again: bool = False) -> None:
             logger.info("how CPU attention is fastest is not measured: that takes %d MiB", num_bytes >> 20)
             return
         measured = measure(host_tensor((num_bytes,), torch.uint8).fill_(FILLING), usable_cores())
-        try:
-            write_atomically(kept_path(), json.dumps({"identity": identity(), **asdict(measured)}, indent=1))
-        except OSError as error:
-            logger.warning("how CPU attention is fastest is not kept: %s", error)
+        keep(kept_path(), json.dumps({"identity": identity(), **asdict(measured)}, indent=1))
     for calls, by_way in measured.rates.items():
         pacpu.set_prefetch(*calls.split(), fastest(by_way))
         pacpu.set_shared_row_cost(*calls.split(), measured.shared_row_costs[calls])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+from swiftllm.files import expand
 from swiftllm.model.folder.generation import sampling_defaults
 from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.server.formats.calls import FORMATS, format_of
@@ -89,6 +89,6 @@ class ServerSettings:
         if self.chat_template is None:
             return None
         try:
-            return Path(self.chat_template).expanduser().read_text()
+            return expand(self.chat_template).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeError) as error:
             raise ValueError(f"chat_template={self.chat_template!r} cannot be read: {error}") from None

@@ -158,3 +158,13 @@ def test_pacpu_is_missing_until_it_is_built(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("file", ["apex/environment.py", "apex/__init__.py", "apex/__main__.py", *FILES])
 def test_old_pythons_can_read_it(file: str) -> None:
     ast.parse((ROOT / file).read_text(), feature_version=(3, 8))
+
+
+def test_the_package_wants_the_versions_of_python_that_are_tested() -> None:
+    """pip refuses the others by ``python_requires``; README and `make setup` name the same."""
+    (oldest, newest), setup = (environment.TESTED[0], environment.TESTED[-1]), (ROOT / "setup.py").read_text()
+    assert f'python_requires=">={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"' in setup
+    names = [f"{major}.{minor}" for major, minor in environment.TESTED]
+    assert all(f'"Programming Language :: Python :: {name}"' in setup for name in names)
+    for file in ("README.md", "scripts/setup.sh"):
+        assert f"Python {' or '.join(names)}" in (ROOT / file).read_text()

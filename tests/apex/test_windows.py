@@ -132,6 +132,27 @@ def test_neither_graphs_nor_swaps_on_a_gpu_change_a_token(folders) -> None:
             assert cuda.replays
 
 
+def test_a_window_of_one_token_does_not_hide_the_context_of_other_layers(tmp_path: Path) -> None:
+    """A chunk that begins with a block attends to itself alone in such a layer, and to all before it in the next one.
+
+    transformers computes without its cache here: that of a window of one token keeps all tokens.
+    """
+    for types in (ALTERNATING, ALTERNATING[::-1]):
+        more = {**MODELS["alternating"], "layer_types": types, "num_hidden_layers": 4}
+        folder = make_tiny_llama(tmp_path / types[0], **more, sliding_window=1)
+        sizes = {"block_size": 4, "num_gpu_blocks": 40, "num_cpu_blocks": 40}
+        driver = BackendDriver(open_torch_backend(EngineConfig(str(folder), device="cpu", dtype="float32", **sizes)))
+        sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+        requests = [driver.admit(tier.value, list(range(3, 24)), tier, sampling) for tier in Tier]
+        driver.prefill(requests, 4)
+        for _ in range(3):
+            driver.decode(requests)
+        judge = tiny_judge(folder, "")
+        judge.generation_config.use_cache = False
+        expected = [list(*greedy(judge, [list(range(3, 24))], 4))] * 2
+        assert [request.output_token_ids for request in requests] == expected
+
+
 def test_prefixes_of_windowed_layers_are_not_cached(folders) -> None:
     for name in folders:
         asked = EngineConfig(str(folders[name]), device="cpu", dtype="float32", prefix_cache_tiers="gpu", **POOLS[0])

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftllm import machine
-from swiftllm.machine import Card, available_host_bytes, first_card, installed_cards
+from swiftllm.machine import Card, first_card, installed_cards
 
 T4 = Card("Tesla T4", 15360 << 20, (7, 5))
 A10G = Card("NVIDIA A10G", 23028 << 20, (8, 6))
@@ -97,57 +96,3 @@ def test_an_nvidia_smi_that_hangs_reports_nothing(nvidia_smi, monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", hangs)
     assert installed_cards() == [] and first_card() is None
-
-
-MIB = 1 << 20
-LARGE = "9223372036854771712"  # no limit, in version 1
-
-
-@pytest.fixture
-def control_groups(tmp_path, monkeypatch):
-    """Makes the control groups of this process: files by folder, and the lines that say which group is its own."""
-
-    def make(own: str, groups: dict[str, dict[str, str]]) -> None:
-        monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path / "groups")
-        monkeypatch.setattr(machine, "OWN_GROUPS", tmp_path / "own")
-        (tmp_path / "own").write_text(own)
-        for folder, files in groups.items():
-            (tmp_path / "groups" / folder).mkdir(parents=True, exist_ok=True)
-            for name, text in files.items():
-                (tmp_path / "groups" / folder / name).write_text(text + "\n")
-
-    return make
-
-
-def version_2(limit: str, used: int, dropped: int = 0) -> dict[str, str]:
-    statistics = f"anon 1\ninactive_file {dropped * MIB}"
-    return {"memory.max": limit, "memory.current": str(used * MIB), "memory.stat": statistics}
-
-
-def version_1(limit: str, used: int, dropped: int = 0) -> dict[str, str]:
-    statistics = f"inactive_file 1\ntotal_inactive_file {dropped * MIB}"
-    return {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": str(used * MIB), "memory.stat": statistics}
-
-
-@pytest.mark.parametrize(
-    ("own", "groups", "left"),
-    [
-        ("0::/\n", {"": version_2(str(100 * MIB), 40, 10)}, 70),
-        ("0::/a/b\n", {"a": version_2(str(100 * MIB), 60), "a/b": version_2("max", 5)}, 40),
-        ("0::/a/b\n", {"a": version_2(str(100 * MIB), 20), "a/b": version_2(str(50 * MIB), 15, 5)}, 40),
-        ("4:memory:/a\n3:cpu:/\n", {"memory": version_1(LARGE, 90), "memory/a": version_1(str(80 * MIB), 70, 20)}, 30),
-        ("4:memory:/docker/of-the-host\n", {"memory": version_1(str(80 * MIB), 50)}, 30),
-        ("0::/\n", {"": version_2(str(100 * MIB), 140)}, 0),
-    ],
-    ids=["container", "group above", "tightest", "version 1", "version 1 in a container", "overdrawn"],
-)  # fmt: skip
-def test_a_control_groups_limit_is_what_can_be_taken(control_groups, own, groups, left):
-    control_groups(own, groups)
-    assert available_host_bytes() == left * MIB
-
-
-@pytest.mark.parametrize("groups", [{}, {"": version_2("max", 5)}, {"memory": version_1(LARGE, 90)}])
-def test_without_a_limit_the_machines_memory_counts(control_groups, groups, monkeypatch):
-    before = available_host_bytes()
-    control_groups("4:memory:/\n0::/\n", groups)
-    assert available_host_bytes() == pytest.approx(before, rel=0.2) and available_host_bytes() > 1 << 28

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib
 import json
 import os
@@ -284,15 +285,20 @@ def settings() -> Iterator[Finding]:
             yield Finding(*line)
 
 
+def cached(pattern: str) -> list[Path]:
+    """The files of the cache that match; none where it cannot be searched."""
+    return [cache_dir() / name for name in glob.glob(pattern, root_dir=cache_dir())]
+
+
 def files() -> Iterator[Finding]:
-    models = sorted(path.parent for path in (cache_dir() / "models").glob("*/config.json"))
+    models = sorted(path.parent for path in cached("models/*/config.json"))
     if models:
         yield from (Finding("model", f"{model}{quantisation(model)}") for model in models)
     else:
         remedy = f"{SETUP}, or name" if IS_SOURCE_TREE else "name"
         found = f"{cache_dir() / 'models' / DEFAULT_MODEL} is not there: {remedy} another folder, or a model on the hub"
         yield Finding("model", found, "note")
-    tables = sum(map(is_profile, (cache_dir() / "profiles").glob("*.json")))
+    tables = sum(map(is_profile, cached("profiles/*.json")))
     count = f"{tables} in {cache_dir() / 'profiles'}" if tables else "none yet: made on the first start"
     yield Finding("profile tables", count, "ok" if tables else "note")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from swiftllm.files import expand
+
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 TEXT_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHT_FILES = ["model*.safetensors", "gptq_model*.safetensors"]
@@ -20,7 +22,7 @@ def model_folder(model: str | Path, weights: bool = True) -> Path:
     Raises:
         FileNotFoundError: neither a folder nor a model of the hub that can be downloaded; the message says why.
     """
-    folder = Path(model).expanduser()
+    folder = expand(model)
     if folder.exists() or not HUB_NAME.fullmatch(str(model)):
         return folder
     from huggingface_hub import snapshot_download  # not needed for a folder

@@ -34,6 +34,10 @@ REPO = Path(__file__).resolve().parents[3]
 SMALL = ["--num-gpu-blocks", "8", "--num-cpu-blocks", "64", "--dtype", "float32", "--max-num-batched-tokens", "32"]
 
 
+def standard_input(text: str) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(text.encode()))
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
@@ -171,7 +175,7 @@ def test_profile_of_something_else_is_refused(capsys, model, tmp_path):
 
 
 def test_no_prompt_at_all_is_said(capsys, model, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n  \n"))
+    monkeypatch.setattr(sys, "stdin", standard_input("\n  \n"))
     assert "no prompt" in fails(capsys, "generate", model, *SMALL)
 
 
@@ -227,7 +231,7 @@ def test_generate_prints_what_the_model_says(capsys, model, system):
 
 def test_generate_queues_prompts_whatever_the_targets(capsys, model, monkeypatch):
     prompts = [f"Once upon {number}" for number in range(12)]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(prompts)))
+    monkeypatch.setattr(sys, "stdin", standard_input("\n".join(prompts)))
     options = ["--max-tokens", "4", "--system", "omniserve", "--ttft-slo-s", "0.001", *SMALL]
     assert main(["generate", model, *options]) == 0
     out = capsys.readouterr().out
@@ -244,7 +248,7 @@ def test_a_model_may_be_named_as_on_the_hub(capsys, model, monkeypatch):
 
 
 def test_generate_reads_lines_and_answers_in_their_order(capsys, model, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("A first line\n\nand another\n"))
+    monkeypatch.setattr(sys, "stdin", standard_input("A first line\n\nand another\n"))
     assert main(["generate", model, "--max-tokens", "6", *SMALL]) == 0
     prompts = ["A first line", "and another"]
     first, second = expected_texts(model, prompts, max_tokens=6)

@@ -108,10 +108,12 @@ def test_a_compiler_that_does_not_run_is_said(monkeypatch, tmp_path):
 
 def test_a_containers_memory_limit_is_what_can_be_taken(monkeypatch, tmp_path):
     """Of a container's 100 MiB 40 are used, 10 of them by files that can be dropped."""
-    (tmp_path / "memory.max").write_text(f"{100 << 20}\n")
-    (tmp_path / "memory.current").write_text(f"{40 << 20}\n")
-    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {10 << 20}\n")
-    monkeypatch.setattr("swiftllm.machine.CONTROL_GROUP", tmp_path)
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(f"{100 << 20}\n")
+    (group / "memory.current").write_text(f"{40 << 20}\n")
+    (group / "memory.stat").write_text(f"anon 5\ninactive_file {10 << 20}\n")
+    monkeypatch.setattr("swiftllm.machine.ROOT", tmp_path)
     assert found(list(doctor.machine()))["memory"].found.startswith("0.1 GiB available of ")
 
 

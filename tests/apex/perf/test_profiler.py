@@ -14,6 +14,7 @@ from apex.perf.model import ProfileMismatch
 from apex.perf.profile_cache import load_or_measure, make_workbench, profile_identity
 from apex.perf.workbench import Workbench
 from apex.systems import build_system
+from swiftllm import files
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.kv.layer_groups import LayerGroups
@@ -89,6 +90,18 @@ def test_cached_table_is_used_and_foreign_ones_are_refused(model_dir: Path, own_
     foreign.write_text(cached.read_text().replace(profile_identity(options, backend)["cpu"], "another machine"))
     with pytest.raises(ProfileMismatch, match="another machine"):
         build_system("apex", options, profile=foreign)
+
+
+def test_a_table_that_cannot_be_kept_is_used_by_the_process_that_measured_it(model_dir, monkeypatch, caplog) -> None:
+    """/dev/null is a cache folder that cannot be made; the warning is told once."""
+    monkeypatch.setenv("APEX_CACHE_DIR", "/dev/null")
+    files._warn_once.cache_clear()
+    options = config(model_dir, 40, 200)
+    backend = open_torch_backend(options)
+    table = load_or_measure(options, backend)
+    assert load_or_measure(options, backend) is table
+    assert caplog.text.count("the cache /dev/null/profiles cannot be written to (Not a directory)") == 1
+    backend.close()
 
 
 @pytest.mark.parametrize("seed", range(3))

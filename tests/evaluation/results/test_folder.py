@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +26,7 @@ from evaluation.results.folder import (
     records_file,
     span_of,
 )
+from swiftllm import files
 from swiftllm.files import write_atomically
 
 REQUIRED = {
@@ -157,6 +161,10 @@ def test_writing_is_whole_or_not_at_all(tmp_path, monkeypatch):
     assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
 
 
+class InterruptedRun(BaseException):
+    """Nothing is done any more."""
+
+
 def test_point_counts_as_finished_only_after_its_records(tmp_path, monkeypatch):
     """The power is cut before every file in turn."""
     folder, real = ResultFolder("exp", {}, tmp_path), os.replace
@@ -166,7 +174,7 @@ def test_point_counts_as_finished_only_after_its_records(tmp_path, monkeypatch):
 
         def replace_until_power_cut(source, target, left=left):
             if next(left, None) is None:
-                raise OSError("power cut")
+                raise InterruptedRun
             real(source, target)
 
         with monkeypatch.context() as patch:
@@ -174,7 +182,7 @@ def test_point_counts_as_finished_only_after_its_records(tmp_path, monkeypatch):
             try:
                 folder.save_point("a", {"values": {}}, [record])
                 break
-            except OSError:
+            except InterruptedRun:
                 assert folder.finished_point("a") is None
     assert files_before == 2 and folder.finished_point("a") == {"values": {}}
     assert len(read_records(records_file(folder.path, "a"))) == 1
@@ -219,3 +227,35 @@ def test_a_prediction_is_a_column_only_where_there_is_one():
     place = titles.index("predicted (SIMULATED tok/s)")
     assert titles[place - 1] == "output tok/s"
     assert (first[place - 1], first[place], second[place]) == ("10.0", "12.3", "-")
+
+
+def test_points_that_cannot_be_written_any_more_are_in_the_summary_and_written_elsewhere(tmp_path, monkeypatch, caplog):
+    """The disk is full from the first point on."""
+
+    class FillsTheDisk(Counting):
+        def __call__(self, point, label, console):
+            for module in (files, results):
+                monkeypatch.setattr(module, "write_atomically", full)
+            return super().__call__(point, label, console)
+
+    def full(path, content):
+        if tmp_path / "results" in path.parents:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write_atomically(path, content)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    runner = FillsTheDisk()
+    outcome = run(tmp_path / "results", runner)
+    assert runner.ran == ["p0", "p1"] and not outcome.failed
+    assert [row["output_tokens_per_s"] for row in outcome.summary] == [10.0, 20.0]
+    elsewhere = {path.name: path for path in tmp_path.glob("apex-*/*")}
+    assert elsewhere.keys() >= {"p0.json", "p1.json", "p0.jsonl.gz", "summary.json", "summary.md"}
+    assert json.loads(elsewhere["summary.json"].read_text()) == outcome.summary
+    assert "No space left on device" in caplog.text and str(elsewhere["p1.json"]) in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_to_stops_the_run_before_its_first_point(tmp_path, capsys):
+    runner = Counting()
+    with pytest.raises(SystemExit):
+        run(Path(os.devnull), runner)
+    assert not runner.ran and "choose another folder with --results-dir" in capsys.readouterr().out

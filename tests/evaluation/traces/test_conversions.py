@@ -8,7 +8,7 @@ import json
 import pandas as pd
 import pytest
 
-from evaluation.traces.conversions import azure_rows, dolphin_pairs, livebench_pairs, text_rows
+from evaluation.traces.conversions import azure_rows, dolphin_pairs, livebench_pairs, mooncake_rows, neo_rows, text_rows
 from evaluation.traces.files import TraceRow
 
 AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -89,3 +89,37 @@ def test_livebench_joins_questions_with_one_models_answers():
     assert text_rows(pairs, count_words, 10) == [TraceRow(3, 3), TraceRow(2, 1)]
     with pytest.raises(RuntimeError, match="small-8b"):
         list(livebench_pairs(questions, answers, "absent"))
+
+
+MOONCAKE = '{"timestamp": %s, "input_length": %s, "output_length": 5, "hash_ids": [0, 7]}\n'
+
+
+def test_mooncake_rows_are_ordered_by_arrival_and_blank_lines_and_a_mark_do_not_count(tmp_path):
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text("\ufeff" + MOONCAKE % (3000, 30) + "\n" + MOONCAKE % (0, 10) + MOONCAKE % (1000, 20) + "\n")
+    rows = mooncake_rows(path)
+    assert [(row.arrival_s, row.input_tokens) for row in rows] == [(0.0, 10), (1.0, 20), (3.0, 30)]
+    assert rows[0].segments == ((1, 512), (8, 512))
+
+
+@pytest.mark.parametrize("bad", ["NaN, 10", "Infinity, 10", "-1, 10", "1, NaN", '1, "ten"', "1, Infinity", "null, 5"])
+def test_a_damaged_line_of_mooncake_is_named(tmp_path, bad):
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text(MOONCAKE % (0, 10) + MOONCAKE % tuple(bad.split(", ")))
+    with pytest.raises(ValueError, match=r"mooncake.jsonl:2: "):
+        mooncake_rows(path)
+
+
+def test_a_damaged_object_of_neo_is_named(tmp_path):
+    path = tmp_path / "neo.json"
+    path.write_text('\ufeff[{"prompt": 3, "max_tokens": 4}, {"prompt": NaN, "max_tokens": 4}]')
+    with pytest.raises(ValueError, match=r"neo.json:2: "):
+        neo_rows(path)
+
+
+@pytest.mark.parametrize("bad", ["nat,3,4", "2024-05-12 00:00:00,,4", "2024-05-12 00:00:00,inf,4", "soon,3,4"])
+def test_a_damaged_row_of_azure_is_named(tmp_path, bad):
+    path = tmp_path / "azure.csv"
+    path.write_text("\ufeff" + AZURE_2024 + "\n" + bad + "\n")
+    with pytest.raises(ValueError, match=r"azure.csv: row 6 after the header"):
+        azure_rows(path)

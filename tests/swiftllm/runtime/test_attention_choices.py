@@ -9,7 +9,7 @@ import torch
 
 import pacpu
 from swiftllm.config import EngineConfig
-from swiftllm.files import write_atomically
+from swiftllm.files import keep
 from swiftllm.runtime import attention_choices
 from swiftllm.runtime.attention_choices import fastest, kept, measure, use_fastest_attention
 from swiftllm.runtime.build import make_backend
@@ -27,7 +27,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_choices, "last_level_cache_bytes", lambda: 0)
     monkeypatch.setattr(attention_choices, "SETTLED_S", 0)
     monkeypatch.setattr(attention_choices, "measure", measure)
-    monkeypatch.setattr(attention_choices, "write_atomically", write_atomically)
+    monkeypatch.setattr(attention_choices, "keep", keep)
     before = {kind: (pacpu.prefetch(*kind), pacpu.shared_row_cost(*kind)) for kind in KINDS}
     yield
     for kind, (way, cost) in before.items():
@@ -108,7 +108,7 @@ def test_a_cache_that_cannot_be_written_stops_no_engine(tmp_path, monkeypatch, c
     (tmp_path / "file").touch()
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "file"))
     use_fastest_attention()
-    assert "not kept" in caplog.text
+    assert "cannot be written to (Not a directory)" in caplog.text
 
 
 def test_measuring_leaves_the_ways_as_they_were():

@@ -7,9 +7,7 @@ import sys
 import pytest
 import torch
 
-from swiftllm import machine
 from swiftllm.config import EngineConfig
-from swiftllm.machine import usable_cores
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime import cores
 from swiftllm.runtime.cores import CoreDivision, core_divisions
@@ -60,16 +58,6 @@ def test_nothing_is_left_to_choose_when_threads_are_given(monkeypatch):
     assert threads(16, monkeypatch, lane_threads=6, cpu_threads=2) == [(6, 2)]
     assert threads(16, monkeypatch, lane_on_cpu=False, lane_threads=6, cpu_threads=8) == [(1, 8)]
     assert threads(1, monkeypatch, lane_on_cpu=False) == [(1, 1)]
-
-
-@pytest.mark.parametrize(("quota", "expected"), [("max 100000", 8), ("250000 100000", 2), ("1000 100000", 1)])
-def test_a_containers_quota_counts(monkeypatch, tmp_path, quota, expected):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    (tmp_path / "cpu.max").write_text(quota + "\n")
-    monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path)
-    assert usable_cores() == expected
-    monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path / "none")
-    assert usable_cores() == 8
 
 
 def test_a_backend_computes_with_the_threads_it_is_given(tiny_model_dir, monkeypatch):
