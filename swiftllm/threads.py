@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+
+SET_TIMER_SLACK = 29  # of Linux's prctl
+SLACK_NS = 1000
+
+
+def wake_on_time() -> None:
+    """Sleeps of this thread, and of those that it starts, end within 1 us of their time. Linux adds 50 us by default,
+    more than the sleeps between two looks at a GPU's event take."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_TIMER_SLACK, ctypes.c_ulong(SLACK_NS), 0, 0, 0)
 
 
 class DeviceThread(threading.Thread):
@@ -22,5 +33,6 @@ class DeviceThread(threading.Thread):
 
     def run(self) -> None:
         if self._card is not None:
+            wake_on_time()
             sys.modules["torch"].cuda.set_device(self._card)
         super().run()

@@ -14,6 +14,7 @@ from swiftllm.device import limits
 from swiftllm.device.device import Graph
 from swiftllm.device.limits import DeviceHung
 from swiftllm.machine import GIB, InsufficientMemory, card_share
+from swiftllm.threads import wake_on_time
 
 CONTEXT_BYTES = 400 << 20  # of a CUDA context with torch's and Triton's kernels, and of cuBLAS's workspace; an estimate
 DEVICE_HEADROOM = 0.05  # share of a GPU's memory left to captured graphs, libraries and fragmentation
@@ -107,13 +108,13 @@ class CudaDevice:
         # Else cuBLAS may add the parts of a sum in 16 bits.
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        wake_on_time()
         self._silence = Silence()
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.can_capture = can_capture
         self.compute = CudaStream(torch.cuda.default_stream(self.torch_device), self._silence)
         self.to_host, self.to_device, self.swap = (self.new_stream() for _ in range(3))
-        self._capture_stream = torch.cuda.Stream(self.torch_device)
-        self._graph_memory = torch.cuda.graph_pool_handle()
+        self._captured: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self.graph_bytes = int(GRAPHS_SHARE * card_share() * torch.cuda.mem_get_info(self.torch_device)[1])
 
     def new_stream(self) -> CudaStream:
@@ -135,12 +136,15 @@ class CudaDevice:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def capture(self, work: Callable[[], object]) -> Graph:
+        if not self._captured:  # torch refuses a pool whose graphs are all destroyed, as after a recovery
+            self._capture_stream = torch.cuda.Stream(self.torch_device)
+            self._graph_memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # torch.cuda.graph would collect garbage and empty the allocator's cache for each of thousands of graphs.
         # "thread_local": CUDA calls of the process's other threads do not end the capture.
         with torch.cuda.stream(self._capture_stream):
-            graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
                 work()
                 graph.capture_end()
             except BaseException:
@@ -151,6 +155,7 @@ class CudaDevice:
                 with contextlib.suppress(Exception):
                     torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_memory)
                 raise
+        self._captured.add(graph)
         return graph
 
     def free_bytes(self) -> int:

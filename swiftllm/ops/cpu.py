@@ -6,15 +6,13 @@ the GEMM. In bfloat16 pacpu computes GEMMs where it is faster than oneDNN: on CP
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
 import pacpu
 from pacpu import rows
 from swiftllm.ops.experts import Experts, ExpertWeights, Router
-from swiftllm.ops.interface import ChunkAttention, Crossing, CrossingParts, Linear, Ops
+from swiftllm.ops.interface import ChunkLens, ContextBlocks, Crossing, CrossingParts, Linear, Ops, concatenate
 from swiftllm.ops.quantised_matrix import BLOCK_WORDS, QuantisedMatrix
 
 PACKING_ROWS = 32  # oneDNN packs for a row count: this one is best for decodes and no slower for prefills
@@ -92,10 +90,12 @@ class CpuOps(Ops):
     ) -> None:
         rows.store_kv(k, v, kv_layer, blocks, offsets, num_threads=self.num_threads)
 
-    def gather_kv(self, kv_layer: torch.Tensor, blocks: torch.Tensor, context_len: int) -> torch.Tensor:
-        out = kv_layer.new_empty((2, kv_layer.shape[1], context_len, kv_layer.shape[-1]))
-        rows.gather_kv(kv_layer, blocks, out, num_threads=self.num_threads)
-        return out
+    def gather_contexts(self, kv_layer: torch.Tensor, contexts: ContextBlocks) -> torch.Tensor:
+        _, heads, _, block_size, head_dim = kv_layer.shape
+        parts = [kv_layer.new_empty((2, heads, tokens, head_dim)) for tokens in contexts.tokens]
+        for part, (blocks, _) in zip(parts, contexts.slices(block_size), strict=True):
+            rows.gather_kv(kv_layer, contexts.blocks[blocks], part, num_threads=self.num_threads)
+        return concatenate(parts, dim=2)
 
     def gather_blocks(self, pool: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor) -> None:
         rows.gather_blocks(pool, blocks, staging, num_threads=self.num_threads)
@@ -104,14 +104,20 @@ class CpuOps(Ops):
         rows.scatter_blocks(staging, pool, blocks, num_threads=self.num_threads)
 
     def prefill_attention(
-        self, chunks: Sequence[ChunkAttention], scale: float, sinks: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lens: ChunkLens,
+        out: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        if not chunks or not pacpu_multiplies(chunks[0].q.dtype) or not rows.has_prompt_attention():
-            return super().prefill_attention(chunks, scale, sinks)
-        # No masks are needed: a chunk's rows are the last tokens of the context.
-        for window in dict.fromkeys(chunk.window for chunk in chunks):
-            prompts = [(chunk.q, chunk.k, chunk.v, chunk.out) for chunk in chunks if chunk.window == window]
-            rows.prompt_attention(prompts, scale, window=window, sinks=sinks, num_threads=self.num_threads)
+        if not pacpu_multiplies(q.dtype) or not rows.has_prompt_attention():
+            return super().prefill_attention(q, k, v, lens, out, scale, window, sinks)
+        prompts = [(q[own], k[:, tokens], v[:, tokens], out[own]) for own, tokens in lens.slices()]
+        rows.prompt_attention(prompts, scale, window=window, sinks=sinks, num_threads=self.num_threads)
 
     def _attend_chunk(
         self,

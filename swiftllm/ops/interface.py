@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +22,8 @@ Linear = Callable[..., torch.Tensor]
 Crossing = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """See :meth:`Ops.make_crossing`."""
 
-# Rows in a block of torch's memory-efficient kernel, or half of them. If K and V are broadcast and the last block is a
-# single row, the kernel treats heads as rows. Up to torch 2.12 it then reads the mask beyond its end for all heads but
-# the first (pytorch #191937). So such a row is duplicated.
-QUERY_BLOCK = 32
 LEAST_WINDOWED_ROWS = 512  # of a piece of a chunk with a window: fewer rows would be many calls
-MASK_ALIGNMENT = 16  # elements: rows of a mask lie so far apart that torch's memory-efficient kernel can read them
-MASK_ELEMENTS_AT_ONCE = 1 << 26  # torch turns a mask into numbers of q's dtype, and pads it: up to 256 MiB in 16 bits
+MASK_ELEMENTS_AT_ONCE = 1 << 22  # of rows and tokens; up to 13 bytes each
 
 
 @dataclass(frozen=True)
@@ -48,48 +44,73 @@ class CrossingParts:
 
 
 @dataclass(frozen=True)
-class ChunkAttention:
-    """Attention of one request's chunk, which is the end of its context. It is causal.
+class ChunkLens:
+    """The sizes of chunks that follow each other. A chunk is the end of its context, and attention is causal."""
 
-    ``k`` and ``v`` hold the context's last tokens: at least those that the rows attend to.
-    """
+    rows: tuple[int, ...]
+    """Of each chunk."""
+    tokens: tuple[int, ...]
+    """Of each chunk's context, its own rows included: at least those that the rows attend to."""
+    row_starts: torch.Tensor
+    """int32 ``[chunks + 1]``, on the device: where each chunk's rows begin, and where the last one's end."""
+    token_starts: torch.Tensor
+    """The same for tokens."""
 
-    q: torch.Tensor
-    """``[rows, num_heads, head_dim]``"""
-    k: torch.Tensor
-    """``[num_kv_heads, context, head_dim]``, as ``v``."""
-    v: torch.Tensor
-    mask: torch.Tensor | None
-    """Bool ``[rows, context]``, true where a row attends; None where the chunk is all of the context, and allowed with
-    a window."""
-    out: torch.Tensor
-    """``[rows, num_heads, head_dim]``, overwritten."""
-    window: int | None = None
-    """How many tokens a row attends to at most, its own included. A mask says the same."""
+    @classmethod
+    def of(cls, rows: Sequence[int], tokens: Sequence[int], send: Callable[[torch.Tensor], torch.Tensor]) -> ChunkLens:
+        """``send`` brings a tensor to the device."""
+        starts = send(torch.tensor([[*accumulate(sizes, initial=0)] for sizes in (rows, tokens)], dtype=torch.int32))
+        return cls(tuple(rows), tuple(tokens), *starts)
 
-    def pieces(self) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-        """Rows, the tokens that they reach, and the mask between the two. Only a window makes several pieces."""
-        rows, context = self.q.shape[0], self.k.shape[1]
-        if self.window is None or self.window >= context == rows:
-            yield slice(rows), slice(context), self.mask
-            return
-        before, rows_at_once = context - rows, max(self.window, LEAST_WINDOWED_ROWS)
-        for first in range(0, rows, rows_at_once):
-            last = min(first + rows_at_once, rows)
-            tokens = slice(max(0, before + first + 1 - self.window), before + last)
-            if self.mask is not None:
-                yield slice(first, last), tokens, self.mask[first:last, tokens]
-                continue
-            age = torch.arange(before + first, before + last, device=self.q.device)[:, None]
-            age = age - torch.arange(tokens.start, tokens.stop, device=self.q.device)
-            yield slice(first, last), tokens, (age >= 0) & (age < self.window)
+    def slices(self) -> Iterator[tuple[slice, slice]]:
+        """The rows and the tokens of each chunk."""
+        row, token = 0, 0
+        for rows, tokens in zip(self.rows, self.tokens, strict=True):
+            yield slice(row, row + rows), slice(token, token + tokens)
+            row, token = row + rows, token + tokens
+
+
+@dataclass(frozen=True)
+class ContextBlocks:
+    """Where a pool has several contexts, each from the beginning of a block on."""
+
+    blocks: torch.Tensor
+    """int64 ``[blocks]``, on the pool's device: of all contexts, in order."""
+    columns: torch.Tensor
+    """int64 ``[blocks]``, on the pool's device: which of all tokens is a block's first one."""
+    tokens: tuple[int, ...]
+    """Of each context."""
+
+    @classmethod
+    def of(
+        cls,
+        blocks: Sequence[Sequence[int]],
+        tokens: Sequence[int],
+        block_size: int,
+        send: Callable[[torch.Tensor], torch.Tensor],
+    ) -> ContextBlocks:
+        """``blocks`` and ``tokens`` of each context; ``send`` brings a tensor to the pool's device."""
+        columns = []
+        for first, count in zip(accumulate(tokens, initial=0), tokens, strict=False):
+            columns += range(first, first + count, block_size)
+        flat, odd = [block for of_one in blocks for block in of_one], [0] * (len(columns) % 2)
+        both = send(torch.tensor([flat + odd, columns + odd]))  # aligned to 16 bytes: Triton compiles others apart
+        return cls(*both[:, : len(flat)], tuple(tokens))
+
+    def slices(self, block_size: int) -> Iterator[tuple[slice, slice]]:
+        """The blocks and the tokens of each context."""
+        block, token = 0, 0
+        for tokens in self.tokens:
+            blocks = -(-tokens // block_size)
+            yield slice(block, block + blocks), slice(token, token + tokens)
+            block, token = block + blocks, token + tokens
 
 
 class Ops:
     """Rows are tokens. A KV layer is ``[num_blocks, num_kv_heads, 2, block_size, head_dim]``, K at index 0, V at 1.
 
     All tensors of a call are on one device and, unless stated otherwise, of one dtype. Sums are in float32. GPU
-    implementations also accept host tensors in the operations on caches: ``store_kv``, ``gather_kv``,
+    implementations also accept host tensors in the operations on caches: ``store_kv``,
     ``gather_blocks``, ``scatter_blocks``.
     Slots without a token of the request are never read, so the cache need not be initialised.
 
@@ -192,10 +213,14 @@ class Ops:
         kv_layer[blocks, :, 0, offsets] = k
         kv_layer[blocks, :, 1, offsets] = v
 
-    def gather_kv(self, kv_layer: torch.Tensor, blocks: torch.Tensor, context_len: int) -> torch.Tensor:
-        """K and V of one request, ``[2, num_kv_heads, context_len, head_dim]``, from its ordered ``blocks``."""
-        gathered = kv_layer.index_select(0, blocks).permute(2, 1, 0, 3, 4)
-        return gathered.flatten(2, 3)[:, :, :context_len]
+    def gather_contexts(self, kv_layer: torch.Tensor, contexts: ContextBlocks) -> torch.Tensor:
+        """K and V of contexts, one behind the other: ``[2, num_kv_heads, tokens, head_dim]``."""
+        gathered = kv_layer.index_select(0, contexts.blocks).permute(2, 1, 0, 3, 4)
+        parts = [
+            gathered[:, :, blocks].flatten(2, 3)[:, :, : tokens.stop - tokens.start]
+            for blocks, tokens in contexts.slices(kv_layer.shape[3])
+        ]
+        return concatenate(parts, dim=2)
 
     def gather_blocks(self, pool: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor) -> None:
         """Copy ``blocks`` (int64, distinct) of all layers into a buffer, for one transfer to the other tier.
@@ -224,13 +249,24 @@ class Ops:
         self.scatter_blocks(unpack(staging, pool.shape[-1]).to(pool.dtype), pool, blocks)
 
     def prefill_attention(
-        self, chunks: Sequence[ChunkAttention], scale: float, sinks: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lens: ChunkLens,
+        out: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        """Attention of chunks of several requests; writes the ``out`` of each."""
-        for chunk in chunks:
-            for rows, tokens, mask in chunk.pieces():
-                piece = chunk.q[rows], chunk.k[:, tokens], chunk.v[:, tokens], mask
-                chunk.out[rows].copy_(self._attend_chunk(*piece, scale, sinks))
+        """Causal attention of the chunks of several requests: ``q`` and ``out`` are ``[rows, num_heads, head_dim]``,
+        ``k`` and ``v`` ``[num_kv_heads, tokens, head_dim]``. With a ``window`` a row attends to so many tokens at most,
+        its own included."""
+        for rows, tokens in lens.slices():
+            chunk = q[rows], k[:, tokens], v[:, tokens]
+            for piece, reached, mask in _pieces(rows.stop - rows.start, tokens.stop - tokens.start, window, q.device):
+                attended = self._attend_chunk(chunk[0][piece], *(x[:, reached] for x in chunk[1:]), mask, scale, sinks)
+                out[rows][piece].copy_(attended)
 
     def _attend_chunk(
         self,
@@ -245,13 +281,7 @@ class Ops:
         # every kernel behind this call supports grouped heads; torch would fall back to materialised scores.
         rows, heads, head_dim = q.shape
         num_kv_heads, context = k.shape[:2]
-        rows_at_once = max(QUERY_BLOCK, MASK_ELEMENTS_AT_ONCE // context)
-        if mask is not None and rows > rows_at_once:
-            pieces = zip(q.split(rows_at_once), mask.split(rows_at_once), strict=True)
-            return torch.cat([self._attend_chunk(piece, k, v, own, scale, sinks) for piece, own in pieces])
         group = heads // num_kv_heads
-        if mask is not None and q.is_cuda and rows % QUERY_BLOCK == 1:
-            q, mask = (torch.cat((tensor, tensor[-1:])) for tensor in (q, mask))
         out = attend(
             q.view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3),
             k[:, None].expand(num_kv_heads, group, context, head_dim),
@@ -260,7 +290,7 @@ class Ops:
             scale,
             None if sinks is None else sinks.view(num_kv_heads, group, 1),
         )
-        return out.permute(2, 0, 1, 3)[:rows].reshape(rows, heads, head_dim)
+        return out.permute(2, 0, 1, 3).reshape(rows, heads, head_dim)
 
     def decode_attention(
         self,
@@ -324,17 +354,39 @@ def attend(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
     # torch's public function keeps the sums of exponentials to itself. A sink makes them larger, and nothing else.
     if mask is not None:
-        tokens = k.shape[2]
-        aligned = q.new_zeros((*mask.shape[:-1], -(-tokens // MASK_ALIGNMENT) * MASK_ALIGNMENT))[..., :tokens]
-        mask = aligned.masked_fill_(~mask, -torch.inf).expand(*q.shape[:3], tokens)
-    if q.is_cuda:
-        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        out, log_sums, *_ = efficient(q, k, v, mask, True, is_causal=is_causal, scale=scale)
-        log_sums = log_sums[..., : q.shape[2]]  # padded to whole blocks of rows
-    else:
-        on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, log_sums = on_cpu(q, k, v, is_causal=is_causal, attn_mask=mask, scale=scale)
+        mask = q.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf).expand(*q.shape[:3], k.shape[2])
+    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, log_sums = on_cpu(q, k, v, is_causal=is_causal, attn_mask=mask, scale=scale)
+    return with_sinks(out, log_sums, sinks)
+
+
+def with_sinks(out: torch.Tensor, log_sums: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Attention ``out [..., head_dim]`` as if sinks had been among the scores: ``log_sums`` are the logarithms of the
+    sums of exponentials, ``sinks`` broadcast to their shape."""
     return (out * torch.sigmoid(log_sums - sinks)[..., None]).to(out.dtype)
+
+
+def _pieces(
+    rows: int, context: int, window: int | None, device: torch.device
+) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    """Rows of a chunk, the tokens that they reach, and a mask between the two; None where it is causal and the rows are
+    all of the tokens. There are several where a mask would be large, or a window leaves much of it out."""
+    if rows == context and (window is None or window >= context):
+        yield slice(rows), slice(context), None
+        return
+    before = context - rows
+    at_once = max(1, MASK_ELEMENTS_AT_ONCE // context) if window is None else max(window, LEAST_WINDOWED_ROWS)
+    for first in range(0, rows, at_once):
+        last = min(first + at_once, rows)
+        tokens = slice(0 if window is None else max(0, before + first + 1 - window), before + last)
+        whole = {"dtype": torch.int32, "device": device}
+        age = torch.arange(before + first, before + last, **whole)[:, None]
+        age = age - torch.arange(tokens.start, tokens.stop, **whole)
+        yield slice(first, last), tokens, (age >= 0) if window is None else (age >= 0) & (age < window)
+
+
+def concatenate(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
 
 
 def multiply(

@@ -6,7 +6,7 @@ A batch is opened in two halves: requests and block tables become a description 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,9 @@ import torch
 from swiftllm.core.request import Request, Tier
 from swiftllm.device.device import Device, Event
 from swiftllm.kv.layer_groups import LayerGroups
+from swiftllm.ops.interface import ChunkLens, ContextBlocks
 from swiftllm.runtime.description import Chunk, CohortDescription, LaneDescription
-from swiftllm.runtime.kv_transfers import LoadedContext
+from swiftllm.runtime.kv_transfers import ContextLoad
 from swiftllm.sampling.logprobs import PromptRows
 
 
@@ -49,26 +50,17 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class EarlierContext:
-    """The ``num_tokens`` before a chunk that it attends to in the layers of a group. ``blocks``, on the tier's device,
-    hold them, and where ``has_chunk`` the chunk's own tokens too. ``mask`` is that of these tokens and the chunk's."""
+class PrefillCall:
+    """Consecutive chunks of a tier whose attention, in the layers of a group, is one call.
 
-    num_tokens: int
-    blocks: torch.Tensor  # int64
-    has_chunk: bool
-    mask: torch.Tensor  # bool [rows, num_tokens + rows], on the device
-
-
-@dataclass
-class PrefillChunk:
-    """Rows of one request. ``contexts``: for each group of layers; None where the chunk attends to itself. ``earlier``
-    is the earlier context in layer ``earlier_layer``, the next to come, where it comes from the CPU tier.
+    ``contexts`` is where the tier has the tokens that the chunks attend to; None where they attend to themselves alone.
+    With ``has_own`` these include the chunks' own.
     """
 
     rows: slice
-    contexts: Sequence[EarlierContext | None]
-    earlier: LoadedContext | None = None
-    earlier_layer: int | None = None
+    lens: ChunkLens
+    contexts: ContextBlocks | None = None
+    has_own: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,11 +74,13 @@ class StoredRows:
 
 @dataclass
 class PrefillGroup:
-    """All prefill chunks of one tier; what is ``stored`` in each group of layers."""
+    """All prefill chunks of one tier: in each group of layers, what is ``stored`` and the ``calls`` of attention.
+    ``load`` brings the contexts of the call that comes next, where they come from the CPU tier."""
 
     tier: Tier
     stored: Sequence[StoredRows]
-    chunks: list[PrefillChunk]
+    calls: Sequence[Sequence[PrefillCall]]
+    load: ContextLoad | None = None
 
 
 @dataclass
@@ -145,7 +139,7 @@ class BatchBuilder:
         for tier, chunks in ((Tier.GPU, lane.gpu_prefills), (Tier.CPU, lane.cpu_prefills)):
             if chunks:
                 prefills.append(self._prefill_group(tier, chunks, first_row))
-                first_row = prefills[-1].chunks[-1].rows.stop
+                first_row += sum(context_len - start for start, context_len, _ in chunks)
         num_rows, decodes = len(lane.token_ids), None
         if lane.decode_lens:
             block_tables = self._upload(self._tables(lane.decode_tables, len(lane.decode_lens)))
@@ -216,12 +210,7 @@ class BatchBuilder:
     def _prefill_group(self, tier: Tier, items: Sequence[Chunk], first_row: int) -> PrefillGroup:
         """``first_row``: the lane's row where the group begins."""
         at_tier = self._upload if tier is Tier.GPU else lambda tensor: tensor
-        row, chunks = first_row, []
-        for start, context_len, tables in items:
-            rows = slice(row, row + context_len - start)
-            contexts = [self._context(group, tier, start, context_len, table) for group, table in enumerate(tables)]
-            chunks.append(PrefillChunk(rows, contexts))
-            row = rows.stop
+        row = first_row + sum(context_len - start for start, context_len, _ in items)
         stored = []
         for group in range(len(self.layer_groups.windows)):
             blocks, positions, kept = [], [], []
@@ -234,26 +223,47 @@ class BatchBuilder:
             rows = slice(first_row, row) if is_kept.all() else self._upload(first_row + is_kept.nonzero()[:, 0])
             slots = torch.cat(blocks), torch.cat(positions) % self.block_size
             stored.append(StoredRows(rows, *map(at_tier, slots)))
-        return PrefillGroup(tier, stored, chunks)
+        groups = range(len(self.layer_groups.windows))
+        return PrefillGroup(tier, stored, [self._calls(group, tier, items, first_row, at_tier) for group in groups])
 
-    def _context(
-        self, group: int, tier: Tier, start: int, context_len: int, table: Sequence[int]
-    ) -> EarlierContext | None:
-        """What a chunk from ``start`` to ``context_len`` attends to in a group of layers; None: itself alone."""
+    def _calls(
+        self,
+        group: int,
+        tier: Tier,
+        items: Sequence[Chunk],
+        first_row: int,
+        at_tier: Callable[[torch.Tensor], torch.Tensor],
+    ) -> list[PrefillCall]:
+        """Contexts of one call have no more tokens than the longest request: they are gathered side by side."""
         window, size = self.layer_groups.windows[group], self.block_size
-        first = self.layer_groups.first_reached(group, start)
-        if first == start:
-            return None
-        # A ring's blocks are gathered before the chunk overwrites them; the CPU tier gets its tokens from the host.
-        has_chunk = window is None and tier is Tier.GPU
-        blocks = torch.tensor(table[first // size : -(-(context_len if has_chunk else start) // size)])
-        rows, columns = torch.arange(start, context_len)[:, None], torch.arange(first, context_len)
-        mask = columns <= rows
-        if window is not None:
-            mask &= columns > rows - window
-        at_tier = self._upload(blocks) if tier is Tier.GPU else blocks
-        return EarlierContext(start - first, at_tier, has_chunk, self._upload(mask))
-
-
-def concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        is_host = self.device.torch_device.type == "cpu"  # gains nothing by many contexts in one call, and copies more
+        most_tokens = 0 if is_host else len(self.rotary_table)
+        # A ring's blocks are gathered before a chunk overwrites them; the CPU tier gets its tokens from the host.
+        has_own = window is None and tier is Tier.GPU
+        runs: list[list[tuple[int, int, int, Sequence[int]]]] = []  # of (first token reached, start, end, block table)
+        tokens, had_context = 0, None
+        for start, end, tables in items:
+            first = self.layer_groups.first_reached(group, start)
+            tokens += end - first
+            if (first < start) != had_context or (had_context and tokens > most_tokens):
+                runs.append([])
+                tokens, had_context = end - first, first < start
+            runs[-1].append((first, start, end, tables[group]))
+        calls, row = [], first_row
+        for run in runs:
+            rows = slice(row, row + sum(end - start for _, start, end, _ in run))
+            lens = ChunkLens.of(
+                [end - start for _, start, end, _ in run], [end - first for first, _, end, _ in run], self._upload
+            )
+            row = rows.stop
+            if all(first == start for first, start, _, _ in run):
+                calls.append(PrefillCall(rows, lens))
+                continue
+            spans = [(first, end if has_own else start) for first, start, end, _ in run]
+            blocks = [
+                table[first // size : -(-last // size)]
+                for (first, last), (_, _, _, table) in zip(spans, run, strict=True)
+            ]
+            contexts = ContextBlocks.of(blocks, [last - first for first, last in spans], size, at_tier)
+            calls.append(PrefillCall(rows, lens, contexts, has_own))
+        return calls

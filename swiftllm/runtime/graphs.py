@@ -192,7 +192,7 @@ class LayerGraphs:
         if placed is None:
             return False
         frame, bucket, riders = placed
-        self._run(GraphKey(frame, layer, bucket, 0))
+        self._run(GraphKey(frame, layer, bucket, 0), sum(batch.num_rows for batch in batches))
         _copy([pair for rider in riders for pair in frame.outputs(*rider)])
         return True
 
@@ -205,8 +205,8 @@ class LayerGraphs:
         if placed is None:
             return None
         frame, bucket, _ = placed
-        self._run(GraphKey(frame, self._last, bucket, 0))
         rows = sum(batch.num_rows for batch in batches)
+        self._run(GraphKey(frame, self._last, bucket, 0), rows)
         return self._logits[:rows], self._likeliest[:rows]
 
     def attention(self, layer: int, lane: LaneBatch) -> bool:
@@ -216,7 +216,7 @@ class LayerGraphs:
         width = _smallest(self._block_buckets, lane.decodes.block_tables.shape[2])
         if width is None:
             return False
-        self._run(GraphKey(self._lanes, layer, _smallest(self._row_buckets, lane.num_rows), width))
+        self._run(GraphKey(self._lanes, layer, _smallest(self._row_buckets, lane.num_rows), width), lane.num_rows)
         return True
 
     def whole_iteration(self, lane: LaneBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -289,10 +289,11 @@ class LayerGraphs:
         if not self._all_agree(error is None):
             raise error or RuntimeError("another rank failed to capture")
 
-    def _run(self, key: GraphKey) -> None:
+    def _run(self, key: GraphKey, num_rows: int) -> None:
+        """Without a graph, as where the CPU computes, only the ``num_rows`` that are there."""
         graph = self._graphs.get(key)
         if graph is None:
-            self._launch(key)
+            self._launch(key._replace(rows=num_rows))
         else:
             graph.replay()
 

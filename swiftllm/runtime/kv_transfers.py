@@ -15,6 +15,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ import torch
 
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Tier
-from swiftllm.device.device import Device, Event, Stream
+from swiftllm.device.device import Device, Event
 from swiftllm.engine.backend import Ticket
 from swiftllm.kv.pools import KVPools
 from swiftllm.ops.interface import Ops
@@ -31,24 +32,22 @@ from swiftllm.runtime.pacing import Pacer
 from swiftllm.runtime.workers import BlocksRead, BlocksWrite, ContextRead, RowsWrite
 
 if TYPE_CHECKING:
-    from swiftllm.runtime.batch import LaneBatch, PrefillChunk
+    from swiftllm.runtime.batch import LaneBatch, PrefillGroup
 
 CHUNK_BYTES = 4 << 20  # of one transfer of blocks
 SNAPSHOTS = 2  # most copies of a layer's K and V that wait on the device for their way to the host
 
 
-@dataclass(frozen=True)
-class LoadedContext:
-    """K and V of a request's earlier tokens, on their way from the CPU tier into ``pinned`` memory."""
+@dataclass
+class ContextLoad:
+    """K and V of the earlier tokens of a call's chunks, on their way from the CPU tier to the device: ``parts [2,
+    num_kv_heads, tokens, head_dim]`` of each, there once the ``tickets`` are ready and then the ``events`` pass."""
 
-    pinned: torch.Tensor  # [2, num_kv_heads, tokens, head_dim]
-    gathered: Ticket
-    compute: Stream
-
-    def on_device(self) -> torch.Tensor:
-        """The same on the device, for later work there. Waits for the tier."""
-        self.gathered.wait()
-        return self.compute.send(self.pinned)
+    layer: int
+    call: int
+    parts: list[torch.Tensor]
+    tickets: list[Ticket] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,8 @@ class KVTransfers:
         self._ops = ops
         self._stored = Pacer(device.to_host, ahead=SNAPSHOTS - 1)
         self._staged = pools.formats[Tier.GPU if device.torch_device.type == "cpu" else Tier.CPU]  # crosses in swaps
+        self._contexts = device.new_stream()  # of its own: results of CPU attention must not wait for it
+        self._taken = Pacer(self._contexts)
         self._moved: deque[_Moved] = deque()  # what no work on the device waits for yet, by layer
 
     def swap_blocks(self, swaps: Sequence[Swap]) -> None:
@@ -136,40 +137,64 @@ class KVTransfers:
         self._stored.launched()
         self.cpu_tier.write(RowsWrite(self._pools.groups.place_of[layer], fetched, blocks, offsets), stream.mark())
 
-    def load_first_layer(self, lane: LaneBatch) -> None:
-        """Begin to gather what :meth:`take_context` gives in the first layer."""
+    def load_first(self, lane: LaneBatch) -> None:
+        """Begin to bring what :meth:`take_contexts` gives first."""
         for group in lane.prefills:
-            for chunk in group.chunks if group.tier is Tier.CPU else ():
-                self._load_ahead(0, chunk)
+            if group.tier is Tier.CPU:
+                self._load_from(0, 0, group)
 
-    def take_context(self, layer: int, chunk: PrefillChunk, own: torch.Tensor) -> torch.Tensor | None:
-        """The chunk's context on the device: the earlier one in the CPU tier, and its ``own [2, num_kv_heads, rows,
-        head_dim]``. None without an earlier one.
+    def load_after(self, layer: int, call: int, group: PrefillGroup) -> None:
+        """Begin to bring what :meth:`take_contexts` gives after this call, whose own have been dropped. One call ahead
+        is enough: the host gathers and copies it while the device computes, and memory holds those of two calls."""
+        self._taken.launched()
+        self._load_from(layer, call + 1, group)
 
-        While the device computes this layer, the host gathers the next. A layer that does not follow the one before
-        waits for the host.
-        """
-        if chunk.earlier_layer != layer:
-            self._load_ahead(layer, chunk)
-        context = None if chunk.earlier is None else torch.cat([chunk.earlier.on_device(), own], dim=2)
-        if layer + 1 < len(self._pools.layers[Tier.GPU]):
-            self._load_ahead(layer + 1, chunk)
-        return context
+    def take_contexts(self, layer: int, call: int, group: PrefillGroup) -> list[torch.Tensor]:
+        """K and V ``[2, num_kv_heads, tokens, head_dim]`` of the earlier tokens of each chunk of the group's call, for
+        later work on the device. Waits for the tier."""
+        load = group.load
+        if load is None or (load.layer, load.call) != (layer, call):  # another layer than the next, as in measurements
+            load = self._load(layer, call, group)
+        group.load = None
+        for ticket in load.tickets:
+            ticket.wait()
+        for event in load.events:
+            self._device.compute.wait(event)
+        return load.parts
 
-    def _load_ahead(self, layer: int, chunk: PrefillChunk) -> None:
-        chunk.earlier, chunk.earlier_layer = self._load_earlier(layer, chunk), layer
+    def _load_from(self, layer: int, call: int, group: PrefillGroup) -> None:
+        """Load the first call with contexts from this one on."""
+        group_of = self._pools.groups.group_of
+        for later in range(layer, len(group_of)):
+            calls = group.calls[group_of[later]]
+            for number in range(call if later == layer else 0, len(calls)):
+                if calls[number].contexts is not None:
+                    group.load = self._load(later, number, group)
+                    return
 
-    def _load_earlier(self, layer: int, chunk: PrefillChunk) -> LoadedContext | None:
-        groups = self._pools.groups
-        context = chunk.contexts[groups.group_of[layer]]
-        return context and self.load_context(groups.place_of[layer], context.blocks, context.num_tokens)
+    def _load(self, layer: int, call: int, group: PrefillGroup) -> ContextLoad:
+        groups, pool = self._pools.groups, self._pools.tensors[Tier.GPU]
+        contexts, place = group.calls[groups.group_of[layer]][call].contexts, groups.place_of[layer]
+        heads, head_dim = pool.shape[2], pool.shape[-1]
+        self._taken.wait()  # else a host far ahead would fill the device with contexts
+        pinned = self._device.pinned((sum(contexts.tokens) * 2 * heads * head_dim,), pool.dtype)
+        on_device = self._device.mirror(pinned)
+        self._contexts.wait(self._device.compute.mark())  # earlier work may still use that memory
+        sizes = [tokens * 2 * heads * head_dim for tokens in contexts.tokens]
+        shapes = [(2, heads, tokens, head_dim) for tokens in contexts.tokens]
+        hosts, parts = (
+            [part.view(shape) for part, shape in zip(whole.split(sizes), shapes, strict=True)]
+            for whole in (pinned, on_device)
+        )
+        load = ContextLoad(layer, call, parts)
+        for host, part, (blocks, _) in zip(hosts, parts, contexts.slices(groups.block_size), strict=True):
+            read = ContextRead(place, contexts.blocks[blocks], host)
+            load.tickets.append(self.cpu_tier.read(read, partial(self._send, load, part, host)))
+        return load
 
-    def load_context(self, layer: int, blocks: torch.Tensor, num_tokens: int) -> LoadedContext:
-        """Begin to gather K and V of the first tokens in these blocks of the CPU tier, in a layer of its pool. This
-        thread copies nothing."""
-        pool = self._pools.tensors[Tier.GPU]
-        pinned = self._device.pinned((2, pool.shape[2], num_tokens, pool.shape[-1]), pool.dtype)
-        return LoadedContext(pinned, self.cpu_tier.read(ContextRead(layer, blocks, pinned)), self._device.compute)
+    def _send(self, load: ContextLoad, part: torch.Tensor, host: torch.Tensor) -> None:
+        self._contexts.copy(part, host)
+        load.events.append(self._contexts.mark())
 
     def _move_out(self, blocks: _Blocks, moved: _Moved) -> None:
         """Once the last event has passed, the source blocks may be overwritten."""

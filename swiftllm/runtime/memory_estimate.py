@@ -16,12 +16,13 @@ from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.llama import FFN_ELEMENTS_AT_ONCE
 from swiftllm.model.weights.llama_weights import fused_matrices
 from swiftllm.model.weights.sizes import WeightSizes
-from swiftllm.ops.interface import MASK_ELEMENTS_AT_ONCE, QUERY_BLOCK
+from swiftllm.ops.interface import MASK_ELEMENTS_AT_ONCE
 from swiftllm.runtime.cpu_tier import MAX_STAGED_BYTES
-from swiftllm.runtime.graphs import ROW_BUCKETS
+from swiftllm.runtime.graphs import BLOCK_BUCKETS, ROW_BUCKETS
 from swiftllm.runtime.kv_transfers import SNAPSHOTS
 from swiftllm.sampling.sampler import BYTES_PER_LOGIT, CPU_LOGITS, GPU_LOGITS
 
+MASK_BYTES = 9  # of an element of a mask on a CPU while it is made, beside the number torch makes of it
 SPLIT_TOKENS = 1024  # of decode attention on a GPU with many requests
 PROCESS_BYTES = 2 * GIB
 """Resident memory of an engine's process beside a GPU, without KV cache: Python, torch, CUDA's libraries and context.
@@ -97,11 +98,12 @@ def activation_bytes(
     attended = rows * model.num_heads * model.head_dim * itemsize
     qkv = rows * model.qkv_size * itemsize
     reached = model.tokens_reached(chunk, context)
-    held = hidden + qkv + rows * rotary + chunk * sum(reached)  # residual, Q, K and V, rotary rows, masks
+    held = hidden + qkv + rows * rotary  # residual, Q, K and V, rotary rows
     if not on_host:  # K and V on their way to the CPU tier
         held += SNAPSHOTS * rows * 2 * model.num_kv_heads * model.head_dim * itemsize
 
-    own_attention = held + 2 * attended
+    log_sums = 0 if on_host else rows * model.num_heads * 4
+    own_attention = held + 2 * attended + log_sums
     pieces = max(1, -(-rows * model.ffn_width // FFN_ELEMENTS_AT_ONCE))
     gate_up = -(-rows // pieces) * model.ffn_width * itemsize
     crossing = held + attended + hidden + max(hidden, gate_up + gate_up // 2, qkv)
@@ -109,9 +111,11 @@ def activation_bytes(
         crossing = max(crossing, held + attended + hidden + _written_out(model, itemsize, hidden, gate_up, qkv))
 
     keys_values = 2 * max(reached) * model.num_kv_heads * model.head_dim * itemsize
-    masked_rows = min(chunk, max(QUERY_BLOCK, MASK_ELEMENTS_AT_ONCE // max(reached)))
-    masked = 2 * masked_rows * max(reached) * itemsize  # the mask as numbers, and these padded
-    long_attention = held + attended + 2 * keys_values + max(masked + attended, 2 * attended)
+    masked = 0
+    if on_host:
+        masked = min(chunk * max(reached), max(max(reached), MASK_ELEMENTS_AT_ONCE)) * (MASK_BYTES + itemsize)
+    contexts = (2 if on_host else 3) * keys_values  # gathered, with the chunk's own, and on the way for the next call
+    long_attention = held + 2 * attended + contexts + masked + log_sums
 
     decoding = 0
     if not on_host:
@@ -141,7 +145,8 @@ def _written_out(model: ModelConfig, itemsize: int, hidden: int, gate_up: int, q
 
 
 def _graph_buffers(model: ModelConfig, itemsize: int, requests: int) -> int:
-    """Of the two frames and the logits of :class:`~swiftllm.runtime.graphs.LayerGraphs`, but for their tables."""
+    """Of the frames, logits and widest block tables of :class:`~swiftllm.runtime.graphs.LayerGraphs`."""
     rows = next((bucket for bucket in ROW_BUCKETS if bucket >= requests), ROW_BUCKETS[-1])
     row = (model.hidden_size + model.qkv_size + model.num_heads * model.head_dim) * itemsize + 2 * model.head_dim * 4
-    return rows * (2 * row + model.vocab_size * itemsize)
+    table = BLOCK_BUCKETS[-1] * 4 * len(set(model.windows or [None]))
+    return rows * (2 * (row + table) + model.vocab_size * itemsize)

@@ -21,8 +21,8 @@ from swiftllm.machine import available_host_bytes
 from swiftllm.model.boundaries.loaded_weights import open_weights
 from swiftllm.model.boundaries.placement import Placement, all_resident
 from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.ops.interface import ChunkAttention
-from swiftllm.runtime.batch import BatchBuilder, CohortBatch, LaneBatch, PrefillChunk, PrefillGroup, Rows, concatenate
+from swiftllm.ops.interface import concatenate
+from swiftllm.runtime.batch import BatchBuilder, CohortBatch, LaneBatch, PrefillGroup, Rows
 from swiftllm.runtime.cores import CoreDivision
 from swiftllm.runtime.cpu_tier import CpuTier, LocalCpuTier
 from swiftllm.runtime.description import CohortDescription, LaneDescription, describe_cohort, describe_lane
@@ -159,7 +159,7 @@ class TorchBackend:
         """``requests`` get the tokens of the sampling rows, ``prompts`` the log-probabilities of the scored ones."""
         lane = self._builder.open_lane(description)
         lane.sampling_requests, lane.prompts = list(requests), tuple(prompts)
-        self._transfers.load_first_layer(lane)
+        self._transfers.load_first(lane)
         return lane
 
     @torch.inference_mode()
@@ -251,42 +251,46 @@ class TorchBackend:
 
     def _prefill_attention(self, layer: int, lane: LaneBatch, group: PrefillGroup) -> None:
         q, k, v = self.model.split_qkv(lane.qkv)
-        num_heads, num_kv_heads = q.shape[1], k.shape[1]
-        own = lane.qkv[:, num_heads:].unflatten(1, (2, num_kv_heads)).permute(1, 2, 0, 3)
+        own = lane.qkv[:, q.shape[1] :].unflatten(1, (2, k.shape[1])).permute(1, 2, 0, 3)
         index = self.layer_groups.group_of[layer]
-        window, stored = self.layer_groups.windows[index], group.stored[index]
+        calls, stored = group.calls[index], group.stored[index]
         kv_layer = self.kv_pools.layers[Tier.GPU][layer]
+        stores_first = group.tier is Tier.GPU and any(call.has_own for call in calls)
 
         def store() -> None:
-            self._ops.store_kv(k[stored.rows], v[stored.rows], kv_layer, stored.blocks, stored.offsets)
+            if group.tier is Tier.GPU:
+                self._ops.store_kv(k[stored.rows], v[stored.rows], kv_layer, stored.blocks, stored.offsets)
+            else:
+                kv = lane.qkv[stored.rows, q.shape[1] :]
+                self._transfers.store_rows(layer, kv, stored.blocks, stored.offsets)
 
-        if group.tier is Tier.CPU:  # it lacks the chunk's own K and V until the host has written them
-            contexts = [self._transfers.take_context(layer, chunk, own[:, :, chunk.rows]) for chunk in group.chunks]
-            self._transfers.store_rows(layer, lane.qkv[stored.rows, num_heads:], stored.blocks, stored.offsets)
-        elif window is None:
+        if stores_first:
             store()
-            contexts = [self._gather(kv_layer, chunk, index) for chunk in group.chunks]
-        else:  # a chunk may overwrite what its first rows attend to
-            earlier = [self._gather(kv_layer, chunk, index) for chunk in group.chunks]
-            contexts = [
-                context if context is None else torch.cat([context, own[:, :, chunk.rows]], dim=2)
-                for chunk, context in zip(group.chunks, earlier, strict=True)
-            ]
-            store()
-        chunks = []
-        for chunk, context in zip(group.chunks, contexts, strict=True):
-            k_and_v = (x[chunk.rows].transpose(0, 1) for x in (k, v)) if context is None else context
-            mask, out = None if context is None else chunk.contexts[index].mask, lane.attention_out[chunk.rows]
-            chunks.append(ChunkAttention(q[chunk.rows], *k_and_v, mask, out, window))
-        self._ops.prefill_attention(chunks, self._scale, self.model.sinks(layer))
+        for number, call in enumerate(calls):
+            context = own[:, :, call.rows] if call.contexts is None else self._context(layer, number, group, own)
+            if call is calls[-1] and not stores_first:  # before, a ring's blocks hold what rows attend to
+                store()
+            rows, how = call.rows, (self._scale, self.layer_groups.windows[index], self.model.sinks(layer))
+            self._ops.prefill_attention(q[rows], *context, call.lens, lane.attention_out[rows], *how)
+            del context  # the next one may take its place
 
-    def _gather(self, kv_layer: torch.Tensor, chunk: PrefillChunk, group: int) -> torch.Tensor | None:
-        """K and V of a chunk's context in its blocks, ``[2, num_kv_heads, tokens, head_dim]``; None: it has none."""
-        context = chunk.contexts[group]
-        if context is None:
-            return None
-        own = chunk.rows.stop - chunk.rows.start if context.has_chunk else 0
-        return self._ops.gather_kv(kv_layer, context.blocks, context.num_tokens + own)
+    def _context(self, layer: int, number: int, group: PrefillGroup, own: torch.Tensor) -> torch.Tensor:
+        """K and V of a call's chunks and of all that they attend to, ``[2, num_kv_heads, tokens, head_dim]``; ``own``
+        are those of the lane's rows."""
+        call = group.calls[self.layer_groups.group_of[layer]][number]
+        if group.tier is Tier.CPU:
+            earlier = self._transfers.take_contexts(layer, number, group)
+        else:
+            gathered = self._ops.gather_contexts(self.kv_pools.layers[Tier.GPU][layer], call.contexts)
+            if call.has_own:
+                return gathered
+            earlier = gathered.split(call.contexts.tokens, dim=2)
+        new = own[:, :, call.rows].split(call.lens.rows, dim=2)
+        context = torch.cat([part for parts in zip(earlier, new, strict=True) for part in parts], dim=2)
+        if group.tier is Tier.CPU:
+            del earlier  # the next contexts may take its place
+            self._transfers.load_after(layer, number, group)
+        return context
 
     @torch.inference_mode()
     def submit_cpu_attention(self, layer: int, cohort: CohortBatch) -> Ticket:

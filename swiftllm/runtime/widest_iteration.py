@@ -15,7 +15,7 @@ from swiftllm.core.request import Request
 from swiftllm.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from swiftllm.kv.format import cpu_format
 from swiftllm.model.llama import LlamaModel
-from swiftllm.ops.interface import ChunkAttention
+from swiftllm.ops.interface import ChunkLens, ContextBlocks
 from swiftllm.runtime.kv_transfers import SNAPSHOTS
 from swiftllm.sampling.sampler import Sampler
 
@@ -32,8 +32,9 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    reached = sorted(sizes.tokens_reached(chunk, context))
-    masks = [torch.ones(chunk, tokens, dtype=torch.bool, device=device) for tokens in reached]  # stay for all layers
+    def lens(rows: int, tokens: int) -> ChunkLens:
+        return ChunkLens.of([rows], [tokens], lambda starts: starts.to(device))
+
     model.weights.enter(-1)
     residual = model.embed(zeros(rows, dtype=torch.int64))
     rotary_rows = model.rotary_table[:1].expand(rows, -1, -1).contiguous()
@@ -43,20 +44,22 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     attention_out = torch.empty_like(q, memory_format=torch.contiguous_format)
     windows = set(sizes.windows or [None])
     for window in windows:
-        prompts = ChunkAttention(q, k.transpose(0, 1), v.transpose(0, 1), None, attention_out, window)
-        ops.prefill_attention([prompts], scale)
+        own = k.transpose(0, 1), v.transpose(0, 1)
+        ops.prefill_attention(q, *own, lens(rows, rows), attention_out, scale, window)
     if sizes.num_layers > 1:
         model.weights.enter(0)
         model.cross(0, attention_out, residual, rotary_rows)
 
-    gathered = zeros(2, sizes.num_kv_heads, reached[-1], sizes.head_dim)
-    keys_values = torch.cat([gathered, gathered[:, :, :0]], dim=2)
-    ops.prefill_attention([ChunkAttention(q[:chunk], *keys_values, masks[-1], attention_out[:chunk])], scale)
+    tokens = max(sizes.tokens_reached(chunk, context))
+    gathered = [zeros(2, sizes.num_kv_heads, tokens, sizes.head_dim) for _ in range(2 if goes_to_host else 1)]
+    keys_values = torch.cat([gathered[0], gathered[0][:, :, :0]], dim=2)  # beside what is on its way for the next call
+    ops.prefill_attention(q[:chunk], *keys_values, lens(chunk, tokens), attention_out[:chunk], scale)
     del gathered, keys_values
 
     block = zeros(1, sizes.num_kv_heads, 2, config.block_size, sizes.head_dim)
     slot = zeros(1, dtype=torch.int64)
     ops.store_kv(k[:1], v[:1], block, slot, slot)
+    ops.gather_contexts(block, ContextBlocks.of([[0]], [1], config.block_size, lambda ids: ids.to(device)))
     staged = torch.empty_like(block[None])
     ops.gather_blocks(block[None], slot, staged)
     ops.scatter_blocks(staged, block[None], slot)

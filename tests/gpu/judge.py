@@ -84,7 +84,7 @@ class Judge:
         for layer, window in enumerate(windows):
             q, k, v = model.split_qkv(qkv)
             keys = k.transpose(0, 1), v.transpose(0, 1)
-            out = attend_chunk(model.ops, q, *keys, None, scale, window, model.sinks(layer))
+            out = attend_chunk(model.ops, q, *keys, scale, window, model.sinks(layer))
             if layer < self._config.num_layers - 1:
                 qkv = model.cross(layer, out, residual, rotary_rows)
         return model.leave(out, residual)

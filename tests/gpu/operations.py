@@ -70,17 +70,14 @@ def check_prefill_attention(device: torch.device) -> None:
             for rows, context in CHUNKS:
                 qkv = torch.randn(rows, num_heads + 2 * num_kv_heads, head_dim).to(dtype)
                 q, k, v = qkv.to(device).split((num_heads, num_kv_heads, num_kv_heads), 1)
-                k, v, mask = k.transpose(0, 1), v.transpose(0, 1), None
+                k, v = k.transpose(0, 1), v.transpose(0, 1)
                 if context > rows:
                     earlier = torch.randn(2, num_kv_heads, context - rows, head_dim).to(device, dtype)
                     k, v = torch.cat([earlier, torch.stack((k, v))], dim=2)
-                    mask = torch.arange(context) <= torch.arange(context - rows, context)[:, None]
-                    mask = mask.to(device)
                 sinks = torch.randn(num_heads)
                 for window, own_sinks in ((None, None), (None, sinks), (100, sinks), (3000, None)):
                     on_device = None if own_sinks is None else own_sinks.to(device)
-                    own = mask if window is None else None  # which a window makes by itself
-                    out = attend_chunk(ops, q, k, v, own, head_dim**-0.5, window, on_device)
+                    out = attend_chunk(ops, q, k, v, head_dim**-0.5, window, on_device)
                     how = head_dim**-0.5, window, own_sinks
                     assert_close(out.cpu(), chunk_attention(q.cpu(), k.cpu(), v.cpu(), *how), dtype)
 

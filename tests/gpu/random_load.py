@@ -17,16 +17,13 @@ from swiftllm.core.request import FinishReason, Request, SamplingParams, Tier, T
 from swiftllm.engine.engine import Engine
 from swiftllm.sampling.sampler import Sampler
 from tests.gpu.judge import CONFIG, Judge, tiny_model
-from tests.gpu.tokens import build, make_prompts
+from tests.gpu.tokens import ROUNDING, build, make_prompts
 
 VARIANTS = ("swiftllm", "neo", "apex, overlap", "fastdecode")
 VOCAB_SIZE = CONFIG["vocab_size"]
 MOST_UNFINISHED = 40
 ABORTED = 0.1
 STEPS_BETWEEN_LOOKS = 50
-# As tokens.NEAR_TIE, for rounding alone: float32 logits differ by up to 1e-5 from machine to machine, and of a hundred
-# thousand tokens some lie that near to the next.
-ROUNDING = 1e-4
 # Of a request's tokens that are drawn, or have penalties: rounding moves the edge between two tokens too.
 MOST_ON_AN_EDGE = 1
 LOGPROB_ERROR = 1e-3

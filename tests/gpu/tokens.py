@@ -41,6 +41,9 @@ MAX_TOKENS = 24
 POOLS = {"block_size": 16, "num_gpu_blocks": 20, "num_cpu_blocks": 300}
 # How far below the judge's highest logit a token may lie, in standard deviations of its float32 logits.
 NEAR_TIE = 0.02
+# As NEAR_TIE, for rounding alone: float32 logits differ by up to 1e-5 from machine to machine, and of a hundred
+# thousand tokens some lie that near to the next.
+ROUNDING = 1e-4
 
 
 def make_prompts(count: int = NUM_PROMPTS, seed: int = 5) -> list[list[int]]:
@@ -76,8 +79,8 @@ def check_graphs(device: torch.device) -> None:
 
 
 def check_tokens_float32(device: torch.device) -> None:
-    """The same tokens under every strategy, each of them the judge's own choice."""
-    check_tokens(device, "float32", near_tie=0.0)
+    """The same tokens under every strategy, each of them the judge's own choice, up to rounding."""
+    check_tokens(device, "float32", near_tie=ROUNDING)
 
 
 def check_tokens_float16(device: torch.device) -> None:
@@ -91,7 +94,7 @@ def check_streamed_tokens(device: torch.device) -> None:
         count = ModelConfig.from_folder(str(model)).num_layers + 1
     streamed = WeightsPlan(TimedPlacement(spread(count, count, 0), 0.0, 0.0, 0.0, 0.0))
     with patch("apex.systems.place_weights", lambda *_, **__: streamed):
-        check_tokens(device, "float32", near_tie=0.0)
+        check_tokens(device, "float32", near_tie=ROUNDING)
 
 
 def check_eager_tokens(device: torch.device) -> None:
@@ -104,19 +107,19 @@ def check_eager_tokens(device: torch.device) -> None:
         return opened[-1]
 
     with patch("swiftllm.runtime.torch_backend.open_device", without_graphs):
-        check_tokens(device, "float32", near_tie=0.0)
+        check_tokens(device, "float32", near_tie=ROUNDING)
     assert len(opened) == len(VARIANTS) and not any(device.can_capture for device in opened)
 
 
 def check_tokens_windows(device: torch.device) -> None:
     """As float32's, with attention windows that are shorter than most prompts."""
     for config in WINDOWS.values():
-        check_tokens(device, "float32", near_tie=0.0, config=config)
+        check_tokens(device, "float32", near_tie=ROUNDING, config=config)
 
 
 def check_tokens_gpt_oss(device: torch.device) -> None:
     """As float32's: experts in MXFP4, sinks, and windows of half of the layers."""
-    check_tokens(device, "float32", near_tie=0.0, config=GPT_OSS)
+    check_tokens(device, "float32", near_tie=ROUNDING, config=GPT_OSS)
 
 
 def check_tokens(device: torch.device, dtype: str, near_tie: float, config: Mapping[str, Any] = CONFIG) -> None:

@@ -7,7 +7,7 @@ import torch
 
 import pacpu
 from pacpu import rows
-from swiftllm.ops.interface import Ops
+from swiftllm.ops.interface import ContextBlocks, Ops
 from tests.pacpu.cases import every_variant, use
 from tests.reference.paged_attention import paged_attention, store_new_tokens
 from tests.reference.reserved_memory import WidePool
@@ -47,5 +47,6 @@ def test_rows_and_whole_blocks_reach_and_leave_the_end_of_the_pool(wide):
     assert torch.equal(staging, wide.small)
     ops.scatter_blocks(staging.flip(1), wide.pool, wide.ids)
     assert torch.equal(wide.used(), wide.small.flip(1))
-    context = ops.gather_kv(wide.pool[0], wide.ids, 70)
+    where = ContextBlocks(wide.ids, torch.arange(5) * 16, (70,))
+    context = ops.gather_contexts(wide.pool[0], where)
     assert torch.equal(context, wide.small[0].flip(0).permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :70])

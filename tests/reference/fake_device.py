@@ -16,9 +16,11 @@ does. From :meth:`FakeCuda.hang` on the GPU answers no more.
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -29,6 +31,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from tests.reference import fake_attention
 from tests.reference.fake_cards import CARDS, FakeCards, FakeNccl, FakeRuntime, properties
 from tests.reference.fake_kernels import Kernels
 from tests.reference.fake_memory import DeviceTensor, Memory, poison
@@ -38,8 +41,10 @@ from tests.reference.trees import key_of, leaves_of, replaced, shape_of
 PACKAGE = str(Path(__file__).parents[2] / "swiftllm")
 REDRAW = 40  # host actions after which the streams' speeds change
 MOVES = ("to.", "_to_copy", "cpu")
-EFFICIENT_ATTENTION = "aten::_scaled_dot_product_efficient_attention"  # not there for host memory
-ATTENTION = torch.nn.functional.scaled_dot_product_attention
+ONLY_ON_GPUS = {
+    "aten::_flash_attention_forward": fake_attention.flash,
+    "aten::_efficient_attention_forward": fake_attention.efficient,
+}
 SHAPES_OF: dict[object, Any] = {}  # results without content, of every fake: torch takes long to find them
 
 
@@ -72,6 +77,7 @@ class FakeCuda(TorchDispatchMode):
         self.random_state: torch.Tensor | None = None
         self.cards, self.runtime = FakeCards(), FakeRuntime()
         self.graphs: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
+        self.pools, self.pool_uses = itertools.count(1), Counter()  # of graphs: their ids, and the graphs of each
         self.captured_in: set[FakeNccl] = set()  # communicators of the capture under way
         self.is_hung = False
         self.actions = self.replays = self.synchronisations = self.captures = self.lost_graphs = 0
@@ -93,7 +99,7 @@ class FakeCuda(TorchDispatchMode):
             "device_count": lambda: CARDS,
             "get_device_properties": properties,
             "is_initialized": lambda: True,
-            "graph_pool_handle": lambda: None,
+            "graph_pool_handle": lambda: (0, next(self.pools)),
             "empty_cache": lambda: None,
             "memory_allocated": lambda device: self.allocated,
             "max_memory_allocated": lambda device: self.peak,
@@ -103,7 +109,6 @@ class FakeCuda(TorchDispatchMode):
             self._patches.setattr(torch.cuda, name, function)
         nccl = type("ProcessGroupNCCL", (FakeNccl,), {"__init__": lambda group, *_: FakeNccl.__init__(group, self)})
         self._patches.setattr(torch.distributed, "ProcessGroupNCCL", nccl, raising=False)
-        self._patches.setattr(torch.nn.functional, "scaled_dot_product_attention", _attention)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -250,6 +255,8 @@ class FakeCuda(TorchDispatchMode):
         if self.allocated + inner.nbytes > self.total_bytes:
             raise torch.cuda.OutOfMemoryError(f"CUDA out of memory: no {inner.nbytes} beside {self.allocated} bytes")
         poison(inner)
+        if not self.capturing:  # earlier work of the stream may still write to memory that is used again
+            self.current.put(partial(poison, inner))
         self.allocated += inner.nbytes
         self.peak = max(self.peak, self.allocated)
         return DeviceTensor(self, inner, Memory(self, inner))
@@ -350,13 +357,13 @@ class FakeCuda(TorchDispatchMode):
             self._enqueue(lambda: func(*inner_args, **inner_kwargs))
             return kwargs["out"] if "out" in kwargs else args[0]
         out = replaced(torch.Tensor, self._allocate, self._shapes(func, inner_args, inner_kwargs))
-        places = [leaf.inner for leaf in leaves_of(out)]
-
-        compute = _efficient_attention if schema.name == EFFICIENT_ATTENTION else func
+        places = [leaf.inner if isinstance(leaf, DeviceTensor) else None for leaf in leaves_of(out)]
+        compute = ONLY_ON_GPUS.get(schema.name, func)
 
         def work() -> None:
             for place, value in zip(places, leaves_of(compute(*inner_args, **inner_kwargs)), strict=True):
-                place.copy_(value)
+                if place is not None:
+                    place.copy_(value)
 
         if schema.name.startswith("aten::empty"):
             return out  # memory as it is: poison
@@ -385,16 +392,3 @@ def _name_of(func: Any) -> str:
 def _waits_on_its_own(filename: str) -> bool:
     """Whether a file is the engine's and not the thin layer over torch.cuda, which waits for others."""
     return filename.startswith(PACKAGE) and "/device/" not in filename
-
-
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
-    if isinstance(q, DeviceTensor) and how["attn_mask"] is not None and q.shape[2] % 32 == 1 and k.stride(1) == 0:
-        raise Hazard("torch's kernel reads beyond the mask where K and V are broadcast and its last block is one row")
-    return ATTENTION(q, k, v, **how)
-
-
-def _efficient_attention(q: Any, k: Any, v: Any, bias: Any, _: bool, *more: Any, **how: Any) -> Any:
-    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, log_sums = on_cpu(q, k, v, *more, attn_mask=bias, **how)
-    rows = torch.nn.functional.pad(log_sums, (0, -log_sums.shape[-1] % 32), value=torch.nan)
-    return out, rows, *torch.zeros(2, dtype=torch.int64)

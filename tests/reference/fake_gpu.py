@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ import swiftllm.runtime.torch_backend
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
+from swiftllm.ops.varlen import efficient_attention, flash_attention, takes_flash
 from swiftllm.runtime.cores import core_divisions
 from tests.reference.fake_device import FakeCuda
-from tests.reference.fake_kernels import with_triton
+from tests.reference.fake_kernels import CAPABILITY, with_triton
 from tests.reference.fake_streams import DEVICE, FakeWorker, Hazard
 
 OWN_CARD = 1
@@ -56,6 +58,28 @@ class FakeOps(Ops):
         out = torch.empty(len(token_ids), embedding.shape[1], dtype=embedding.dtype, device=DEVICE)
         self.cuda.launch(lambda ids, rows: rows.copy_(embedding[ids]), token_ids, out)
         return out
+
+    def gather_contexts(self, kv_layer, contexts) -> torch.Tensor:
+        if kv_layer.device != DEVICE:
+            return super().gather_contexts(kv_layer, contexts)
+        self.cuda.kernels.launch_as_triton("gather_contexts", kv_layer, contexts)
+        _, heads, _, block_size, head_dim = kv_layer.shape
+        out = kv_layer.new_empty((2, heads, sum(contexts.tokens), head_dim))
+
+        def kernel(kv_layer, blocks, columns, out) -> None:
+            firsts = [*columns.tolist(), out.shape[2]]
+            for block, (first, end) in zip(blocks.tolist(), pairwise(firsts), strict=True):
+                count = min(block_size, end - first)
+                out[:, :, first : first + count] = kv_layer[block, :, :, :count].transpose(0, 1)
+
+        self.cuda.launch(kernel, kv_layer, contexts.blocks, contexts.columns, out)
+        return out
+
+    def prefill_attention(self, q, k, v, lens, out, scale, window=None, sinks=None) -> None:
+        if q.device != DEVICE:
+            return super().prefill_attention(q, k, v, lens, out, scale, window, sinks)
+        attend = flash_attention if takes_flash(q, CAPABILITY) else efficient_attention
+        attend(q, k, v, lens, out, scale, window, sinks)
 
     def decode_attention(self, q, k, v, kv_layer, block_tables, seq_lens, out, scale, window=None, sinks=None) -> None:
         tensors = q, k, v, kv_layer, block_tables, seq_lens, out

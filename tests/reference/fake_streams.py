@@ -103,6 +103,11 @@ class FakeGraph:
         assert self.cuda.current is not self.cuda.compute, "the default stream cannot be captured"
         assert not gc.isenabled(), "a collection in the middle of a capture may destroy a graph, and ends it"
         assert not self.cuda.current.queue
+        # As torch's allocator of pinned memory (2.13): an entry of a pool stays when its last graph is destroyed.
+        if self.cuda.pool_uses.get(pool) == 0:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        self.cuda.pool_uses[pool] += 1
+        weakref.finalize(self, self.cuda.pool_uses.subtract, [pool])
         # As torch, which has a random state for captures on the device: made at the first one, written at each.
         if self.cuda.random_state is None:
             self.cuda.random_state = torch.zeros(1)

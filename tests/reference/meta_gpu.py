@@ -1,13 +1,10 @@
 """A GPU that only counts memory: the engine's own code runs on tensors of the device "meta", in any size.
 
 Inside ``with MetaGpu(total_bytes)`` every tensor on that device takes its bytes until its last reference is dropped,
-and torch.cuda reports them. Nothing is computed. Triton's kernels are not launched. Attention allocates what torch's
-memory-efficient kernel does: the mask as numbers, padded to eight columns, and the output.
+and torch.cuda reports them. Nothing is computed. Triton's kernels are not launched.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from swiftllm.ops.triton.ops import TritonOps
 from tests.reference.counted_memory import CountedMemory
 
 DEVICE = torch.device("meta")
-MASK_COLUMNS = 8
 
 
 class MetaStream:
@@ -66,21 +62,8 @@ class MetaGpu(CountedMemory):
         for name, function in on_cuda.items():
             self._patches.setattr(torch.cuda, name, function)
         self._patches.setattr(triton_ops, "launch", lambda *arguments, **sizes: None)
-        self._patches.setattr(torch.nn.functional, "scaled_dot_product_attention", _attention)
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._patches.undo()
-
-
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None, **how: Any
-) -> torch.Tensor:
-    if attn_mask is not None:
-        rows, columns = attn_mask.shape
-        numbers = torch.empty(rows, columns, dtype=q.dtype, device=DEVICE)
-        padded = torch.empty(rows, columns + -columns % MASK_COLUMNS, dtype=q.dtype, device=DEVICE)
-        del numbers, padded
-    batch, heads, rows, head_dim = q.shape
-    return torch.empty(batch, rows, heads, head_dim, dtype=q.dtype, device=DEVICE).transpose(1, 2)

@@ -2,7 +2,7 @@
 
 import torch
 
-from swiftllm.ops.interface import ChunkAttention, Ops
+from swiftllm.ops.interface import ChunkLens, Ops
 
 
 def store_new_tokens(
@@ -80,14 +80,14 @@ def attend_chunk(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: torch.Tensor | None,
     scale: float,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``prefill_attention`` of a single chunk, into poisoned memory."""
     out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
-    ops.prefill_attention([ChunkAttention(q, k, v, mask, out, window)], scale, sinks)
+    lens = ChunkLens.of([len(q)], [k.shape[1]], lambda starts: starts.to(q.device))
+    ops.prefill_attention(q, k, v, lens, out, scale, window, sinks)
     return out
 
 

@@ -20,6 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from pacpu import int8
+from swiftllm.ops.interface import ContextBlocks
 from swiftllm.ops.triton import attention as triton_attention
 from swiftllm.ops.triton import cache as triton_cache
 from swiftllm.ops.triton import int8_blocks as triton_int8
@@ -125,6 +126,7 @@ def everything(ops: TritonOps, shape: Shape, dtype: torch.dtype, rows: int = 3) 
     ops.rotary_(qkv[:, : heads + kv_heads], torch.empty(rows, 2, head_dim))
     pool, slots = torch.empty(2, 4, kv_heads, 2, 16, head_dim, dtype=dtype), torch.arange(rows)
     ops.store_kv(*qkv.split((heads, kv_heads, kv_heads), 1)[1:], pool[0], slots, slots)
+    ops.gather_contexts(pool[0], ContextBlocks.of([[0, 1], [2]], [17, 3], 16, lambda ids: ids))
     staging = torch.empty_like(pool[:, :rows])
     ops.gather_blocks(pool, slots, staging)
     ops.scatter_blocks(staging, pool, slots)

@@ -11,7 +11,7 @@ import torch
 import swiftllm.ops.triton.ops as triton_ops
 from pacpu import int8, rows
 from swiftllm.ops.int8_blocks import unpack
-from swiftllm.ops.interface import Ops
+from swiftllm.ops.interface import ContextBlocks, Ops
 from swiftllm.ops.triton.ops import TritonOps
 from swiftllm.ops.triton.tiles import MAX_SPLIT_TOKENS, MIN_SPLIT_TOKENS, tokens_per_split
 from tests.reference.paged_attention import attend_chunk, chunk_attention, paged_attention, store_new_tokens
@@ -123,6 +123,24 @@ def test_store_kv_writes_its_slots_and_no_others(dtype, num_kv_heads, head_dim, 
     REFERENCE.store_kv(k, v, expected, blocks, offsets)
     make_ops().store_kv(k, v, kv_layer, blocks, offsets)
     torch.testing.assert_close(kv_layer, expected, **EXACTLY)
+
+
+@pytest.mark.parametrize("lens", [(20, 1, 16), (7,)])
+@pytest.mark.parametrize("num_kv_heads, head_dim, block_size", [(3, 64, 16), (9, 80, 8)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_contexts_are_gathered_one_behind_the_other(dtype, num_kv_heads, head_dim, block_size, lens):
+    kv_layer = torch.full((9, num_kv_heads, 2, block_size, head_dim), torch.nan, dtype=dtype)
+    free, blocks = torch.randperm(9).tolist(), []
+    for count in lens:
+        blocks.append([free.pop() for _ in range(-(-count // block_size))])
+        for place, block in enumerate(blocks[-1]):
+            kv_layer[block, :, :, : count - place * block_size] = torch.randn(
+                num_kv_heads, 2, min(block_size, count - place * block_size), head_dim
+            ).to(dtype)
+    contexts = ContextBlocks.of(blocks, lens, block_size, lambda ids: ids)
+    gathered = make_ops().gather_contexts(kv_layer, contexts)
+    assert not gathered.isnan().any()
+    torch.testing.assert_close(gathered, REFERENCE.gather_contexts(kv_layer, contexts), **EXACTLY)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -317,8 +335,7 @@ def test_prefill_attention_groups_heads(dtype, heads, rows, context):
     num_heads, num_kv_heads = heads
     new = strided_rows(rows, num_heads, 32, dtype=dtype)
     k, v = torch.randn(2, num_kv_heads, context, 32).to(dtype)
-    mask = None if rows == context else torch.arange(context) <= torch.arange(context - rows, context)[:, None]
-    assert_close(attend_chunk(make_ops(), new, k, v, mask, 0.2), chunk_attention(new, k, v, 0.2), dtype)
+    assert_close(attend_chunk(make_ops(), new, k, v, 0.2), chunk_attention(new, k, v, 0.2), dtype)
 
 
 def test_no_rows_are_no_work():

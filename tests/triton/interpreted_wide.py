@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from swiftllm.ops.interface import ContextBlocks
 from swiftllm.ops.triton.ops import TritonOps
 from tests.reference.paged_attention import paged_attention, store_new_tokens
 from tests.reference.reserved_memory import WidePool
@@ -32,6 +33,12 @@ def test_rows_are_stored_in_blocks_beyond_2_to_the_31_elements(wide):
     wide.small[1, torch.arange(5), :, 1, offsets] = v
     make_ops().store_kv(k, v, wide.pool[1], wide.ids, offsets)
     assert torch.equal(wide.used(), wide.small)
+
+
+def test_contexts_are_gathered_beyond_2_to_the_31_elements(wide):
+    where = ContextBlocks.of([wide.ids.tolist()], (70,), 16, lambda ids: ids)
+    expected = wide.small[0].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :70]
+    assert torch.equal(make_ops().gather_contexts(wide.pool[0], where), expected)
 
 
 def test_blocks_are_swapped_beyond_2_to_the_31_words(wide):

@@ -38,6 +38,35 @@ def store_kv_kernel(
     tl.store(target + BLOCK_SIZE * HEAD_DIM, tl.load(v + row * v_stride + source, mask=inside), mask=inside)
 
 
+@triton.jit(do_not_specialize=["num_blocks", "num_tokens"])
+def gather_contexts_kernel(
+    kv_layer,
+    out,
+    blocks,
+    columns,
+    num_blocks,
+    num_tokens,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SLOTS_TILE: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+):
+    """Grid ``(num_blocks, kv heads)``: K and V of block ``blocks[i]`` to ``out [2, kv heads, num_tokens, HEAD_DIM]``,
+    from token ``columns[i]`` up to that of the next block (both int64)."""
+    entry, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = tl.load(columns + entry)
+    end = tl.load(columns + entry + 1, mask=entry + 1 < num_blocks, other=num_tokens)
+    slots, dims = tl.arange(0, SLOTS_TILE), tl.arange(0, DIM_TILE)
+    inside = (slots < tl.minimum(end - column, BLOCK_SIZE))[:, None] & (dims < HEAD_DIM)[None, :]
+    element = slots[:, None] * HEAD_DIM + dims[None, :]
+    source = kv_layer + (tl.load(blocks + entry) * NUM_KV_HEADS + head) * (2 * BLOCK_SIZE * HEAD_DIM) + element
+    target = out + (head * num_tokens + column) * HEAD_DIM + element
+    tl.store(target, tl.load(source, mask=inside), mask=inside)
+    values = NUM_KV_HEADS * num_tokens.to(tl.int64) * HEAD_DIM
+    tl.store(target + values, tl.load(source + BLOCK_SIZE * HEAD_DIM, mask=inside), mask=inside)
+
+
 @triton.jit(do_not_specialize=["num_staged", "num_blocks"])
 def copy_blocks_kernel(
     pool,

@@ -16,7 +16,7 @@ from triton import cdiv, next_power_of_2
 from pacpu import rows as host_rows
 from pacpu.int8 import TILE_TOKENS
 from swiftllm.ops.experts import Experts, ExpertWeights
-from swiftllm.ops.interface import Linear, Ops, multiply
+from swiftllm.ops.interface import ChunkLens, ContextBlocks, Linear, Ops, multiply
 from swiftllm.ops.library import PACKAGE, LibraryLinears, how_to_install, installed_version
 from swiftllm.ops.quantised_matrix import BLOCK_INPUTS, QuantisedMatrix
 from swiftllm.ops.triton.attention import (
@@ -24,7 +24,7 @@ from swiftllm.ops.triton.attention import (
     decode_partials_dot_kernel,
     decode_partials_lanes_kernel,
 )
-from swiftllm.ops.triton.cache import copy_blocks_kernel, store_kv_kernel
+from swiftllm.ops.triton.cache import copy_blocks_kernel, gather_contexts_kernel, store_kv_kernel
 from swiftllm.ops.triton.grouped import GroupedExperts
 from swiftllm.ops.triton.int8_blocks import dequantise_blocks_kernel, quantise_blocks_kernel
 from swiftllm.ops.triton.quantised import (
@@ -41,6 +41,7 @@ from swiftllm.ops.triton.rows import (
     silu_and_mul_kernel,
 )
 from swiftllm.ops.triton.tiles import MIN_DOT_TILE, blocks_per_split, linear_tiles, tokens_per_split
+from swiftllm.ops.varlen import efficient_attention, flash_attention, takes_flash
 
 LOG2_E = math.log2(math.e)
 TENSOR_CORES = 80  # lowest compute capability for which Triton emits tensor-core code
@@ -254,6 +255,33 @@ class TritonOps(Ops):
 
     def dequantise_blocks(self, staging: torch.Tensor, pool: torch.Tensor, blocks: torch.Tensor) -> None:
         _convert_blocks(dequantise_blocks_kernel, pool, staging, blocks)
+
+    def gather_contexts(self, kv_layer: torch.Tensor, contexts: ContextBlocks) -> torch.Tensor:
+        _, heads, _, block_size, head_dim = kv_layer.shape
+        tokens = sum(contexts.tokens)
+        out = kv_layer.new_empty((2, heads, tokens, head_dim))
+        if tokens:
+            grid = (len(contexts.blocks), heads)
+            sizes = heads, head_dim, block_size, next_power_of_2(block_size), next_power_of_2(head_dim)
+            tensors = kv_layer, out, contexts.blocks, contexts.columns
+            launch(gather_contexts_kernel, grid, *tensors, len(contexts.blocks), tokens, *sizes, num_warps=4)
+        return out
+
+    def prefill_attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lens: ChunkLens,
+        out: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if q.device.type == "cpu":
+            return super().prefill_attention(q, k, v, lens, out, scale, window, sinks)
+        attend = flash_attention if takes_flash(q, self._capability) else efficient_attention
+        attend(q, k, v, lens, out, scale, window, sinks)
 
     def decode_attention(
         self,

@@ -85,10 +85,10 @@ class TimedWork:
             finally:
                 self.is_timed = False
 
-        def note_prefill(chunks, *more):
-            for chunk in chunks:
-                self.note("attends", rows=chunk.q.shape[0], tokens=chunk.k.shape[1])
-            prefill(chunks, *more)
+        def note_prefill(q, k, v, lens, *more):
+            for rows, tokens in zip(lens.rows, lens.tokens, strict=True):
+                self.note("attends", rows=rows, tokens=tokens)
+            prefill(q, k, v, lens, *more)
 
         def note_decode(q, k, v, kv_layer, tables, lens, out, scale, window, sinks):
             self.note("decodes", rows=len(lens), tokens=within(window, int(lens.sum()) // len(lens)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from swiftllm.remote.channel import Channel
 from swiftllm.remote.frames import HEADER, FrameKind, Header
 from swiftllm.runtime.workers import CpuWorker, RowsWrite
 from swiftllm.server.service.service import EngineService
+from swiftllm.threads import DeviceThread
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_engine import fake_engine
 from tests.swiftllm.server.serving import LocalClient, make_requests, read_all, run_client
@@ -87,3 +90,25 @@ def test_all_threads_begin_on_the_gpu_of_the_one_that_starts_them() -> None:
         if "threading.Thread(" in path.read_text() and path.name != "threads.py"
     }
     assert others == WITHOUT_GPU
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="timer slack is Linux's")
+def test_threads_that_wait_for_a_gpu_wake_on_time() -> None:
+    """The slack in nanoseconds of the thread that opens the GPU, and of one that works on it; 50,000 by default."""
+
+    def slack_ns() -> int:
+        return ctypes.CDLL(None).prctl(30, 0, 0, 0, 0)  # PR_GET_TIMERSLACK
+
+    def open_and_start() -> None:
+        CudaDevice(1)
+        found.append(slack_ns())
+        inner = DeviceThread(lambda: found.append(slack_ns()), name="inner")
+        inner.start()
+        inner.join()
+
+    found: list[int] = []
+    with FakeCuda(0):
+        opener = threading.Thread(target=open_and_start)
+        opener.start()
+        opener.join()
+    assert found == [1000, 1000]

@@ -55,7 +55,7 @@ def whole_prompt_logits(model: LlamaModel, token_ids: list[int]) -> torch.Tensor
     for layer in range(config.num_layers):
         q, k, v = model.split_qkv(qkv)
         which = None if config.windows is None else config.windows[layer], model.sinks(layer)
-        out = attend_chunk(model.ops, q, k.transpose(0, 1), v.transpose(0, 1), None, config.head_dim**-0.5, *which)
+        out = attend_chunk(model.ops, q, k.transpose(0, 1), v.transpose(0, 1), config.head_dim**-0.5, *which)
         if layer < config.num_layers - 1:
             qkv = model.cross(layer, out, residual, rotary_rows)
     return model.leave(out, residual)

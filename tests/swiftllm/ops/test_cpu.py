@@ -42,8 +42,7 @@ def test_layers_like_torch(monkeypatch, dtype, widens, lane_threads, num_rows):
     assert_close(mine, torchs)
     assert_close(ours.silu_and_mul(x), reference.silu_and_mul(x))
     q, k, v = torch.randn(num_rows, 4, 8).to(dtype), *torch.randn(2, 2, num_rows + 3, 8).to(dtype)
-    mask = torch.arange(num_rows + 3) <= torch.arange(3, num_rows + 3)[:, None]
-    for qkv in ((q, k, v, mask, 0.3), (q, k[:, :num_rows], v[:, :num_rows], None, 0.3)):
+    for qkv in ((q, k, v, 0.3), (q, k[:, :num_rows], v[:, :num_rows], 0.3)):
         assert_close(attend_chunk(ours, *qkv), attend_chunk(reference, *qkv))
 
 
@@ -143,8 +142,7 @@ def test_a_large_mask_is_taken_in_pieces(monkeypatch, rows):
     torch.manual_seed(0)
     ops, context, sizes = Ops(), 210, []
     q, (k, v) = torch.randn(rows, 4, 8), torch.randn(2, 2, context, 8)
-    mask = torch.arange(context) <= torch.arange(context - rows, context)[:, None]
-    whole = attend_chunk(ops, q, k, v, mask, 0.3)
+    whole = attend_chunk(ops, q, k, v, 0.3)
     attention = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
         torch.nn.functional,
@@ -152,7 +150,7 @@ def test_a_large_mask_is_taken_in_pieces(monkeypatch, rows):
         lambda q, *rest, **how: sizes.append(q.shape[2]) or attention(q, *rest, **how),
     )
     monkeypatch.setattr(interface, "MASK_ELEMENTS_AT_ONCE", 64 * context)
-    torch.testing.assert_close(attend_chunk(ops, q, k, v, mask, 0.3), whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(attend_chunk(ops, q, k, v, 0.3), whole, rtol=1e-5, atol=1e-6)
     assert max(sizes) <= 64 and sum(sizes) == rows
 
 

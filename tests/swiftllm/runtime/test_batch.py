@@ -59,16 +59,42 @@ def test_rows_of_a_chunk_attend_to_the_window_before_them() -> None:
                     describe_lane([LaneItem(request, start, count, tier, True)], {"a": table}, groups)[0]
                 )
                 for group, window in enumerate(groups.windows):
-                    context = lane.prefills[0].chunks[0].contexts[group]
-                    if context is None:
+                    (call,) = lane.prefills[0].calls[group]
+                    if call.contexts is None:
                         assert start == 0 or (window == 1 and start % 4 == 0)
+                        assert call.lens.tokens == call.lens.rows == (count,)
                         continue
-                    first = start - context.num_tokens
-                    assert window is None or context.num_tokens < window + 4
-                    assert context.has_chunk == (window is None and tier is Tier.GPU)
-                    for row, attends in enumerate(context.mask.tolist()):
-                        newest = start + row
-                        oldest = 0 if window is None else max(0, newest - window + 1)
-                        assert oldest >= first
-                        expected = [oldest <= first + column <= newest for column in range(len(attends))]
-                        assert attends == expected and len(attends) == context.num_tokens + count
+                    (tokens,) = call.lens.tokens
+                    first = start + count - tokens
+                    assert 0 <= first <= (0 if window is None else max(0, start - window + 1)) and first < start
+                    assert window is None or start - first < window + 4
+                    assert call.has_own == (window is None and tier is Tier.GPU)
+                    assert call.contexts.tokens == (tokens if call.has_own else start - first,)
+
+
+def test_contexts_of_one_call_have_no_more_tokens_than_the_longest_request() -> None:
+    """Chunks that attend to themselves alone need no memory for contexts, and may be any number."""
+    groups, device = LayerGroups(4), HostDevice()
+    device.torch_device = torch.device("meta")
+    builder = BatchBuilder(device, torch.float32, groups, 2, torch.zeros(50, 2, 8))
+    spans = (0, 9), (0, 3), (10, 2), (20, 10), (1, 7), (40, 10), (0, 2), (30, 1)
+    items, tables = [], {}
+    for i, (start, count) in enumerate(spans):
+        request = Request(str(i), tuple(range(start + count)), SamplingParams(), tier=Tier.GPU)
+        items.append(LaneItem(request, start, count, Tier.GPU, True))
+        tables[request.request_id] = list(range(20 * i, 20 * i + groups.blocks_for(start + count)))
+    for tier in Tier:
+        of_tier = [item._replace(tier=tier) for item in items]
+        (calls,) = builder.open_lane(describe_lane(of_tier, tables, groups)[0]).prefills[0].calls
+        assert [call.lens.tokens for call in calls] == [(9, 3), (12, 30, 8), (50,), (2,), (31,)]
+        assert [call.lens.rows for call in calls] == [(9, 3), (2, 10, 7), (10,), (2,), (1,)]
+        assert [call.rows.start for call in calls] == [0, 12, 31, 41, 43]
+        assert [call.contexts is None for call in calls] == [True, False, False, True, False]
+        own = (12, 30, 8) if tier is Tier.GPU else (10, 20, 1)
+        assert calls[1].contexts.tokens == own
+        blocks = [
+            *range(40, 43),
+            *range(60, 68 if tier is Tier.GPU else 65),
+            *range(80, 82 if tier is Tier.GPU else 81),
+        ]
+        assert calls[1].contexts.blocks.tolist() == blocks

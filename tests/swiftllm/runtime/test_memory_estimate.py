@@ -165,7 +165,7 @@ def test_the_engine_starts_with_the_pools_of_the_papers(name, card):
     ("name", "card", "least", "most"),
     [
         ("apex-t4", T4, 54, 110),
-        ("apex-a10", A10G, 1650, 2200),
+        ("apex-a10", A10G, 1650, 2250),
         ("apex-a10", L4, 1650, 2200),
         ("apex-a10", A100_40, 9000, 11_500),
         ("apex-a10", H100, 27_000, 31_000),

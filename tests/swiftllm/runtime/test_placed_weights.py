@@ -18,6 +18,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.kv.budget import check_weights
 from swiftllm.machine import InsufficientMemory
+from swiftllm.model.boundaries import loaded_weights
 from swiftllm.model.boundaries.placement import Place, Placement, all_resident, spread
 from swiftllm.model.boundaries.weight_slots import WeightSlots
 from swiftllm.model.config.model_config import ModelConfig
@@ -88,6 +89,30 @@ def test_a_gpu_gives_the_tokens_of_resident_weights(model_dir, expected, name, s
     with fake_gpu(seed, can_capture=seed % 2 == 0) as cuda:
         assert tokens_on_fake(model_dir, name, cuda) == expected
     assert bool(cuda.replays) == (seed % 2 == 0)
+
+
+def test_the_cpu_computes_no_padding_of_graphs(model_dir, monkeypatch):
+    """Five rows fill a bucket of eight, which costs a GPU nothing and a CPU three more rows."""
+    rows_computed, make = set(), loaded_weights.make_linear
+
+    def make_counted(ops, weight, bias):
+        linear = make(ops, weight, bias)
+
+        def count(x, out=None):
+            rows_computed.add(len(x) if x.device.type == "cpu" else None)
+            return linear(x) if out is None else linear(x, out=out)
+
+        return count
+
+    monkeypatch.setattr(loaded_weights, "make_linear", make_counted)
+    with fake_gpu(0) as cuda:
+        driver = BackendDriver(backend(model_dir, PLACEMENTS["half on the CPU"]))
+        driver.in_one_go = False
+        requests = [driver.admit(str(i), range(3, 8), Tier.GPU, SamplingParams(max_tokens=3)) for i in range(5)]
+        driver.prefill(requests)
+        rows_computed.clear()
+        driver.decode(requests)
+    assert cuda.replays and rows_computed - {None} == {5}
 
 
 def test_every_wait_for_weights_is_needed(model_dir, expected):
