@@ -182,7 +182,7 @@ def test_weights_are_rounded_to_the_nearest():
 
 
 def test_integer_weights_are_rounded_to_the_nearest():
-    """A weight is nine tenths of the least of 15 bits, and 1.8 times the least of 16: to the nearest one and two of these.
+    """A weight is nine tenths of the least of 15 bits, and 1.8 times the least of 16: rounded one and two of these.
 
     Cut off they would be none and one. The values are 1 and -1."""
     weight = 0.9 / 0x7FFF
