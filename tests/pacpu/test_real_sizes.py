@@ -84,13 +84,13 @@ def test_elements_of_codes_in_every_half_of_a_group_and_vector():
 
 
 def far_maxima(dtype: torch.dtype, num_heads: int, tokens: int = 50) -> Case:
-    """Row i attends to so many tokens, and the score of token i is above the others by more than exp can bring back."""
+    """Row i attends to so many tokens, and the score of token i is above the others by 128: exp of that is no float."""
     case = make_case(dtype, num_heads, 1, 64, seq_lens=(tokens,) * tokens)
     case.kv_cache[:, :, 0] /= 64
     case.k.div_(64)
     for row, table in enumerate(case.block_tables[:-1]):
-        case.kv_cache[table[row // 16], :, 0, row % 16] = 4.0
-    case.k[-1] = 4.0
+        case.kv_cache[table[row // 16], :, 0, row % 16] = 16.0
+    case.k[-1] = 16.0
     case.q.fill_(1.0)
     return case
 
@@ -123,7 +123,7 @@ def test_the_largest_score_of_a_prompt_may_be_that_of_any_token():
     directions, v = torch.eye(70, 128, dtype=BF16), torch.randn(1, 70, 128).to(BF16)
     for chosen in (torch.arange(70), torch.arange(70) // 2, torch.arange(70) * 0):
         q, out = 16 * directions[chosen][:, None], torch.full((70, 1, 128), torch.nan, dtype=BF16)
-        k = 16 * directions[None]
+        k = 8 * directions[None]
         rows.prompt_attention([(q, k, v, out)], 1.0)
         assert_close(out, chunk_attention(q, k, v, 1.0, None, None))
 
@@ -156,12 +156,15 @@ def test_integer_sums_of_large_heads_fit_32_bits():
 
 
 def two_tokens(dtype: torch.dtype, value: float) -> Case:
-    """Of a head of 64: the earlier one with value 1 and the new one with `value`, whose scores differ by q k."""
-    q, k, v = torch.zeros(3, 1, 1, 64, dtype=dtype)
-    v.fill_(value)
+    """Of two heads of 64: the earlier one with value 1 and the new one with `value`, whose scores differ by q k."""
+    q, k, v = (
+        torch.zeros(1, 2, 64, dtype=dtype),
+        torch.zeros(1, 1, 64, dtype=dtype),
+        torch.full((1, 1, 64), value).to(dtype),
+    )
     cache = torch.zeros(1, 1, 2, 16, 64, dtype=dtype)
     cache[0, 0, 1, 0] = 1.0
-    tables, out = torch.zeros(1, 1).int(), torch.full((1, 1, 64), torch.nan, dtype=dtype)
+    tables, out = torch.zeros(1, 1).int(), torch.full((1, 2, 64), torch.nan, dtype=dtype)
     return Case(q, k, v, cache, tables, torch.tensor([2]).int(), out, 1.0)
 
 
