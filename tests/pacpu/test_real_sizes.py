@@ -18,6 +18,8 @@ from tests.pacpu.cases import DTYPES, USABLE_ISAS, VARIANTS, Case, make_case
 from tests.pacpu.int8_cases import as_int8
 from tests.pacpu.packed_codes import random_matrix
 from tests.pacpu.test_crossing import NAMES, WHOLE_RUNS, Layer
+from tests.pacpu.test_experts import Layer as Experts
+from tests.pacpu.test_experts import routing
 from tests.pacpu.test_rows import Rows, packed
 from tests.reference.paged_attention import chunk_attention, store_new_tokens
 from tests.reference.tolerances import assert_close
@@ -33,14 +35,36 @@ def same_draws():
 
 
 def test_products_of_more_inputs_and_rows_than_a_block_has():
-    """2,048 inputs and 128 rows are a block; an odd number of inputs is copied first."""
+    """2,048 inputs and 128 rows are a block. An odd number of inputs is copied first, to where NaN lay before."""
+    nan = torch.full((133, 2053), torch.nan, dtype=BF16)
     for isa in WITH_PRODUCTS:
         _pacpu.select_isa(isa)
         for inputs in (2050, 2051):
             x, weight = torch.randn(133, inputs).to(BF16), torch.randn(97, inputs).to(BF16) / 64
-            out = Rows(133, 97, dtype=BF16)
-            rows.linear(x, packed(weight), None, out.view, num_threads=2)
-            out.check(F.linear(x.double(), weight.double()))
+            bias, out = torch.randn(97).to(BF16), Rows(133, 97, dtype=BF16)
+            rows.linear(nan[:, : inputs + 2], packed(nan[:97, : inputs + 2]), None, out.view)
+            rows.linear(x, packed(weight), bias, out.view)
+            out.check(F.linear(x.double(), weight.double(), bias.double()))
+
+
+def test_the_first_of_highest_values_that_lie_far_apart():
+    """512 values are compared at a time."""
+    for isa in USABLE_ISAS:
+        _pacpu.select_isa(isa)
+        for dtype in DTYPES:
+            x, found = torch.zeros(2, 1300, dtype=dtype), torch.full((2,), -1)
+            x[0, [3, 700, 1299]], x[1, [511, 512]] = 1.0, torch.nan
+            rows.argmax(x, found)
+            assert found.tolist() == [3, 511]
+
+
+def test_experts_whose_scales_are_float32():
+    for isa in USABLE_ISAS:
+        _pacpu.select_isa(isa)
+        layer = Experts(3, 96, 32, 32, torch.float32, torch.float32, is_clamped=False)
+        x, (ids, likelihoods), out = torch.randn(9, 96), routing(3, 9, 2, padding=0), torch.empty(9, 96)
+        layer.packed(x, ids, likelihoods, out)
+        assert_close(out, layer.expected(x, ids, likelihoods))
 
 
 def test_a_crossing_of_more_rows_than_cross_at_a_time():
