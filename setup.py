@@ -6,6 +6,7 @@ one by one and only when they, their headers or their command have changed.
 ISPC is looked for in $ISPC, on PATH, and in <cache>/ispc/bin (<cache> is $APEX_CACHE_DIR or ~/.cache/apex). Without
 it the build goes on, and `pacpu.unavailable()` says why. PACPU_SANITIZE=1 adds the address and undefined-behaviour
 sanitizers; then run Python with ASAN_OPTIONS=detect_leaks=0 and g++'s libasan.so and libstdc++.so.6 in LD_PRELOAD.
+PACPU_SANITIZE=thread adds the thread sanitizer: TSAN_OPTIONS=ignore_noninstrumented_modules=1 and libtsan.so.
 """
 
 import os
@@ -32,9 +33,12 @@ CXX = shlex.split(os.environ.get("CXX", "g++"))
 CXX_FLAGS = shlex.split("-std=gnu++17 -O3 -fPIC -fvisibility=hidden -fno-math-errno -Wall -Wextra -pthread")
 # Without checks of each pointer, which double the time to compile; the address sanitizer makes most of them. Without
 # optimisation for the same reason.
-SANITIZE_FLAGS = shlex.split(
-    "-O0 -g1 -fsanitize=address,undefined -fno-sanitize=null,object-size,vptr,pointer-overflow -fno-sanitize-recover"
-)
+SANITIZERS = {
+    "": "",
+    "1": "-O0 -g1 -fsanitize=address,undefined -fno-sanitize=null,object-size,vptr,pointer-overflow "
+    "-fno-sanitize-recover",
+    "thread": "-O0 -g1 -fsanitize=thread",
+}
 
 BINDS = re.compile(r'pybind11|"arguments\.h"|"dlpack\.h"')  # sources that do
 
@@ -126,7 +130,10 @@ class BuildPacpu(build_ext):
     def build_extension(self, ext: Extension) -> None:
         # For an editable install this would be a folder that is deleted afterwards, and everything compiled again.
         build_dir = Path(IN_PLACE_TEMP if self.editable_mode else self.build_temp) / "pacpu"
-        sanitize_flags = SANITIZE_FLAGS if os.environ.get("PACPU_SANITIZE") == "1" else []
+        sanitizer = os.environ.get("PACPU_SANITIZE", "")
+        if sanitizer not in SANITIZERS:
+            raise SystemExit(f"PACPU_SANITIZE must be 1 or thread, not {sanitizer}")
+        sanitize_flags = shlex.split(SANITIZERS[sanitizer])
         ispc_objects, ispc_problem = self.build_ispc(build_dir / "ispc")
         if ispc_problem:
             self.warn(f"building without the ISPC kernel: {ispc_problem}")

@@ -59,10 +59,11 @@ def paged_attention(
     in float32. All of q, k, v, kv_cache and out have one dtype: float32, float16 or bfloat16. kv_cache may be int8
     instead (`pacpu.int8`), for which the native kernel multiplies integers. Every array is in host memory. kv_cache and
     seq_lens are contiguous; rows of the others are contiguous but may lie apart, so q, k and v can be slices of a fused
-    QKV matrix.
+    QKV matrix. No array has a dimension above 2^28, and no context has more tokens.
 
     Args:
-        q: `[batch, num_heads, head_dim]`, queries of the new tokens; head_dim is a multiple of 8.
+        q: `[batch, num_heads, head_dim]`, queries of the new tokens; head_dim is a multiple of 8. A row
+            has at most 2^18 elements.
         k: `[batch, num_kv_heads, head_dim]`, keys of the new tokens; num_kv_heads divides num_heads.
         v: `[batch, num_kv_heads, head_dim]`, values of the new tokens.
         kv_cache: `[num_blocks, num_kv_heads, 2, block_size, head_dim]`, written at position `seq_lens[i] - 1` of each
@@ -75,8 +76,8 @@ def paged_attention(
         scale: factor on the scores, usually `head_dim ** -0.5`.
         window: how many tokens a request attends to, the last ones, the new one included; None: all.
         sinks: float32 `[num_heads]`, or None: each the score of one more token of that head, whose value is zero.
-        num_threads: threads to use at most, the caller's included; any number gives the same result up to rounding,
-            and the same number the same bits.
+        num_threads: threads to use at most, from 1 to 4,096, the caller's included; any number gives the same result up
+            to rounding, and the same number the same bits.
         kernel: one of `kernels(dtype)`; None means `default_kernel(dtype)`.
 
     Raises:
@@ -96,7 +97,7 @@ def read_bandwidth(array: Any, *, num_threads: int = 1) -> float:
 
     Args:
         array: contiguous, in host memory, of any dtype.
-        num_threads: threads to use at most, the caller's included.
+        num_threads: threads to use at most, from 1 to 4,096, the caller's included.
 
     Raises:
         ValueError: an argument does not fit the above.
@@ -189,7 +190,11 @@ def shared_row_cost(dtype: Any, heads: str) -> float:
 
 
 def rows_per_read(num_heads: int, num_kv_heads: int) -> int:
-    """How many rows at most are attended with one read of the blocks that they share."""
+    """How many rows at most are attended with one read of the blocks that they share.
+
+    Raises:
+        ValueError: num_kv_heads does not divide num_heads, or one of them is below 1 or above 2^28.
+    """
     return _pacpu.rows_per_read(num_heads, num_kv_heads)
 
 

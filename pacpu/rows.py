@@ -2,8 +2,9 @@
 
 Arrays come in through DLPack. Rows are contiguous and may lie apart; all arrays of a call have one dtype, float32,
 float16 or bfloat16, where not said otherwise. Sums run in float32. Every function computes without the GIL on the
-caller's thread and on `num_threads - 1` helpers at most; the result does not depend on their number. Where an argument
-does not fit it raises ValueError, naming the argument, before it has written anything.
+caller's thread and on `num_threads - 1` helpers at most; the result does not depend on their number. `num_threads` is
+at most 4,096, a size at most 2^28. Where an argument does not fit it raises ValueError, naming the argument, before it
+has written anything.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ def linear_is_fastest() -> bool:
 
 
 def packed_shape(out_features: int, in_features: int) -> tuple[int, int, int, int]:
-    """Shape of a packed matrix."""
+    """Shape of a packed matrix, whose sides are at least 1."""
     return _pacpu.packed_shape(out_features, in_features)
 
 

@@ -33,7 +33,7 @@ struct Contexts {
 // Of a shared run's query heads per KV head: the rows of an AMX tile, and states that the level-2 cache holds.
 constexpr int most_shared_heads = 16;
 
-// How many rows at most share a run.
+// How many rows at most share a run, of a model with so many heads; num_kv_heads divides num_heads.
 constexpr int rows_per_read(int num_heads, int num_kv_heads) {
     const int rows = most_shared_heads / (num_heads / num_kv_heads);
     return rows > 1 ? rows : 1;

@@ -10,7 +10,7 @@
 
 namespace pacpu {
 
-// A view of an array; alive as long as `owner` and the argument it was read from.
+// A view of an array; alive as long as `owner`: what was lent, which need not be the argument it was read from.
 struct Array {
     const char* name;  // of the argument, for messages
     void* data;

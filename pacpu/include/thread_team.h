@@ -9,8 +9,8 @@ namespace pacpu {
 // Calls function(context, phase, part) once for every part in [0, num_parts[phase]) of every phase, one phase after the
 // other, on the calling thread and on up to num_threads - 1 pooled helpers. Returns when all are done. Parts are
 // claimed, not assigned: with fewer helpers than hoped for, even none, the caller does the rest, and a helper that comes
-// late joins the phase under way. What a phase writes, the next one may read. Several threads may call at once. The
-// function must not throw.
+// late joins the phase under way. What a phase writes, the next one may read. Several threads may call at once. What the
+// function throws, on whatever thread, the call throws: parts that have not begun by then are left out.
 void run_phases(int num_phases, const int* num_parts, int num_threads, void (*function)(void*, int, int), void* context);
 
 constexpr int max_phases = 12;

@@ -1,6 +1,7 @@
 #include "arguments.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "int8.h"
 
@@ -26,6 +27,19 @@ std::optional<DType> dtype_of(const Array& array) {
     if (array.type_code == code_float && array.type_bits == 16) return DType::float16;
     if (array.type_code == code_bfloat && array.type_bits == 16) return DType::bfloat16;
     return std::nullopt;
+}
+
+void check_sizes(const Array& array) {
+    for (const int64_t size : array.shape)
+        if (size > most_size)
+            refuse(std::string(array.name) + " is too large: shape " + to_string(array.shape) + ", where a dimension has at most " +
+                   std::to_string(most_size));
+}
+
+void check_query_elements(const Array& q) {
+    if (const int64_t elements = q.shape[1] * q.shape[2]; elements > most_query_elements)
+        refuse(std::string(q.name) + " must have at most " + std::to_string(most_query_elements) +
+               " elements in a row (num_heads * head_dim), not " + std::to_string(elements));
 }
 
 void check_rank(const Array& array, size_t rank, const char* meaning) {
@@ -76,16 +90,26 @@ void check_writable(const Array& array) {
     if (array.is_read_only) refuse(std::string(array.name) + " must be writable, but is read-only");
 }
 
-int read_num_threads(py::handle object) {
-    const auto num_threads = read_scalar<int64_t>("num_threads", object);
-    if (num_threads < 1) refuse("num_threads must be at least 1, not " + std::to_string(num_threads));
-    return static_cast<int>(std::min(num_threads, int_max));
+int64_t read_int(const char* name, py::handle object, int64_t least, int64_t most) {
+    const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(object.ptr()));
+    if (!number) {
+        PyErr_Clear();
+        refuse(std::string(name) + " cannot be " + std::string(py::repr(object)));
+    }
+    int beyond;  // what fits: -1 or 1
+    const int64_t value = PyLong_AsLongLongAndOverflow(number.ptr(), &beyond);
+    const bool is_less = beyond ? beyond < 0 : value < least;
+    if (is_less || beyond || value > most)
+        refuse(std::string(name) + " must be at " + (is_less ? "least " : "most ") + std::to_string(is_less ? least : most) +
+               ", not " + std::string(py::repr(number)));
+    return value;
 }
 
-int read_window(pybind11::handle object) {
-    const int64_t window = object.is_none() ? int_max : read_scalar<int64_t>("window", object);
-    if (window < 1) refuse("window must be at least 1, not " + std::to_string(window));
-    return static_cast<int>(window < int_max ? window : int_max);
+int read_num_threads(py::handle object) { return static_cast<int>(read_int("num_threads", object, 1, most_threads)); }
+
+int read_window(py::handle object) {
+    if (object.is_none()) return int_max;
+    return static_cast<int>(std::min(read_int("window", object, 1, std::numeric_limits<int64_t>::max()), int_max));
 }
 
 std::optional<Array> read_optional(const char* name, pybind11::handle object) {

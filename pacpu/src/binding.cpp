@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <limits>
 #include <optional>
 #include <string>
 
@@ -25,10 +26,10 @@ namespace {
 
 void check_tables(const Problem& p, int64_t max_blocks, int64_t num_blocks) {
     for (int i = 0; i < p.batch; ++i) {
-        const int64_t seq_len = p.seq_lens[i];
-        if (seq_len < 1 || seq_len > max_blocks * p.block_size)
-            refuse("seq_lens[" + std::to_string(i) + "] must be between 1 and " + std::to_string(max_blocks * p.block_size) +
-                   " (max_blocks_per_seq * block_size), not " + std::to_string(seq_len));
+        const int64_t seq_len = p.seq_lens[i], most = std::min(max_blocks * p.block_size, most_size);
+        if (seq_len < 1 || seq_len > most)
+            refuse("seq_lens[" + std::to_string(i) + "] must be between 1 and " + std::to_string(most) +
+                   (most < most_size ? " (max_blocks_per_seq * block_size), not " : ", not ") + std::to_string(seq_len));
         const int32_t* table = p.block_tables + i * p.table_stride;
         for (int64_t j = first_block(p, i); j * p.block_size < seq_len; ++j)
             if (table[j] < 0 || table[j] >= num_blocks)
@@ -65,9 +66,8 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
     const int64_t batch = q.shape[0], num_heads = q.shape[1], head_dim = q.shape[2];
     const int64_t num_blocks = kv_cache.shape[0], num_kv_heads = kv_cache.shape[1];
     const int64_t max_blocks = block_tables.shape[1];
-    for (const Array* array : {&q, &kv_cache, &block_tables})
-        for (const int64_t size : array->shape)
-            if (size > int_max) refuse(std::string(array->name) + " is too large: shape " + to_string(array->shape));
+    for (const Array* array : {&q, &kv_cache, &block_tables}) check_sizes(*array);
+    check_query_elements(q);
     if (head_dim < 8 || head_dim % 8) refuse("q must have a head_dim that is a multiple of 8, not " + std::to_string(head_dim));
     if (num_kv_heads < 1 || num_heads < 1 || num_heads % num_kv_heads)
         refuse("q must have a multiple of kv_cache's " + std::to_string(num_kv_heads) + " KV heads, not " +
@@ -128,6 +128,16 @@ void paged_attention(py::handle q_object, py::handle k_object, py::handle v_obje
     check_tables(problem, max_blocks, num_blocks);
     py::gil_scoped_release release;
     run(problem, *kernel);
+}
+
+int rows_per_read_of(py::handle num_heads_object, py::handle num_kv_heads_object) {
+    constexpr int64_t least = std::numeric_limits<int64_t>::min();
+    const int64_t num_heads = read_int("num_heads", num_heads_object, least, most_size);
+    const int64_t num_kv_heads = read_int("num_kv_heads", num_kv_heads_object, least, most_size);
+    if (num_heads < 1 || num_kv_heads < 1 || num_heads % num_kv_heads)
+        refuse("num_heads must be a multiple of num_kv_heads, both at least 1, not " + std::to_string(num_heads) + " and " +
+               std::to_string(num_kv_heads));
+    return rows_per_read(static_cast<int>(num_heads), static_cast<int>(num_kv_heads));
 }
 
 double read_bandwidth(py::handle object, py::handle num_threads_object) {
@@ -222,7 +232,7 @@ PYBIND11_MODULE(_pacpu, module) {
     module.def("prefetches", &pacpu::get_prefetches);
     module.def("prefetch", &pacpu::get_prefetch);
     module.def("set_prefetch", &pacpu::choose_prefetch);
-    module.def("rows_per_read", &pacpu::rows_per_read);
+    module.def("rows_per_read", &pacpu::rows_per_read_of);
     module.def("shared_row_cost", &pacpu::get_shared_row_cost);
     module.def("set_shared_row_cost", &pacpu::choose_shared_row_cost);
     pacpu::bind_rows(module);

@@ -64,7 +64,8 @@ private:
         if (from == to) return;
         const int count = runs_of(end - begin);
         for (int i = 0; i < count; ++i) {
-            const Run run = {begin + (end - begin) * i / count, begin + (end - begin) * (i + 1) / count, from, to};
+            const auto place = [&](int64_t i) { return begin + static_cast<int>((end - begin) * i / count); };
+            const Run run = {place(i), place(i + 1), from, to};
             to_.most_rows = std::max(to_.most_rows, run.rows());
             to_.runs.push_back(run);
         }

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -70,13 +71,24 @@ struct Job {
     int num_joined = 0;                // guarded by the pool's lock
     std::atomic<int> num_helpers{0};  // those at work
     Phase phases[max_phases]{};
+    std::atomic<bool> has_failed{false};
+    std::exception_ptr failure{};  // of the part that failed first
+
+    void run(int phase, int part) {
+        if (has_failed.load(std::memory_order_relaxed)) return;
+        try {
+            function(context, phase, part);
+        } catch (...) {
+            if (!has_failed.exchange(true)) failure = std::current_exception();
+        }
+    }
 
     void work() {
         for (int i = 0; i < num_phases; ++i) {
             Phase& phase = phases[i];
             int done = 0;
             for (int part; (part = phase.next_part.fetch_add(1, std::memory_order_relaxed)) < num_parts[i]; ++done)
-                function(context, i, part);
+                run(i, part);
             if (done) phase.num_done.fetch_add(done, std::memory_order_release);
             for (Backoff backoff; phase.num_done.load(std::memory_order_acquire) < num_parts[i];) backoff.wait();
         }
@@ -105,6 +117,7 @@ public:
             jobs_.erase(std::find(jobs_.begin(), jobs_.end(), &job));
         }
         for (Backoff backoff; job.num_helpers.load(std::memory_order_acquire) > 0;) backoff.wait();
+        if (job.failure) std::rethrow_exception(job.failure);
     }
 
 private:

@@ -16,6 +16,7 @@ ISAS = ["portable", "avx2", "avx512", "avx512bf16", "amx"]
 DTYPES = list(TOLERANCES)
 HALF_DTYPES = [torch.float16, torch.bfloat16]
 BEST_ISA = pacpu.isa()
+USABLE_ISAS = [isa for isa in ISAS if isa not in pacpu.unavailable_isas()]
 
 
 def use(isa: str, kernel: str, dtype: torch.dtype | None = None) -> None:

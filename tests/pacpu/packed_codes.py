@@ -20,6 +20,9 @@ class CodedMatrix(NamedTuple):
     """The elements, columns in the order of codes."""
     weight: torch.Tensor
     """The elements, columns in the order of inputs."""
+    arrays: tuple[torch.Tensor | None, ...]
+    """What ``packed`` is made of, with these sizes."""
+    sizes: dict[str, int]
 
 
 def random_matrix(
@@ -61,4 +64,4 @@ def random_matrix(
     weight = in_order.clone() if order is None else torch.empty_like(in_order).index_copy_(1, order.long(), in_order)
     sizes = {"out_features": out_features, "in_features": in_features}
     arrays = torch.from_numpy(words.view(np.int32)), packed_scales, None if is_mxfp4 else packed_zeros, order
-    return CodedMatrix(rows.PackedCodes(*arrays, **sizes), in_order, weight)
+    return CodedMatrix(rows.PackedCodes(*arrays, **sizes), in_order, weight, arrays, sizes)

@@ -151,7 +151,7 @@ ORDER = torch.arange(64, dtype=torch.int32)
         ({"order": ORDER.long()}, "order must have dtype int32"),
         ({"order": ORDER + 1}, r"order\[63\] must be below 64, not 64"),
         ({"out_features": 9}, "codes must have shape"),
-        ({"in_features": 0}, "a matrix cannot have a side of 0"),
+        ({"in_features": 0}, "in_features must be at least 1, not 0"),
     ],
 )
 def test_matrices_that_do_not_fit_are_refused(wrong, message):
@@ -184,8 +184,8 @@ def test_rows_that_do_not_fit_are_refused():
 
 
 def test_it_keeps_its_arrays_alive():
-    matrix = random_matrix(64, 512, 32, torch.float32, is_ordered=True)
+    packed, in_order, *_ = random_matrix(64, 512, 32, torch.float32, is_ordered=True)
     litter = [torch.full((size,), torch.nan) for size in range(64, 8192, 64)]
     out = torch.empty(64, 512)
-    matrix.packed.write_out(out)
-    assert torch.equal(out, matrix.in_order) and litter
+    packed.write_out(out)
+    assert torch.equal(out, in_order) and litter

@@ -140,7 +140,7 @@ def test_it_keeps_its_weights_alive(sizes):
         ({"head_norms": torch.ones(2, 10, dtype=BF16)}, r"head_norms must have shape .* = \[3, 10\]"),
         ({"rotated_heads": 14}, "rotated_heads cannot be 14 of head_dim 10"),
         ({"head_dim": 5}, "rotated_heads cannot be 3 of head_dim 5"),
-        ({"intermediate_size": 0}, "a matrix cannot have a side of 0"),
+        ({"intermediate_size": 0}, "intermediate_size must be at least 1, not 0"),
         ({"down": (random_matrix(35, 32, 16, BF16).packed, None)}, r"down must have sides \[35, 50\], not \[35, 32\]"),
     ],
 )

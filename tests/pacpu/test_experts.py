@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_refused():
     ordered = random_matrix(144, 32, 16, torch.float32, is_ordered=True).packed
     for wrong, message in (
         ({"num_experts": 2}, "gate_up must have sides"),
-        ({"num_experts": 0}, "cannot have a size of 0"),
+        ({"num_experts": 0}, "num_experts must be at least 1, not 0"),
         ({"ffn_size": 24}, "gate_up must have sides"),
         ({"down": (ordered, None)}, "down must have sides .* and no order"),
         ({"down": (matrix[48], torch.ones(143))}, "bias must have shape"),

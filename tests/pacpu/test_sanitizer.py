@@ -101,8 +101,16 @@ from pacpu import _pacpu
 
 print(_pacpu.__file__)
 files = ["test_arguments.py", "test_rows.py::test_refusals", "test_kv_copies.py", "test_int8.py::test_refusals"]
+files += ["test_lent_arrays.py", "test_limits.py::test_thread_counts", "test_limits.py::test_sizes"]
 files = [f"tests/pacpu/{file}" for file in files]
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *files]))
+"""
+
+
+MAKE_RANDOM_CALLS = """
+from tests.pacpu.random_calls import run
+
+print(*run(1, 2000), sep="\\n")
 """
 
 
@@ -173,3 +181,9 @@ def test_reading_of_arguments_is_sound(sanitized):
     lines = sanitized.run(RUN_TESTS_OF_ARGUMENTS)
     assert lines[0] == str(sanitized.extension)
     assert lines[-1].endswith("[100%]")
+
+
+@pytest.mark.thorough
+def test_random_calls_end_in_a_result_or_a_sentence(sanitized):
+    outcomes = sanitized.run(MAKE_RANDOM_CALLS)
+    assert outcomes and all(what.endswith(("done", "Error")) for what in outcomes), outcomes

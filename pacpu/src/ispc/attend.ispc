@@ -72,11 +72,11 @@ static inline void softmax(uniform float *uniform scores, uniform int num_tokens
     for (uniform int first = 0; first < row_scores; first += programCount) {
         float peak = -floatbits(0x7f800000);
         for (uniform int t = 0; t < num_tokens; ++t)
-            peak = max(peak, (scores + t * row_scores + first)[programIndex]);
+            peak = max(peak, (scores + (uniform int64)t * row_scores + first)[programIndex]);
         float total = 0;
         for (uniform int t = 0; t < num_tokens; ++t) {
-            const float weight = exp((scores + t * row_scores + first)[programIndex] - peak);
-            (scores + t * row_scores + first)[programIndex] = weight;
+            const float weight = exp((scores + (uniform int64)t * row_scores + first)[programIndex] - peak);
+            (scores + (uniform int64)t * row_scores + first)[programIndex] = weight;
             total += weight;
         }
         (peaks + first)[programIndex] = peak;
@@ -113,7 +113,7 @@ export void ATTEND(const uniform float queries[], const uniform int8 keys[], uni
             for (uniform int h = 0; h < group; h += MAX_HEADS) {
                 const uniform int at = head * group + h, heads = min(group - h, MAX_HEADS);
                 const uniform float *uniform q = queries + at * padded_dim;
-                uniform float *uniform s = scores + first * row_scores + at;
+                uniform float *uniform s = scores + (uniform int64)first * row_scores + at;
                 if (heads == 1)
                     score_rows(q, padded_dim, rows, n, head_dim, s, row_scores, 1);
                 else if (heads == 2)
@@ -138,7 +138,7 @@ export void ATTEND(const uniform float queries[], const uniform int8 keys[], uni
             const uniform Element *uniform values = rows + block_size * head_dim;
             for (uniform int h = 0; h < group; h += MAX_HEADS) {
                 const uniform int at = head * group + h, heads = min(group - h, MAX_HEADS);
-                const uniform float *uniform w = scores + first * row_scores + at;
+                const uniform float *uniform w = scores + (uniform int64)first * row_scores + at;
                 uniform float *uniform out = output + at * padded_dim;
                 if (heads == 1)
                     weigh_rows(values, n, head_dim, w, row_scores, padded_dim, out, 1);

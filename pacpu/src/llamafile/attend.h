@@ -60,7 +60,7 @@ inline float exp_nonpositive(float x) {
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = p * r * r + r + 1.0f;
-    int32_t bits;
+    uint32_t bits;  // of a NaN, too, which an integer with a sign could not shift
     std::memcpy(&bits, &shifted, sizeof bits);
     bits = (bits - 0x4b400000 + 127) << 23;
     float power;

@@ -22,12 +22,11 @@ void check_bfloat16(const Array& array) {
         refuse(std::string(array.name) + " must have dtype bfloat16, not " + array.dtype_name());
 }
 
-void check_sizes(const Array& array) {
-    for (const int64_t size : array.shape)
-        if (size > int_max) refuse(std::string(array.name) + " is too large: shape " + to_string(array.shape));
-}
-
 std::vector<int64_t> packed_shape(int64_t out_features, int64_t in_features) {
+    for (const auto& [name, size] : {std::pair{"out_features", out_features}, {"in_features", in_features}})
+        if (size < 1 || size > most_size)
+            refuse(std::string("a packed matrix must have from 1 to ") + std::to_string(most_size) + " " + name + ", not " +
+                   std::to_string(size));
     return {(out_features + panel_columns - 1) / panel_columns, (in_features + 1) / 2, panel_columns, 2};
 }
 
@@ -255,7 +254,9 @@ constexpr size_t max_packed_floats = size_t{1} << 24;
 
 bool has_prompt_attention() { return row_kernels().attend_prompt; }
 
-Prompt read_prompt(const py::tuple& arrays, float scale, int window, const std::optional<Array>& sinks) {
+// Adds to `owners` what keeps its arrays alive.
+Prompt read_prompt(const py::tuple& arrays, float scale, int window, const std::optional<Array>& sinks,
+                   std::vector<py::object>& owners) {
     if (arrays.size() != 4) refuse("each of prompts must be q, k, v and out, not " + std::to_string(arrays.size()) + " arrays");
     const Array q = read_array("q", arrays[0]), k = read_array("k", arrays[1]), v = read_array("v", arrays[2]);
     const Array out = read_array("out", arrays[3]);
@@ -264,7 +265,11 @@ Prompt read_prompt(const py::tuple& arrays, float scale, int window, const std::
     check_rank(k, 3, "[num_kv_heads, context, head_dim]");
     check_sizes(q);
     check_sizes(k);
+    check_query_elements(q);
     const int64_t heads = q.shape[1], kv_heads = k.shape[0];
+    if (kv_heads * k.shape[1] > most_size)
+        refuse("k must have at most " + std::to_string(most_size) + " tokens of all heads (num_kv_heads * context), not " +
+               std::to_string(kv_heads * k.shape[1]));
     check_shape(k, {kv_heads, k.shape[1], q.shape[2]}, "[num_kv_heads, context, head_dim]");
     check_shape(v, k.shape, "[num_kv_heads, context, head_dim]");
     check_shape(out, q.shape, "[rows, num_heads, head_dim]");
@@ -278,6 +283,7 @@ Prompt read_prompt(const py::tuple& arrays, float scale, int window, const std::
         if (array->strides[2] != 1) refuse(std::string(array->name) + " must be contiguous within a token");
     check_writable(out);
     if (sinks) check_sinks(*sinks, heads);
+    for (const Array* array : {&q, &k, &v, &out}) owners.push_back(array->owner);
     return {static_cast<int>(q.shape[0]),
             static_cast<int>(heads),
             static_cast<int>(kv_heads),
@@ -333,8 +339,9 @@ void prompt_attention(const py::sequence& prompts_object, py::handle scale_objec
     const std::optional<Array> sinks = read_optional("sinks", sinks_object);
     const int num_threads = read_num_threads(num_threads_object);
     std::vector<Prompt> prompts;
+    std::vector<py::object> owners;
     for (const py::handle arrays : prompts_object) {
-        const Prompt prompt = read_prompt(py::cast<py::tuple>(arrays), scale, window, sinks);
+        const Prompt prompt = read_prompt(py::cast<py::tuple>(arrays), scale, window, sinks, owners);
         if (prompt.rows) prompts.push_back(prompt);
     }
     if (!has_prompt_attention()) refuse("prompt_attention needs AVX-512 BF16; the instruction set in use is another");
@@ -350,8 +357,9 @@ void prompt_attention(const py::sequence& prompts_object, py::handle scale_objec
 }  // namespace
 
 void bind_rows(py::module_& module) {
-    module.def("packed_shape", [](int64_t out_features, int64_t in_features) {
-        return py::tuple(py::cast(packed_shape(out_features, in_features)));
+    module.def("packed_shape", [](py::handle out_features, py::handle in_features) {
+        const int64_t outputs = read_int("out_features", out_features, 1, most_size);
+        return py::tuple(py::cast(packed_shape(outputs, read_int("in_features", in_features, 1, most_size))));
     });
     module.def("pack_matrix", &pack_matrix);
     module.def("linear", &linear);

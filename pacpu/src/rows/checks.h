@@ -10,11 +10,11 @@ namespace pacpu {
 
 DType float_dtype(const Array& array);
 void check_bfloat16(const Array& array);
-void check_sizes(const Array& array);
 
 // int64 [rows], each from 0 to below `limit`.
 void check_slots(const Array& array, int64_t rows, int64_t limit);
 
+// Refuses sides that a packed matrix cannot have.
 std::vector<int64_t> packed_shape(int64_t out_features, int64_t in_features);
 
 // Of a call's parts: threads claim them, so that one which begins late or loses its core does less.

@@ -71,17 +71,22 @@ struct Phase {
 
 class Crossing {
 public:
-    Crossing(py::tuple o, py::object post_norm, py::tuple gate_up, py::tuple down, py::object norm, py::tuple projection,
-             py::object head_norms, int64_t attention_size, int64_t intermediate_size, int64_t out_features,
-             int64_t rotated_heads, int64_t head_dim, double eps)
-        : eps_(static_cast<float>(eps)) {
-        for (const int64_t size : {attention_size, intermediate_size, out_features})
-            if (size < 1 || size > int_max / 2) refuse("a matrix cannot have a side of " + std::to_string(size));
-        if (rotated_heads < 0 || (rotated_heads && (head_dim < 2 || head_dim % 2 || rotated_heads > out_features / head_dim)))
+    Crossing(py::tuple o, py::handle post_norm, py::tuple gate_up, py::tuple down, py::handle norm, py::tuple projection,
+             py::handle head_norms, py::handle attention_object, py::handle intermediate_object, py::handle out_object,
+             py::handle rotated_object, py::handle head_dim_object, py::handle eps)
+        : eps_(static_cast<float>(read_scalar<double>("eps", eps))) {
+        const int64_t attention_size = read_int("attention_size", attention_object, 1, most_size);
+        const int64_t intermediate_size = read_int("intermediate_size", intermediate_object, 1, most_size / 2);
+        const int64_t out_features = read_int("out_features", out_object, 1, most_size);
+        const int64_t rotated_heads = read_int("rotated_heads", rotated_object, 0, most_size);
+        const int64_t head_dim = read_int("head_dim", head_dim_object, 0, most_size);
+        if (rotated_heads && (head_dim < 2 || head_dim % 2 || rotated_heads > out_features / head_dim))
             refuse("rotated_heads cannot be " + std::to_string(rotated_heads) + " of head_dim " + std::to_string(head_dim));
         const Array norm_array = read_array("norm", norm);
         check_rank(norm_array, 1, "[hidden_size]");
         const int64_t hidden_size = norm_array.shape[0];
+        if (hidden_size < 1 || hidden_size > most_size)
+            refuse("norm must have from 1 to " + std::to_string(most_size) + " elements, not " + std::to_string(hidden_size));
         post_norm_ = read_vector("post_norm", post_norm, hidden_size);
         norm_ = read_vector("norm", norm, hidden_size);
         o_ = read_matrix("o", o, hidden_size, attention_size);
@@ -96,7 +101,7 @@ public:
             check_bfloat16(weights);
             check_shape(weights, {rotated_heads, head_dim}, "[rotated_heads, head_dim]");
             row_stride(weights, false);
-            head_norms_ = keep(weights, head_norms);
+            head_norms_ = keep(weights);
         }
     }
 
@@ -149,17 +154,17 @@ private:
         int64_t out_stride;
     };
 
-    const BFloat16* keep(const Array& array, py::object object) {
-        owners_.push_back(std::move(object));
+    const BFloat16* keep(const Array& array) {
+        owners_.push_back(array.owner);
         return static_cast<const BFloat16*>(array.data);
     }
 
-    const BFloat16* read_vector(const char* name, py::object object, int64_t size) {
+    const BFloat16* read_vector(const char* name, py::handle object, int64_t size) {
         const Array array = read_array(name, object);
         check_bfloat16(array);
         check_shape(array, {size}, "[outputs]");
         row_stride(array, false);
-        return keep(array, std::move(object));
+        return keep(array);
     }
 
     Matrix read_matrix(const char* name, const py::tuple& parts, int64_t out_features, int64_t in_features) {
@@ -176,7 +181,7 @@ private:
             check_bfloat16(packed);
             check_shape(packed, packed_shape(out_features, in_features), "packed_shape(out_features, in_features)");
             row_stride(packed, false);
-            matrix.packed = keep(packed, parts[0]);
+            matrix.packed = keep(packed);
         }
         const py::object bias = parts[1];
         if (!bias.is_none()) matrix.bias = read_vector(name, bias, out_features);
@@ -244,7 +249,7 @@ private:
         });
     }
 
-    std::vector<py::object> owners_;  // of the weights
+    std::vector<py::object> owners_;  // of what was lent, and matrices of codes
     Matrix o_, gate_up_, down_, projection_;
     const BFloat16* post_norm_;
     const BFloat16* norm_;
@@ -258,8 +263,8 @@ private:
 
 void bind_crossing(py::module_& module) {
     py::class_<Crossing>(module, "Crossing")
-        .def(py::init<py::tuple, py::object, py::tuple, py::tuple, py::object, py::tuple, py::object, int64_t, int64_t, int64_t,
-                      int64_t, int64_t, double>())
+        .def(py::init<py::tuple, py::handle, py::tuple, py::tuple, py::handle, py::tuple, py::handle, py::handle, py::handle,
+                      py::handle, py::handle, py::handle, py::handle>())
         .def("run", &Crossing::run);
 }
 

@@ -57,12 +57,13 @@ void dot_block(const Linear& p, int begin_panel, int end_panel, float* scratch) 
     int64_t x_stride = p.x_stride;
     if (p.in_features % 2) {  // a copy, with a zero behind the last input
         auto* copy = (BFloat16*)(scratch + p.rows * panel_columns);
+        const int64_t copy_stride = int64_t{2} * num_pairs;
         for (int r = 0; r < p.rows; ++r) {
-            __builtin_memcpy(copy + r * 2 * num_pairs, x + r * x_stride, p.in_features * sizeof(BFloat16));
-            copy[r * 2 * num_pairs + p.in_features] = BFloat16{0};
+            __builtin_memcpy(copy + r * copy_stride, x + r * x_stride, p.in_features * sizeof(BFloat16));
+            copy[r * copy_stride + p.in_features] = BFloat16{0};
         }
         x = copy;
-        x_stride = 2 * num_pairs;
+        x_stride = copy_stride;
     }
     over_tiles(p, begin_panel, end_panel, dot_rows, sums, [&](const PanelTile& t) {
         dot_tiles[t.rows](x + t.row * x_stride + 2 * t.first_pair, x_stride, t.weights, t.num_pairs,

@@ -1,5 +1,6 @@
 // The Python side of products with packed 4-bit matrices.
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "../checks.h"
@@ -23,11 +24,15 @@ void check_int32(const Array& array) {
 
 }  // namespace
 
-PackedCodes::PackedCodes(py::object codes_object, py::object scales_object, py::object zeros_object, py::object order_object,
-                         int64_t out_features, int64_t in_features)
-    : owners_{codes_object, scales_object, zeros_object, order_object} {
-    for (const int64_t size : {out_features, in_features})
-        if (size < 1 || size > int_max / 2) refuse("a matrix cannot have a side of " + std::to_string(size));
+const void* PackedCodes::keep(const Array& array) {
+    owners_.push_back(array.owner);
+    return contiguous(array);
+}
+
+PackedCodes::PackedCodes(py::handle codes_object, py::handle scales_object, py::handle zeros_object, py::handle order_object,
+                         py::handle out_features_object, py::handle in_features_object) {
+    const int64_t out_features = read_int("out_features", out_features_object, 1, most_size);
+    const int64_t in_features = read_int("in_features", in_features_object, 1, most_size);
     const Array codes = read_array("codes", codes_object), scales = read_array("scales", scales_object);
     const int64_t panels = code_panels(static_cast<int>(out_features)), blocks = code_blocks(static_cast<int>(in_features));
     check_int32(codes);
@@ -41,9 +46,9 @@ PackedCodes::PackedCodes(py::object codes_object, py::object scales_object, py::
     matrix_ = {static_cast<int>(in_features),
                static_cast<int>(out_features),
                static_cast<int>(in_features / groups),
-               static_cast<const uint32_t*>(contiguous(codes)),
+               static_cast<const uint32_t*>(keep(codes)),
                DType::float32,
-               contiguous(scales),
+               keep(scales),
                nullptr,
                nullptr};
     if (zeros_object.is_none()) {
@@ -53,13 +58,13 @@ PackedCodes::PackedCodes(py::object codes_object, py::object scales_object, py::
         if (!is_bytes(zeros)) refuse("zeros must have dtype uint8, not " + zeros.dtype_name());
         check_shape(zeros, scales.shape, "[panels, groups, columns]");
         matrix_.scale_type = float_dtype(scales);
-        matrix_.zeros = static_cast<const uint8_t*>(contiguous(zeros));
+        matrix_.zeros = static_cast<const uint8_t*>(keep(zeros));
     }
     if (order_object.is_none()) return;
     const Array order = read_array("order", order_object);
     check_int32(order);
     check_shape(order, {in_features}, "[in_features]");
-    matrix_.order = static_cast<const int32_t*>(contiguous(order));
+    matrix_.order = static_cast<const int32_t*>(keep(order));
     for (int64_t i = 0; i < in_features; ++i)
         if (matrix_.order[i] < 0 || matrix_.order[i] >= in_features)
             refuse("order[" + std::to_string(i) + "] must be below " + std::to_string(in_features) + ", not " +
@@ -77,11 +82,11 @@ void PackedCodes::linear(py::handle x_object, py::handle bias_object, py::handle
     check_shape(out, {x.shape[0], matrix_.out_features}, "[rows, out_features]");
     check_writable(out);
     CodeLinear problem = {matrix_, 0, nullptr, row_stride(x), nullptr, nullptr, row_stride(out), nullptr};
-    if (!bias_object.is_none()) {
-        const Array bias = read_array("bias", bias_object);
-        check_dtype(bias, x);
-        check_shape(bias, {matrix_.out_features}, "[out_features]");
-        problem.bias = contiguous(bias);
+    const std::optional<Array> bias = read_optional("bias", bias_object);
+    if (bias) {
+        check_dtype(*bias, x);
+        check_shape(*bias, {matrix_.out_features}, "[out_features]");
+        problem.bias = contiguous(*bias);
     }
     const CodeKernels& kernels = row_kernels().codes;
     const int64_t element_bytes = x.type_bits / 8, num_rows = x.shape[0];
@@ -125,7 +130,7 @@ void PackedCodes::write_out(py::handle out_object, py::handle threads_object) co
 
 void bind_codes(py::module_& module) {
     py::class_<PackedCodes>(module, "PackedCodes")
-        .def(py::init<py::object, py::object, py::object, py::object, int64_t, int64_t>())
+        .def(py::init<py::handle, py::handle, py::handle, py::handle, py::handle, py::handle>())
         .def("linear", &PackedCodes::linear)
         .def("write_out", &PackedCodes::write_out);
 }

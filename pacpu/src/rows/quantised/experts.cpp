@@ -52,12 +52,11 @@ struct Chosen {
 
 class PackedExperts {
 public:
-    PackedExperts(py::tuple gate_up, py::tuple down, std::optional<std::pair<float, float>> clamp, int64_t num_experts,
-                  int64_t hidden_size, int64_t ffn_size)
-        : clamp_(clamp) {
-        for (const int64_t size : {num_experts, hidden_size, ffn_size})
-            if (size < 1 || size > int_max / 4) refuse("experts cannot have a size of " + std::to_string(size));
-        num_experts_ = static_cast<int>(num_experts);
+    PackedExperts(py::tuple gate_up, py::tuple down, std::optional<std::pair<float, float>> clamp, py::handle num_experts,
+                  py::handle hidden, py::handle ffn)
+        : clamp_(clamp), num_experts_(static_cast<int>(read_int("num_experts", num_experts, 1, most_size))) {
+        const int64_t hidden_size = read_int("hidden_size", hidden, 1, most_size);
+        const int64_t ffn_size = read_int("ffn_size", ffn, 1, most_size / 2);
         gate_up_ = read_stack("gate_up", gate_up, 2 * ffn_size, hidden_size);
         down_ = read_stack("down", down, hidden_size, ffn_size);
     }
@@ -130,7 +129,7 @@ private:
         check_shape(bias, {num_experts_ * outputs}, "[num_experts * outputs]");
         row_stride(bias, false);
         stack.bias = static_cast<const char*>(bias.data);
-        owners_.push_back(bias_object);
+        owners_.push_back(bias.owner);
         return stack;
     }
 
@@ -224,7 +223,7 @@ private:
         kernels.silu_and_mul[rows.dtype](problem, begin, end);
     }
 
-    std::vector<py::object> owners_;
+    std::vector<py::object> owners_;  // of what was lent, and the matrices
     Stack gate_up_, down_;
     std::optional<DType> bias_type_;
     std::optional<std::pair<float, float>> clamp_;  // limit and alpha
@@ -235,7 +234,7 @@ private:
 
 void bind_experts(py::module_& module) {
     py::class_<PackedExperts>(module, "PackedExperts")
-        .def(py::init<py::tuple, py::tuple, std::optional<std::pair<float, float>>, int64_t, int64_t, int64_t>())
+        .def(py::init<py::tuple, py::tuple, std::optional<std::pair<float, float>>, py::handle, py::handle, py::handle>())
         .def("run", &PackedExperts::run);
 }
 

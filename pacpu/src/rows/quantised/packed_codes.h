@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "dlpack.h"
 #include "rows.h"
 
 namespace pacpu {
@@ -17,8 +18,8 @@ constexpr int64_t min_inputs_per_part = 1 << 14;
 
 class PackedCodes {
 public:
-    PackedCodes(pybind11::object codes, pybind11::object scales, pybind11::object zeros, pybind11::object order,
-                int64_t out_features, int64_t in_features);
+    PackedCodes(pybind11::handle codes, pybind11::handle scales, pybind11::handle zeros, pybind11::handle order,
+                pybind11::handle out_features, pybind11::handle in_features);
 
     void linear(pybind11::handle x, pybind11::handle bias, pybind11::handle out, pybind11::handle num_threads) const;
     void write_out(pybind11::handle out, pybind11::handle num_threads) const;
@@ -26,8 +27,11 @@ public:
     const CodeMatrix& matrix() const { return matrix_; }
 
 private:
+    // Returns the data of an array that is kept.
+    const void* keep(const Array& array);
+
     CodeMatrix matrix_;
-    std::vector<pybind11::object> owners_;
+    std::vector<pybind11::object> owners_;  // of what was lent
 };
 
 }  // namespace pacpu
