@@ -38,11 +38,12 @@ from apex.perf.model import Curve, ProfileTable, Surface
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
 from evaluation.measure.http import BEST_EFFORT_PRIORITY, allow_open_files
-from evaluation.measure.server import connect_server, free_port
+from evaluation.measure.server import connect_server
 from evaluation.results.folder import FlatRecord, ResultFolder, markdown_table
 from evaluation.results.paths import RESULTS_DIR, default_model
 from swiftllm.engine.engine import Engine
 from swiftllm.model.folder.tokenizer import Tokenizer
+from swiftllm.ports import reserved_port
 from swiftllm.server.run import run_server
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
@@ -238,7 +239,13 @@ def measure(options: Options) -> dict[str, Any]:
     Raises:
         TimeoutError: not all bodies were queued in time.
     """
-    context, port = multiprocessing.get_context("spawn"), free_port()
+    with reserved_port() as port:
+        return measure_on(port, options)
+
+
+def measure_on(port: int, options: Options) -> dict[str, Any]:
+    """The same, with the server's port."""
+    context = multiprocessing.get_context("spawn")
     begin, end = context.Event(), context.Event()
     server = context.Process(target=serve, args=(options, port))
     bodies = context.Process(target=send_bodies, args=(options, port, begin, end), daemon=True)

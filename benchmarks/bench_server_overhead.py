@@ -45,13 +45,14 @@ from apex.replay.metrics import distribution_metrics, output_tokens_per_s, per_t
 from apex.replay.records import RequestRecord
 from apex.simulator.build import build_simulated
 from benchmarks.overhead_clients import PROMPT_LEN, ClientStream, stream_all
-from evaluation.measure.server import connect_server, free_port
+from evaluation.measure.server import connect_server
 from evaluation.results.folder import FlatRecord, ResultFolder, flat_record, markdown_table
 from evaluation.results.paths import RESULTS_DIR, default_model
 from evaluation.traces.workloads import load_prompt_tokens
 from swiftllm.core.request import RequestOutput
 from swiftllm.engine.engine import Engine
 from swiftllm.model.folder.tokenizer import Tokenizer
+from swiftllm.ports import reserved_port
 from swiftllm.server.run import run_server
 from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
@@ -186,15 +187,15 @@ class RunningServer:
 @contextmanager
 def running(build: Callable[[], EngineService]) -> Iterator[RunningServer]:
     """A server with this engine."""
-    port = free_port()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(build, port))
-    process.start()
-    try:
-        connect_server("simulated", f"http://127.0.0.1:{port}", 60.0)
-        yield RunningServer(port, process)
-    finally:
-        process.kill()
-        process.join()
+    with reserved_port() as port:
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(build, port))
+        process.start()
+        try:
+            connect_server("simulated", f"http://127.0.0.1:{port}", 60.0)
+            yield RunningServer(port, process)
+        finally:
+            process.kill()
+            process.join()
 
 
 def measure(options: Options, pace_ms: float) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import sys
 import pytest
 
 LONGEST_FILE = "test_triton.py"
+TOLD = "order_seed"
 
 
 def add_option(parser: pytest.Parser) -> None:
@@ -20,9 +21,14 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def draw_order(config: pytest.Config) -> None:
-    """Choose an order, unless one is given. Processes that pytest-xdist starts are given this one's."""
-    if config.option.order_seed is None:
-        config.option.order_seed = random.SystemRandom().randrange(10**6)
+    """Choose an order, unless one is given, or the process that pytest-xdist started this one for has chosen."""
+    given = getattr(config, "workerinput", {}).get(TOLD, config.option.order_seed)
+    config.option.order_seed = random.SystemRandom().randrange(10**6) if given is None else given
+
+
+def tell_order(config: pytest.Config, told: dict[str, object]) -> None:
+    """``told`` is what a process that pytest-xdist starts is given."""
+    told[TOLD] = config.option.order_seed
 
 
 def shuffle(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -75,6 +75,11 @@ def pytest_configure(config: pytest.Config) -> None:
     chance.draw_order(config)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: object) -> None:
+    chance.tell_order(node.config, node.workerinput)
+
+
 @pytest.hookimpl(tryfirst=True)  # pytest then brings tests together that share a fixture's case
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     sampled_cases.take_sample(config, items)
