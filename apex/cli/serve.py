@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from apex.cli.errors import InputError, input_errors
 from apex.cli.flags import EngineFlags, ModelName, ProfileFile, StrategyFlags, SystemName, Unchecked, start_engine
 from apex.source_tree import SETUP
 from apex.strategy import StrategyConfig
+from swiftllm.ports import reserved_port
 from swiftllm.server.formats.calls import FORMATS
 from swiftllm.server.service.limits import ServiceLimits
 from swiftllm.server.settings import ServerSettings
@@ -77,21 +78,24 @@ class Serve(ConfigFile):
             settings, limits = self.server.checked(), self.limits.checked()
             config, strategy = self.engine.config(self.model), self.strategy.config(self.system)
             defaults = settings.sampling_defaults(config.model)
-        settings = replace(settings, port=free_port(settings.host, settings.port))
         try:
             from swiftllm.server.run import run_server
             from swiftllm.server.service.client import EngineNotBuilt
         except ModuleNotFoundError as error:
             raise InputError(f"the server needs the package {error.name}: {SETUP}") from error
 
-        def announce(client: EngineClient) -> None:
-            with suppress(OSError):  # a full disk does not keep it from serving
-                print(start_message(client, settings, defaults), flush=True)
+        build = partial(build_service, self.system, config, strategy, self.profile, limits)
+        with ExitStack() as stack:  # the port is reserved before the model is loaded, which takes time
+            settings = replace(settings, port=reserve(settings.host, settings.port, stack))
 
-        try:
-            run_server(partial(build_service, self.system, config, strategy, self.profile, limits), settings, announce)
-        except EngineNotBuilt as error:
-            raise InputError(str(error)) from None
+            def announce(client: EngineClient) -> None:
+                with suppress(OSError):  # a full disk does not keep it from serving
+                    print(start_message(client, settings, defaults), flush=True)
+
+            try:
+                run_server(build, settings, announce)
+            except EngineNotBuilt as error:
+                raise InputError(str(error)) from None
         return 0
 
 
@@ -113,17 +117,15 @@ def build_service(
     return EngineService(engine, limits, LiveTimeline(engine))
 
 
-def free_port(host: str, port: int) -> int:
-    """The port, or a free one for 0. Checked before the model is loaded, which takes time.
+def reserve(host: str, port: int, stack: ExitStack) -> int:
+    """Reserve the port, or a free one for 0, until ``stack`` ends.
 
     Raises:
         InputError: another program listens there, or this machine has no such address.
     """
     where = f"--host {host} --port {port}"
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.create_server(address, family=family) as listening:
-            return listening.getsockname()[1]
+        return stack.enter_context(reserved_port(host, port))
     except socket.gaierror as error:
         raise InputError(f"{where}: there is no such host ({error.strerror})") from None
     except OSError as error:
