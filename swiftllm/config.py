@@ -33,7 +33,8 @@ class EngineConfig:
     device: DeviceName = "auto"
     """Where the linear layers run; auto takes CUDA if torch finds a GPU."""
     dtype: DtypeName = "auto"
-    """Weights, activations and KV cache; auto is float16 on CUDA, on a CPU the type it computes fastest."""
+    """Weights, activations and KV cache; auto is the checkpoint's on CUDA (float16 below sm_80), on a CPU
+    the type it computes fastest."""
     load_format: LoadFormat = "auto"
     """auto reads safetensors; dummy fills the shapes of config.json with small random weights."""
     block_size: int = 16

@@ -10,6 +10,8 @@ import pacpu
 from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.device.device import Device
 from swiftllm.machine import cpu_flags, cpu_model
+from swiftllm.model.config.model_config import stored_dtype
+from swiftllm.model.folder.files import tell
 from swiftllm.ops.cpu import CpuOps, torch_threads
 from swiftllm.ops.select import select_ops
 from swiftllm.runtime.cores import CoreDivision, core_divisions
@@ -19,6 +21,7 @@ from swiftllm.runtime.cores import CoreDivision, core_divisions
 # long for it: a layer takes less.
 SWITCH_INTERVAL_S = 0.001
 
+BFLOAT16_CAPABILITY = 8  # major number of the compute capability from which on NVIDIA's GPUs have bfloat16
 FAST_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
@@ -54,14 +57,28 @@ class Processors:
 
 
 def resolve_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """The dtype of weights, activations and KV cache: on a CPU the one its instructions are faster in."""
+    """The dtype of weights, activations and KV cache: on a GPU the checkpoint's of the two in 16 bits, on a CPU the one
+    its instructions are faster in."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     if device.type == "cuda":
-        return torch.float16  # every GPU has it; the T4, which this engine is for, has no bfloat16
+        return _gpu_dtype(config.model, device)
     # With bfloat16 instructions a matrix product is twice as fast as in float32. Without them torch widens first and
     # is slower, and float16 on x86 is slower still.
     return torch.bfloat16 if cpu_flags() & FAST_BFLOAT16_FLAGS else torch.float32
+
+
+def _gpu_dtype(model: str, device: torch.device) -> torch.dtype:
+    if stored_dtype(model) != "bfloat16":
+        return torch.float16
+    about = torch.cuda.get_device_properties(device)
+    if about.major >= BFLOAT16_CAPABILITY:
+        return torch.bfloat16
+    tell(
+        f"{model} was trained in bfloat16, which sm_{about.major}{about.minor} does not compute: it runs in float16, whose "
+        "numbers end at 65,504. If its answers are no text, give --dtype float32"
+    )
+    return torch.float16
 
 
 def default_kernel(cpu_kv_dtype: CpuKVDtype, dtype: torch.dtype) -> str:

@@ -385,3 +385,16 @@ def _eos_token_ids(*sources: tuple[Path, Mapping[str, Any]]) -> tuple[int, ...]:
             elif token is not None:
                 tell(f"{path}: eos_token_id is left aside: {token!r} is no token id")
     return tuple(named)
+
+
+def stored_dtype(folder: str | Path) -> str | None:
+    """The dtype of a checkpoint as its ``config.json`` says, such as ``bfloat16``; None where it says none.
+
+    Raises:
+        DamagedFile: the file cannot be read.
+    """
+    raw = read_object(Path(folder) / "config.json")
+    for fields in (text_part(raw) or {}, raw):
+        if isinstance(name := fields.get("dtype") or fields.get("torch_dtype"), str):
+            return name.removeprefix("torch.")
+    return None
