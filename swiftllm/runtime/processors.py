@@ -75,8 +75,8 @@ def _gpu_dtype(model: str, device: torch.device) -> torch.dtype:
     if about.major >= BFLOAT16_CAPABILITY:
         return torch.bfloat16
     tell(
-        f"{model} was trained in bfloat16, which sm_{about.major}{about.minor} does not compute: it runs in float16, whose "
-        "numbers end at 65,504. If its answers are no text, give --dtype float32"
+        f"{model} was trained in bfloat16, which sm_{about.major}{about.minor} does not compute: it runs in float16, "
+        "whose numbers end at 65,504. If its answers are no text, give --dtype float32"
     )
     return torch.float16
 

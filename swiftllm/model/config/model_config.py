@@ -394,7 +394,8 @@ def stored_dtype(folder: str | Path) -> str | None:
         DamagedFile: the file cannot be read.
     """
     raw = read_object(Path(folder) / "config.json")
-    for fields in (text_part(raw) or {}, raw):
+    text = raw.get("text_config")
+    for fields in (text if isinstance(text, dict) else {}, raw):
         if isinstance(name := fields.get("dtype") or fields.get("torch_dtype"), str):
             return name.removeprefix("torch.")
     return None
