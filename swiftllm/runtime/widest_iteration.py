@@ -7,6 +7,7 @@ graphs need some in further forms, and launch those themselves before they are c
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 
 import torch
 
@@ -17,7 +18,7 @@ from swiftllm.kv.format import cpu_format
 from swiftllm.model.llama import LlamaModel
 from swiftllm.ops.interface import ChunkLens, ContextBlocks
 from swiftllm.runtime.kv_transfers import SNAPSHOTS
-from swiftllm.sampling.sampler import Sampler
+from swiftllm.sampling.sampler import LogitsNotFinite, Sampler
 
 
 @torch.inference_mode()
@@ -81,6 +82,7 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     model.weights.enter(sizes.num_layers - 1)
     logits = model.leave(attention_out[: config.max_num_seqs], residual[: config.max_num_seqs])
     how = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1, repetition_penalty=1.1, seed=0, logprobs=MAX_LOGPROBS)
-    sampler.sample(logits, [Request(str(row), (0,), how) for row in range(len(logits))])
+    with suppress(LogitsNotFinite):  # of numbers that mean nothing
+        sampler.sample(logits, [Request(str(row), (0,), how) for row in range(len(logits))])
     sampler.take_logprobs()
     del on_their_way

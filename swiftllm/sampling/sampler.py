@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -22,6 +23,18 @@ CPU_LOGITS, GPU_LOGITS = 1 << 19, 1 << 22
 LEAST_TOP_K = 64  # smaller values are processed together with this one
 GREEDY = 1  # count of likeliest tokens that stands for greedy decoding, without a draw
 MAX_TEMPERATURE = 1e30  # the distribution is flat long before, and float32 does not overflow
+
+
+class LogitsNotFinite(RuntimeError):
+    """The model's logits have no maximum, or an infinite one: no token follows from them. ``request_id`` names the
+    request."""
+
+    def __init__(self, request_id: str, dtype: torch.dtype) -> None:
+        name = str(dtype).removeprefix("torch.")
+        wider = "bfloat16 or float32" if dtype is torch.float16 else "float32"
+        advice = "look at the weights" if dtype is torch.float32 else f"give --dtype {wider}, or look at the weights"
+        super().__init__(f"the model's logits are not finite in {name} (request {request_id}): {advice}")
+        self.request_id = request_id
 
 
 class Sampler:
@@ -44,15 +57,22 @@ class Sampler:
     ) -> list[int]:
         """One token per row of ``logits [rows, vocab_size]``, of any float dtype; row i belongs to ``requests[i]``.
 
+        Raises LogitsNotFinite.
+
         ``likeliest``: int64 ``[rows]``, :func:`~swiftllm.sampling.draws.most_likely` of the logits if already computed.
         """
         if likeliest is None:
             likeliest = most_likely(logits)
         chosen = [row for row, request in enumerate(requests) if not request.sampling.takes_likeliest]
+        highest = logits.gather(1, likeliest[:, None])[:, 0].float()
         if chosen:
             tokens = self._choose(logits, requests, chosen, likeliest)
+            (found,) = fetch_lists(self._device.compute, highest)
         else:
-            (tokens,) = fetch_lists(self._device.compute, likeliest)
+            tokens, found = fetch_lists(self._device.compute, likeliest, highest)
+        if not all(map(math.isfinite, found)):
+            row = next(row for row, value in enumerate(found) if not math.isfinite(value))
+            raise LogitsNotFinite(requests[row].request_id, logits.dtype)
         scored = [row for row, request in enumerate(requests) if request.sampling.logprobs is not None]
         for rows in self._blocks(scored, logits.shape[1]):
             self._score(self._select(logits, rows), [requests[row] for row in rows], [tokens[row] for row in rows])

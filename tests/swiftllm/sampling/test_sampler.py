@@ -7,7 +7,7 @@ import torch
 
 from swiftllm.core.request import Request, SamplingParams
 from swiftllm.sampling.draws import most_likely
-from swiftllm.sampling.sampler import Sampler
+from swiftllm.sampling.sampler import LogitsNotFinite, Sampler
 
 VOCAB = 50
 
@@ -157,3 +157,18 @@ def test_more_logprobs_than_tokens_give_all_there_are():
     sampler = Sampler()
     sampler.sample(torch.randn(1, 7), [request(logprobs=20)])
     assert sorted(token for token, _ in sampler.take_logprobs()["r"].top) == list(range(7))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 1}, {"temperature": 1.0, "top_k": 5, "logprobs": 2}])
+def test_logits_that_are_not_finite_are_an_error_that_names_the_dtype(dtype, value, how):
+    """Token 0 without a word is what models give that overflow float16 (QwenLM/Qwen3 #761)."""
+    rows = logits(3, seed=2, dtype=dtype)
+    rows[1] = value
+    with pytest.raises(LogitsNotFinite, match=rf"not finite in {str(dtype)[6:]} \(request b\)") as error:
+        Sampler().sample(rows, [request(name, **how) for name in "abc"])
+    assert error.value.request_id == "b" and ("--dtype" in str(error.value)) == (dtype is not torch.float32)
+    rows[1] = 0.0
+    rows[1, 3:] = -torch.inf  # as a vocabulary's padding
+    assert len(Sampler().sample(rows, [request(name, **how) for name in "abc"])) == 3
