@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,8 +95,8 @@ def judge_sampling(model_dir: Path, prompts: Sequence[Sequence[int]], samplings:
     return requests
 
 
-def serve(model_dir: Path, variant: str, prompts: Sequence[Sequence[int]], max_tokens: int, **pools: int):
-    requests, stats = run(model_dir, variant, prompts, [SamplingParams(max_tokens)] * len(prompts), **pools)
+def serve(model_dir: Path, variant: str, prompts: Sequence[Sequence[int]], max_tokens: int, **how: Any):
+    requests, stats = run(model_dir, variant, prompts, [SamplingParams(max_tokens)] * len(prompts), **how)
     return [tuple(request.output_token_ids) for request in requests], stats
 
 
@@ -105,11 +106,12 @@ def run(
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[SamplingParams],
     classes: Iterable[ServiceClass] = itertools.repeat(ServiceClass.LATENCY_SENSITIVE),
+    dtype: str = "float32",
     **pools: int,
 ):
     system, strategy, synchronous = VARIANTS[variant]
     config = EngineConfig(
-        str(model_dir), device="cpu", dtype="float32", max_num_batched_tokens=48, synchronous=synchronous, **pools
+        str(model_dir), device="cpu", dtype=dtype, max_num_batched_tokens=48, synchronous=synchronous, **pools
     )
     engine = build_system(system, config, strategy, profile=MADE_UP_PROFILE)
     for tensor in engine.backend.kv_pools.tensors.values():
