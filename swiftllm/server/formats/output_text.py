@@ -8,7 +8,7 @@ from typing import NamedTuple
 from swiftllm.core.request import TokenLogprob
 from swiftllm.model.folder.tokenizer import Tokenizer
 from swiftllm.server.formats.json_text import object_of
-from swiftllm.server.formats.parts import Part, Reader, first_mark, num_sure
+from swiftllm.server.formats.parts import Part, Reader, first_mark, joined, num_sure
 from swiftllm.server.service.token_streams import Delta
 
 
@@ -50,16 +50,13 @@ class Piece(NamedTuple):
     token_ids: Sequence[int] = ()
     parts: Sequence[Part] | None = None
     """Parts of the answer, where something reads them; otherwise the text is content."""
+    num_reasoning_tokens: int = 0
+    """Tokens that gave reasoning, alone or beside something else."""
 
 
 def parts_of(piece: Piece) -> Sequence[Part]:
     """The parts of an answer that a piece adds."""
     return (Part("content", piece.text),) if piece.parts is None else piece.parts
-
-
-def num_reasoning_tokens(piece: Piece) -> int:
-    """The tokens of a piece that has reasoning."""
-    return len(piece.token_ids) if any(part.kind == "reasoning" for part in parts_of(piece)) else 0
 
 
 class TokenTexts:
@@ -159,7 +156,24 @@ class ReadText:
         return self._text.num_tokens
 
     def append_delta(self, delta: Delta) -> Piece:
-        """Add new tokens; see :meth:`OutputText.append_delta`."""
+        """Add new tokens; see :meth:`OutputText.append_delta`. They are read one by one, so that what is counted of
+        them does not depend on how many come at once."""
+        pieces: list[Piece] = []
+        for one in single_tokens(delta):
+            pieces.append(self._append(one))
+            if pieces[-1].finish_reason is not None:
+                break
+        if len(pieces) == 1:
+            return pieces[0]
+        return pieces[-1]._replace(
+            text="".join(piece.text for piece in pieces),
+            logprobs=[entry for piece in pieces for entry in piece.logprobs],
+            token_ids=[token for piece in pieces for token in piece.token_ids],
+            parts=joined(part for piece in pieces for part in piece.parts),
+            num_reasoning_tokens=sum(piece.num_reasoning_tokens for piece in pieces),
+        )
+
+    def _append(self, delta: Delta) -> Piece:
         piece = self._text.append_delta(delta)
         parts = self._reader.push(piece.text)
         if piece.finish_reason is not None:
@@ -172,4 +186,15 @@ class ReadText:
         if piece.finish_reason == "stop" and self._arguments is not None:
             is_cut = piece.stop_reason is not None and object_of("".join(self._arguments)) is None
             piece = piece if is_cut else piece._replace(finish_reason="tool_calls")
-        return piece._replace(parts=parts)
+        has_reasoning = any(part.kind == "reasoning" for part in parts)
+        return piece._replace(parts=parts, num_reasoning_tokens=len(piece.token_ids) if has_reasoning else 0)
+
+
+def single_tokens(delta: Delta) -> list[Delta]:
+    """A delta as one for each of its tokens; the last one has what ends the output."""
+    if len(delta.token_ids) <= 1:
+        return [delta]
+    logprobs = [(entry,) for entry in delta.logprobs] or [()] * len(delta.token_ids)
+    singles = [Delta((token,), own) for token, own in zip(delta.token_ids, logprobs, strict=True)]
+    singles[-1].finish_reason = delta.finish_reason
+    return singles

@@ -43,7 +43,7 @@ def test_an_a10_in_a_small_host_holds_part_of_the_cache(product):
 def test_another_card_gets_the_nearest_workload_with_its_own_pools():
     found = lines("NVIDIA L4", 21.95, 200)
     what, status = found["apex-a10"]
-    assert status == "note" and "NVIDIA L4 instead of A10: same workload, up to 1,9" in what
+    assert status == "note" and "NVIDIA L4 instead of A10: same workload, up to 2,1" in what
     assert what.endswith("holds 120.0 of 120 GB of KV cache")
     assert found["apex-t4"][0].startswith("needs another GPU")
 

@@ -174,7 +174,7 @@ class Answer(AnyAnswer):
     # -- a stream of events -----------------------------------------------------------------------------------------
 
     def chunk_event(self, choice: Choice, piece: Piece) -> str:
-        _, entries, finish_reason, stop_reason, token_ids, _ = piece
+        _, entries, finish_reason, stop_reason, token_ids, *_ = piece
         end = '"logprobs":null,"finish_reason":null,"stop_reason":null'
         if entries or finish_reason is not None:
             logprobs = as_json(self.logprobs(choice, piece)) if entries else "null"

@@ -15,7 +15,7 @@ from swiftllm.server.api.answers.generation import Choice, Generation, Prompt
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.contract.protocol import ChatRequest
 from swiftllm.server.api.contract.tools import may_follow, parameters_of
-from swiftllm.server.formats.output_text import Piece, num_reasoning_tokens, parts_of
+from swiftllm.server.formats.output_text import Piece, parts_of
 from swiftllm.server.formats.parts import Part, joined
 
 TEXT_FIELDS = {"content": ("content",), "reasoning": ("reasoning_content", "reasoning")}
@@ -73,7 +73,7 @@ class ChatAnswer(Answer):
     def chunk_text(self, piece: Piece) -> str:
         if piece.parts is None:
             return f'"delta":{{"content":{text_as_json(piece.text)}}}'
-        self._num_reasoning_tokens += num_reasoning_tokens(piece)
+        self._num_reasoning_tokens += piece.num_reasoning_tokens
         return f'"delta":{as_json(self.delta_of(joined(piece.parts)))}'
 
     def delta_of(self, parts: Sequence[Part]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class ChatAnswer(Answer):
         return {**delta, "tool_calls": calls} if calls else delta
 
     def text_fields(self, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
-        self._num_reasoning_tokens += sum(map(num_reasoning_tokens, pieces))
+        self._num_reasoning_tokens += sum(piece.num_reasoning_tokens for piece in pieces)
         parts = joined(part for piece in pieces for part in parts_of(piece))
         texts = self._texts_of(parts)
         calls = [call_of(part) for part in parts if part.kind == "tool_call"]

@@ -14,7 +14,7 @@ from swiftllm.core.request import TokenLogprob
 from swiftllm.server.api.answers.answer import AnyAnswer, as_json
 from swiftllm.server.api.answers.generation import Choice, Generation
 from swiftllm.server.api.errors import as_api_error
-from swiftllm.server.formats.output_text import Piece, num_reasoning_tokens, parts_of
+from swiftllm.server.formats.output_text import Piece, parts_of
 from swiftllm.server.formats.parts import Part
 
 Event = dict[str, Any]
@@ -102,7 +102,7 @@ class TypedAnswer(AnyAnswer):
 
     def _events_of(self, piece: Piece) -> Iterator[Event]:
         parts = parts_of(piece)
-        self.num_reasoning_tokens += num_reasoning_tokens(piece)
+        self.num_reasoning_tokens += piece.num_reasoning_tokens
         self._logprobs_held += piece.logprobs
         told = [part for part in parts if part.text or part.call_id]
         for part in told[:-1]:

@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 
 from swiftllm.core.request import TokenLogprob
 from swiftllm.model.folder.tokenizer import Tokenizer
-from swiftllm.server.formats.output_text import OutputText, StopStrings
+from swiftllm.server.formats.output_text import OutputText, ReadText, StopStrings
+from swiftllm.server.formats.parts import Part, joined
+from swiftllm.server.formats.reasoning import ContentReader, ReasoningReader
 from swiftllm.server.service.token_streams import Delta
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 
@@ -173,3 +175,18 @@ def test_the_stop_reason_is_a_token_that_was_asked_for(tokenizer):
         assert (piece.finish_reason, piece.stop_reason) == ("stop", reason)
     cut = OutputText(tokenizer, stop_token_ids=[7]).append_delta(Delta((5, 7), finish_reason="length"))
     assert (cut.finish_reason, cut.stop_reason) == ("length", None)
+
+
+def test_what_is_counted_of_tokens_does_not_depend_on_how_many_come_at_once(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("<think>I look</think>\nIt is so.")
+    expected = [Part("reasoning", "I look"), Part("content", "\nIt is so.")]
+    counts = set()
+    for size in (1, 2, 5, len(tokens)):
+        read = ReadText(OutputText(tokenizer), ReasoningReader(ContentReader(), has_begun=False))
+        deltas = [Delta(tokens[i : i + size]) for i in range(0, len(tokens), size)]
+        deltas[-1].finish_reason = "length"
+        pieces = [read.append_delta(delta) for delta in deltas]
+        assert joined(part for piece in pieces for part in piece.parts) == expected
+        assert [token for piece in pieces for token in piece.token_ids] == tokens
+        counts.add(sum(piece.num_reasoning_tokens for piece in pieces))
+    assert len(counts) == 1 and 0 < counts.pop() < len(tokens)

@@ -33,7 +33,7 @@ def answer_of(tokenizer: Tokenizer, prompt: list[int], **options: object) -> Com
         prompts=[choice.prompt],
         request_id="r",
         body=CompletionRequest(prompt=prompt, **options),
-        context=SimpleNamespace(model_name="m", tokenizer=tokenizer, caches_prefixes=False),
+        context=SimpleNamespace(model_name="m", tokenizer=tokenizer, caches_prefixes=False, fingerprint="fp"),
     )
     return CompletionAnswer(generation)
 

@@ -31,7 +31,11 @@ PARTS = [
 
 
 def pieces_of(parts: list[list[Part]], reason: str) -> list[Piece]:
-    pieces = [Piece("", token_ids=[5], parts=of_piece) for of_piece in parts]
+    kinds = [{part.kind for part in of_piece} for of_piece in parts]
+    pieces = [
+        Piece("", token_ids=[5], parts=of_piece, num_reasoning_tokens=int("reasoning" in of_kinds))
+        for of_piece, of_kinds in zip(parts, kinds, strict=True)
+    ]
     return [*pieces, Piece("", finish_reason=reason, token_ids=[2], parts=[])]
 
 
@@ -183,7 +187,7 @@ def test_an_answer_says_when_it_was_completed_only_if_it_was():
 
 def test_reasoning_tokens_are_those_of_pieces_with_reasoning():
     answer = answer_of(ResponseAnswer)
-    reasoning = Piece("", token_ids=[5, 6, 7], parts=[Part("reasoning", "Look")])
+    reasoning = Piece("", token_ids=[5, 6, 7], parts=[Part("reasoning", "Look")], num_reasoning_tokens=3)
     content = Piece("", token_ids=[8, 9], parts=[Part("content", "I")])
     events_of(answer, [reasoning, reasoning, content, *pieces_of([], "stop")])
     assert answer.whole()["usage"]["output_tokens_details"] == {"reasoning_tokens": 6}
