@@ -19,6 +19,7 @@ from swiftllm.device.cuda import CudaDevice
 from swiftllm.runtime.pacing import Pacer
 from swiftllm.runtime.torch_backend import open_torch_backend
 from swiftllm.runtime.workers import AttentionTask, InlineWorker
+from swiftllm.sampling.sampler import LogitsNotFinite
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_engine import flat_table
@@ -137,7 +138,7 @@ def tokens_on_fake(model_dir: Path, name: str, cuda: FakeCuda, make_worker=None)
     """None: something went wrong that somebody noticed."""
     try:
         return outputs(DRIVES[name](make_driver(model_dir, make_worker or partial(FakeWorker, cuda))))
-    except (Hazard, ValueError, AttributeError) as error:
+    except (Hazard, ValueError, AttributeError, LogitsNotFinite) as error:
         print(error)
         return None
 
