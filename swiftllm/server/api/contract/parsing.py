@@ -13,7 +13,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, PydanticUseDefault
 from swiftllm.core.request import first_of
 from swiftllm.server.api.errors import ApiError
 
-UNION_MEMBERS = ("str", "int", "TextPart", "ResponsesChoice", "Source")
+UNION_MEMBERS = ("str", "int", "TextPart", "ResponsesChoice", "DocumentSource")
 REFERENCE = "#/components/schemas/{model}"
 MAX_OBJECTS = 10_000  # in a list: of messages, or of their parts
 MAX_NAME_CHARS = 100  # of a client's text, in an error message

@@ -32,7 +32,7 @@ class Block(Lenient):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
-    source: str | Source | None = None
+    source: str | DocumentSource | None = None
     """Of a document; of a search result it is a name."""
     title: str | None = None
     context: str | None = None
@@ -46,11 +46,11 @@ class Block(Lenient):
         match self.type, self.source:
             case "text", _:
                 return self.text or ""
-            case "document", Source(type="text"):
+            case "document", DocumentSource(type="text"):
                 text = required(self.source.data, f"{where}.source.data", param)
-            case "document", Source(type="content"):
+            case "document", DocumentSource(type="content"):
                 text = text_of(self.source.content, f"{where}.source.content", param)
-            case "document", Source():
+            case "document", DocumentSource():
                 raise not_implemented(f"{where}.source", self.source.type, param)
             case "search_result", _:
                 text = text_of(self.content, f"{where}.content", param)
@@ -60,7 +60,7 @@ class Block(Lenient):
         return "\n".join([*(word for word in about if word), text])
 
 
-class Source(Lenient):
+class DocumentSource(Lenient):
     """Where the content of a document is."""
 
     type: str

@@ -14,7 +14,7 @@ from swiftllm.server.api.answers.chat import logprobs_of, start_chat
 from swiftllm.server.api.answers.generation import Generation
 from swiftllm.server.api.context import ServingContext
 from swiftllm.server.api.translations.responses_body import ResponsesRequest
-from swiftllm.server.api.translations.responses_tools import Function
+from swiftllm.server.api.translations.responses_tools import NamespacedFunction
 from swiftllm.server.api.translations.typed_answer import Event, Item, TypedAnswer
 
 ID_PREFIXES = {"content": "msg", "reasoning": "rs", "tool_call": "fc"}
@@ -95,9 +95,9 @@ class ResponseAnswer(TypedAnswer):
         call = {"call_id": item.call_id, "name": function.name, "arguments": item.text}
         return {"type": "function_call", **fields, **call, **function.in_namespace}
 
-    def _function(self, item: Item) -> Function:
+    def _function(self, item: Item) -> NamespacedFunction:
         """The function that an item calls, as the client knows it."""
-        return self._asked.known_tools.functions.get(item.name) or Function(item.name)
+        return self._asked.known_tools.functions.get(item.name) or NamespacedFunction(item.name)
 
     def _part_of(self, item: Item) -> dict[str, Any]:
         """The one part of a message's or of reasoning's content."""

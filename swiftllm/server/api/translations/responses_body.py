@@ -17,7 +17,12 @@ from swiftllm.server.api.translations.request import (
     required,
     text_of,
 )
-from swiftllm.server.api.translations.responses_tools import Function, ResponsesChoice, ResponsesTool, ResponsesTools
+from swiftllm.server.api.translations.responses_tools import (
+    NamespacedFunction,
+    ResponsesChoice,
+    ResponsesTool,
+    ResponsesTools,
+)
 
 ROLES = {"developer": "system"}  # chat templates know no developers
 ASSISTANT = "assistant"
@@ -149,7 +154,7 @@ class ResponsesRequest(TranslatedRequest):
                 if thoughts:
                     from_model("content", "tool_calls", "reasoning_content")["reasoning_content"] = thoughts
             case "function_call":
-                function = Function(required(item.name, f"{where}.name", "input"), item.namespace)
+                function = NamespacedFunction(required(item.name, f"{where}.name", "input"), item.namespace)
                 call = {"name": function.flat, "arguments": item.arguments or "{}"}
                 call_id = required(item.call_id, f"{where}.call_id", "input")
                 calls = from_model().setdefault("tool_calls", [])

@@ -29,7 +29,7 @@ class ResponsesChoice(Lenient):
     tools: list[ResponsesChoice] | None = None
 
 
-class Function(NamedTuple):
+class NamespacedFunction(NamedTuple):
     """A function by its own name, and what its namespace is called, if it is in one."""
 
     name: str
@@ -54,7 +54,7 @@ class ResponsesTools:
     """
 
     def __init__(self, tools: Sequence[ResponsesTool]) -> None:
-        self.functions: dict[str, Function] = {}
+        self.functions: dict[str, NamespacedFunction] = {}
         """By their names for the model."""
         self.for_chat: list[dict[str, Any]] = []
         self._add(tools, "tools", None)
@@ -63,7 +63,7 @@ class ResponsesTools:
         for number, tool in enumerate(tools):
             place = f"{where}.{number}"
             if tool.type == "function":
-                function = Function(required(tool.name, f"{place}.name", "tools"), namespace)
+                function = NamespacedFunction(required(tool.name, f"{place}.name", "tools"), namespace)
                 self.functions[function.flat] = function
                 self.for_chat.append(
                     {"type": "function", "function": {**(tool.model_extra or {}), "name": function.flat}}
@@ -103,7 +103,7 @@ class ResponsesTools:
 
     def _found(self, chosen: ResponsesChoice, where: str) -> str:
         """A function's name for the model. Its namespace need not be said if no other function has its name."""
-        wanted = Function(required(chosen.name, where, "tool_choice"), chosen.namespace)
+        wanted = NamespacedFunction(required(chosen.name, where, "tool_choice"), chosen.namespace)
         if wanted.flat in self.functions or wanted.namespace is not None:
             return wanted.flat
         found = [flat for flat, function in self.functions.items() if function.name == wanted.name]
