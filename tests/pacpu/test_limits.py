@@ -12,7 +12,7 @@ import torch
 
 import pacpu
 from pacpu import _pacpu, rows
-from tests.pacpu.cases import BEST_ISA
+from tests.pacpu.cases import BEST_ISA, use
 from tests.pacpu.random_calls import Call, drawn, name_of, run
 
 ROOT = Path(__file__).parents[2]
@@ -177,8 +177,9 @@ assert (out == 1 << 17).all()
 
 
 def test_a_thread_that_gets_no_memory_fails_its_call_alone():
-    """A product of 128 rows widens them, by each of its threads: 64 MiB here. Later calls are served again. In a process
-    of its own: a thread keeps such memory, and would need no more."""
+    """A product of 128 rows widens them, by each of its threads: 64 MiB here. Later calls are served again. It is in a
+    process of its own, since a thread keeps such memory and would need no more."""
+    use("avx512", "native")
     done = subprocess.run([sys.executable, "-c", WITHOUT_MEMORY], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
