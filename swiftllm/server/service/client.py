@@ -272,16 +272,17 @@ class EngineClient(asyncio.Protocol):
             await asyncio.sleep(interval_s)
             self._num_silent += 1
             self._num_untaken = self._num_untaken + 1 if self._num_sent > self._num_taken else 0
-            stalled_s = max(self._num_silent, self._num_untaken) * interval_s
-            if stalled_s < timeout_s + interval_s:
+            silent_s, untaken_s = self._num_silent * interval_s, self._num_untaken * interval_s
+            streams, limit_s = list(self._open.values()), timeout_s + interval_s
+            if silent_s >= limit_s:  # first: a silent process takes nothing either
+                stalled_s, why = silent_s, f"the engine's process has said nothing for {silent_s:.0f} s"
+            elif untaken_s >= limit_s:
+                streams = [stream for stream in streams if stream.is_new]  # it goes on with the others
+                what = "taken none of what was sent to it"
+                stalled_s, why = untaken_s, f"the engine's process has {what} for {untaken_s:.0f} s"
+            else:
                 self._silence = ""
                 continue
-            streams = list(self._open.values())
-            if self._num_silent >= self._num_untaken:
-                why = f"the engine's process has said nothing for {stalled_s:.0f} s"
-            else:
-                why = f"the engine's process has taken none of what was sent to it for {stalled_s:.0f} s"
-                streams = [stream for stream in streams if stream.is_new]  # it goes on with the others
             if not self._silence:
                 logger.critical(why)
             self._silence = why

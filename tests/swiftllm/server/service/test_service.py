@@ -384,6 +384,25 @@ def test_requests_that_the_engine_does_not_take_are_noticed(caplog, monkeypatch)
     assert "has taken none of what was sent to it" in caplog.text
 
 
+def test_silence_counts_before_what_was_not_taken_and_ends_requests_with_tokens_too(monkeypatch) -> None:
+    """An engine's process that is stopped just after a message has taken none for longer than it is silent."""
+    engine = make_engine()
+    gate = Gate(engine)
+
+    async def client(service: LocalClient) -> None:
+        (stream,) = service.submit([NewRequest("running", (2, 3), LONG)])
+        await asyncio.to_thread(gate.reached.wait)
+        stream.is_new = False
+        with monkeypatch.context() as patch:
+            patch.setattr(service, "data_received", lambda data: None)
+            service._num_sent, service._num_untaken = service._num_taken + 1, 2
+            outcome = await read(stream)
+            assert outcome.error.reason == "stalled" and "has said nothing for" in str(outcome.error)
+        gate.opened.set()
+
+    with_service(engine, client, ServiceLimits(stall_timeout_s=0.1))
+
+
 def test_orders_that_do_not_reach_the_engines_thread_are_noticed() -> None:
     clock = Clock()
     loop = EngineLoop(make_engine(), clock, stall_timeout_s=10.0)  # its thread does not run
