@@ -1,5 +1,9 @@
 """Rows that share the blocks with which their contexts begin: those blocks are read once, where that pays."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -137,6 +141,14 @@ def test_calls_at_the_same_time():
     set_costs(ALWAYS)
     cases = [shared_case(dtype, **shape) for dtype, shape in zip(DTYPES[:2], HEADS.values(), strict=True)]
     check_at_the_same_time(*cases, rounds=ROUNDS)
+
+
+def test_without_a_measurement_no_blocks_are_shared():
+    each = "pacpu.shared_row_cost(d, h) for d in ('float16', 'bfloat16', 'float32') for h in pacpu.HEADS"
+    ask = f"import pacpu; print({{{each}}})"
+    root = Path(__file__).parents[2]
+    answer = subprocess.run([sys.executable, "-c", ask], cwd=root, capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == f"{{{NEVER}}}"
 
 
 def test_a_cost_holds_for_its_type_heads_and_instruction_set():
