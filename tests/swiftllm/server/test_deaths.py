@@ -60,7 +60,7 @@ def wait_until(is_so: Callable[[], Any]) -> None:
 def test_a_frozen_engine_is_told_of_and_serves_again_and_a_killed_one_ends_the_server():
     with server_process() as (process, url), httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
         pid = engine_of(process)
-        with streaming(url) as patient, streaming(url, timeout=0.3) as hurried:
+        with streaming(url) as patient, streaming(url, timeout=1.0) as hurried:
             os.kill(pid, signal.SIGSTOP)
             assert last_error(hurried)["code"] == "deadline"
             assert last_error(patient)["code"] == "stalled"
