@@ -167,7 +167,7 @@ def test_ranks_that_decide_for_themselves_are_found_out(llama: Group, monkeypatc
     requests = llama.add(engine)
     monkeypatch.setattr(ShardedTicket, "ready", lambda ticket: ticket.own.ready())
     monkeypatch.setattr(ShardedTicket, "wait", lambda ticket: ticket.own.wait())
-    tell_ranks(llama.backend, "delay_tickets", 0.05, 2)
+    tell_ranks(llama.backend, "delay_tickets", 0.5, 2)
     tell_ranks(llama.backend, "decide_alone", True)
     outcome: list[Exception] = []
 
