@@ -128,6 +128,15 @@ class BuildPacpu(build_ext):
     """Compiles each file of pacpu for its own instruction set."""
 
     def build_extension(self, ext: Extension) -> None:
+        if shutil.which(CXX[0]) is None:
+            problem = (
+                f"there is no C++ compiler ({CXX[0]}) to build the CPU kernels with: install g++, or name one by CXX"
+            )
+            if not self.editable_mode:
+                raise SystemExit(problem)
+            self.warn(f"{problem}. Schedulers, block tables and the simulator work without them, engines do not")
+            ext._needs_stub, ext.optional = False, True  # setuptools copies what is there
+            return
         # For an editable install this would be a folder that is deleted afterwards, and everything compiled again.
         build_dir = Path(IN_PLACE_TEMP if self.editable_mode else self.build_temp) / "pacpu"
         sanitizer = os.environ.get("PACPU_SANITIZE", "")

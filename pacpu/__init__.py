@@ -6,17 +6,18 @@ without the GIL on the caller's thread and a pool of helpers. Several kernels st
 
 The instruction set is chosen when the package is imported: the best that the CPU has, or the one named by the
 environment variable PACPU_ISA (portable, avx2, avx512, avx512bf16 or amx). Importing fails with ImportError if it
-cannot be used here.
+cannot be used here. Where the extension is not built (`is_built` is false) the first call fails with ImportError.
 """
 
 from typing import Any
 
-from pacpu import _pacpu
+from pacpu.extension import is_built, native
 
 __all__ = [
     "HEADS",
     "PREFETCHES",
     "default_kernel",
+    "is_built",
     "isa",
     "kernels",
     "paged_attention",
@@ -84,7 +85,7 @@ def paged_attention(
         ValueError: an argument does not fit the above; nothing has been written. The message names the argument and
             the offending value.
     """
-    _pacpu.paged_attention(q, k, v, kv_cache, block_tables, seq_lens, out, scale, window, sinks, num_threads, kernel)
+    native.paged_attention(q, k, v, kv_cache, block_tables, seq_lens, out, scale, window, sinks, num_threads, kernel)
 
 
 def read_bandwidth(array: Any, *, num_threads: int = 1) -> float:
@@ -102,7 +103,7 @@ def read_bandwidth(array: Any, *, num_threads: int = 1) -> float:
     Raises:
         ValueError: an argument does not fit the above.
     """
-    return _pacpu.read_bandwidth(array, num_threads)
+    return native.read_bandwidth(array, num_threads)
 
 
 def kernels(dtype: Any = None) -> list[str]:
@@ -111,12 +112,12 @@ def kernels(dtype: Any = None) -> list[str]:
     Raises:
         ValueError: `dtype` is not float32, float16 or bfloat16.
     """
-    return _pacpu.kernels(None if dtype is None else _name(dtype))
+    return native.kernels(None if dtype is None else _name(dtype))
 
 
 def unavailable() -> dict[str, str]:
     """The kernels that were not built or cannot run on this CPU, and why."""
-    return _pacpu.unavailable()
+    return native.unavailable()
 
 
 def default_kernel(dtype: Any) -> str:
@@ -125,12 +126,12 @@ def default_kernel(dtype: Any) -> str:
     Raises:
         ValueError: no kernel computes in this dtype.
     """
-    return _pacpu.default_kernel(_name(dtype))
+    return native.default_kernel(_name(dtype))
 
 
 def isa() -> str:
     """The instruction set in use: "portable", "avx2", "avx512", "avx512bf16" or "amx"."""
-    return _pacpu.isa()
+    return native.isa()
 
 
 def prefetches(dtype: Any, heads: str) -> tuple[str, ...]:
@@ -145,7 +146,7 @@ def prefetches(dtype: Any, heads: str) -> tuple[str, ...]:
     Raises:
         ValueError: an argument is none of those.
     """
-    return tuple(_pacpu.prefetches(_name(dtype), heads))
+    return tuple(native.prefetches(_name(dtype), heads))
 
 
 def prefetch(dtype: Any, heads: str) -> str:
@@ -158,7 +159,7 @@ def prefetch(dtype: Any, heads: str) -> str:
     Raises:
         ValueError: an argument is none of the above.
     """
-    return _pacpu.prefetch(_name(dtype), heads)
+    return native.prefetch(_name(dtype), heads)
 
 
 def set_prefetch(dtype: Any, heads: str, way: str) -> None:
@@ -173,7 +174,7 @@ def set_prefetch(dtype: Any, heads: str, way: str) -> None:
     Raises:
         ValueError: an argument is none of the above.
     """
-    _pacpu.set_prefetch(_name(dtype), heads, way)
+    native.set_prefetch(_name(dtype), heads, way)
 
 
 def shared_row_cost(dtype: Any, heads: str) -> float:
@@ -186,7 +187,7 @@ def shared_row_cost(dtype: Any, heads: str) -> float:
     Raises:
         ValueError: an argument is none of the above.
     """
-    return _pacpu.shared_row_cost(_name(dtype), heads)
+    return native.shared_row_cost(_name(dtype), heads)
 
 
 def rows_per_read(num_heads: int, num_kv_heads: int) -> int:
@@ -195,7 +196,7 @@ def rows_per_read(num_heads: int, num_kv_heads: int) -> int:
     Raises:
         ValueError: num_kv_heads does not divide num_heads, or one of them is below 1 or above 2^28.
     """
-    return _pacpu.rows_per_read(num_heads, num_kv_heads)
+    return native.rows_per_read(num_heads, num_kv_heads)
 
 
 def set_shared_row_cost(dtype: Any, heads: str, cost: float) -> None:
@@ -212,7 +213,7 @@ def set_shared_row_cost(dtype: Any, heads: str, cost: float) -> None:
     Raises:
         ValueError: an argument is none of the above.
     """
-    _pacpu.set_shared_row_cost(_name(dtype), heads, cost)
+    native.set_shared_row_cost(_name(dtype), heads, cost)
 
 
 def unavailable_isas() -> dict[str, str]:
@@ -220,7 +221,7 @@ def unavailable_isas() -> dict[str, str]:
 
     AMX is among them, too, where the operating system refuses it or where it fails a comparison with AVX-512.
     """
-    return _pacpu.unavailable_isas()
+    return native.unavailable_isas()
 
 
 def _name(dtype: Any) -> str:

@@ -10,7 +10,7 @@ has written anything.
 from collections.abc import Sequence
 from typing import Any
 
-from pacpu import _pacpu
+from pacpu.extension import native
 
 __all__ = [
     "CODE_COLUMNS",
@@ -37,12 +37,12 @@ __all__ = [
 
 def linear_is_fastest() -> bool:
     """Whether `linear` is the fastest way to multiply bfloat16 matrices on this CPU: with AVX-512 and without AMX."""
-    return _pacpu.linear_is_fastest()
+    return native.linear_is_fastest()
 
 
 def packed_shape(out_features: int, in_features: int) -> tuple[int, int, int, int]:
     """Shape of a packed matrix, whose sides are at least 1."""
-    return _pacpu.packed_shape(out_features, in_features)
+    return native.packed_shape(out_features, in_features)
 
 
 def pack_matrix(weight: Any, packed: Any) -> None:
@@ -52,7 +52,7 @@ def pack_matrix(weight: Any, packed: Any) -> None:
         weight: bfloat16 `[out_features, in_features]`.
         packed: bfloat16, contiguous, of the shape `packed_shape` tells; overwritten.
     """
-    _pacpu.pack_matrix(weight, packed)
+    native.pack_matrix(weight, packed)
 
 
 def linear(x: Any, packed: Any, bias: Any | None, out: Any, *, num_threads: int = 1) -> None:
@@ -69,7 +69,7 @@ def linear(x: Any, packed: Any, bias: Any | None, out: Any, *, num_threads: int 
         bias: bfloat16 `[out_features]`, or None.
         out: bfloat16 `[rows, out_features]`, overwritten.
     """
-    _pacpu.linear(x, packed, bias, out, num_threads)
+    native.linear(x, packed, bias, out, num_threads)
 
 
 CODE_COLUMNS = 8
@@ -98,7 +98,7 @@ class PackedCodes:
             zeros: uint8 `[panels, groups, CODE_COLUMNS]`; None in MXFP4.
             order: int32 `[in_features]`: column i of codes multiplies input `order[i]`. None: input i.
         """
-        self.native = _pacpu.PackedCodes(codes, scales, zeros, order, out_features, in_features)
+        self.native = native.PackedCodes(codes, scales, zeros, order, out_features, in_features)
 
     def linear(self, x: Any, bias: Any | None, out: Any, *, num_threads: int = 1) -> None:
         """`out = x matrix^T + bias`, summed in float32. A row is the same, bit by bit, whatever other rows there are.
@@ -140,7 +140,7 @@ class PackedExperts:
                 `limit` and up from `-limit` to `limit`. None: `silu(gate) * up`.
         """
         stacks = [(matrix.native, bias) for matrix, bias in (gate_up, down)]
-        self._native = _pacpu.PackedExperts(*stacks, clamp, num_experts, hidden_size, ffn_size)
+        self._native = native.PackedExperts(*stacks, clamp, num_experts, hidden_size, ffn_size)
 
     def __call__(self, x: Any, ids: Any, likelihoods: Any, out: Any, *, num_threads: int = 1) -> None:
         """`out = sum over slots of likelihood * expert(x)`, of products rounded to the dtype, summed in float32.
@@ -190,7 +190,7 @@ class Crossing:
         """
         o, gate_up, down, projection = map(_native_matrix, (o, gate_up, down, projection))
         matrices, sizes = (o, post_norm, gate_up, down, norm, projection), (attention_size, intermediate_size)
-        self._native = _pacpu.Crossing(*matrices, head_norms, *sizes, out_features, rotated_heads, head_dim, eps)
+        self._native = native.Crossing(*matrices, head_norms, *sizes, out_features, rotated_heads, head_dim, eps)
 
     def __call__(
         self, attention_out: Any, residual: Any, angles: Any | None, out: Any, *, num_threads: int = 1
@@ -212,7 +212,7 @@ def _native_matrix(parts: tuple[Any, Any | None]) -> tuple[Any, Any | None]:
 
 def has_prompt_attention() -> bool:
     """Whether `prompt_attention` runs on this CPU: with AVX-512 BF16, unless that is slower than float32."""
-    return _pacpu.has_prompt_attention()
+    return native.has_prompt_attention()
 
 
 def prompt_attention(
@@ -235,7 +235,7 @@ def prompt_attention(
             out: bfloat16 `[rows, num_heads, head_dim]`, overwritten.
         scale, window, sinks: as in `pacpu.paged_attention`.
     """
-    _pacpu.prompt_attention(prompts, scale, window, sinks, num_threads)
+    native.prompt_attention(prompts, scale, window, sinks, num_threads)
 
 
 def rms_norm(x: Any, weight: Any, eps: float, out: Any, *, addend: Any | None = None, num_threads: int = 1) -> None:
@@ -247,7 +247,7 @@ def rms_norm(x: Any, weight: Any, eps: float, out: Any, *, addend: Any | None = 
         out: `[rows, size]`, overwritten.
         addend: `[rows, size]`, or None.
     """
-    _pacpu.rms_norm(x, weight, eps, out, addend, num_threads)
+    native.rms_norm(x, weight, eps, out, addend, num_threads)
 
 
 def norm_heads(x: Any, weights: Any, eps: float, *, num_threads: int = 1) -> None:
@@ -257,7 +257,7 @@ def norm_heads(x: Any, weights: Any, eps: float, *, num_threads: int = 1) -> Non
         x: `[rows, heads, head_dim]`.
         weights: `[heads, head_dim]`.
     """
-    _pacpu.norm_heads(x, weights, eps, num_threads)
+    native.norm_heads(x, weights, eps, num_threads)
 
 
 def rotary(x: Any, angles: Any, *, num_threads: int = 1) -> None:
@@ -267,7 +267,7 @@ def rotary(x: Any, angles: Any, *, num_threads: int = 1) -> None:
         x: `[rows, heads, head_dim]`; head_dim is even.
         angles: float32 `[rows, 2, head_dim]`: cosines, and sines with the sign of their place.
     """
-    _pacpu.rotary(x, angles, num_threads)
+    native.rotary(x, angles, num_threads)
 
 
 def silu_and_mul(x: Any, out: Any, *, num_threads: int = 1) -> None:
@@ -277,7 +277,7 @@ def silu_and_mul(x: Any, out: Any, *, num_threads: int = 1) -> None:
         x: `[rows, 2 size]`.
         out: `[rows, size]`, overwritten.
     """
-    _pacpu.silu_and_mul(x, out, num_threads)
+    native.silu_and_mul(x, out, num_threads)
 
 
 def argmax(x: Any, out: Any, *, num_threads: int = 1) -> None:
@@ -287,7 +287,7 @@ def argmax(x: Any, out: Any, *, num_threads: int = 1) -> None:
         x: `[rows, size]`; size is at least 1.
         out: int64 `[rows]`, overwritten.
     """
-    _pacpu.argmax(x, out, num_threads)
+    native.argmax(x, out, num_threads)
 
 
 def store_kv(k: Any, v: Any, kv_cache: Any, blocks: Any, offsets: Any, *, num_threads: int = 1) -> None:
@@ -299,7 +299,7 @@ def store_kv(k: Any, v: Any, kv_cache: Any, blocks: Any, offsets: Any, *, num_th
             (`pacpu.int8`), for which rows become codes.
         blocks, offsets: int64 `[rows]`. No two rows have the same slot.
     """
-    _pacpu.store_kv(k, v, kv_cache, blocks, offsets, num_threads)
+    native.store_kv(k, v, kv_cache, blocks, offsets, num_threads)
 
 
 def gather_kv(kv_cache: Any, blocks: Any, out: Any, *, num_threads: int = 1) -> None:
@@ -311,7 +311,7 @@ def gather_kv(kv_cache: Any, blocks: Any, out: Any, *, num_threads: int = 1) -> 
         blocks: int64 `[blocks]`, the request's in order; those beyond the tokens are not read.
         out: `[2, num_kv_heads, tokens, head_dim]`, contiguous; overwritten.
     """
-    _pacpu.gather_kv(kv_cache, blocks, out, num_threads)
+    native.gather_kv(kv_cache, blocks, out, num_threads)
 
 
 def gather_blocks(pool: Any, blocks: Any, staging: Any, *, num_threads: int = 1) -> None:
@@ -325,9 +325,9 @@ def gather_blocks(pool: Any, blocks: Any, staging: Any, *, num_threads: int = 1)
         blocks: int64 `[blocks]`.
         staging: `[num_layers, blocks, ...]`, contiguous; overwritten.
     """
-    _pacpu.gather_blocks(pool, blocks, staging, num_threads)
+    native.gather_blocks(pool, blocks, staging, num_threads)
 
 
 def scatter_blocks(staging: Any, pool: Any, blocks: Any, *, num_threads: int = 1) -> None:
     """The reverse of `gather_blocks`: the blocks, all different, are overwritten, those of an int8 pool with codes."""
-    _pacpu.scatter_blocks(staging, pool, blocks, num_threads)
+    native.scatter_blocks(staging, pool, blocks, num_threads)

@@ -23,7 +23,9 @@ def input_errors(*, of_engine: bool = True) -> Iterator[None]:
     """
     try:
         if of_engine:
-            import pacpu  # noqa: F401  fails before anything is read or measured
+            import pacpu
+
+            pacpu.isa()  # fails before anything is read or measured
         from swiftllm.engine.backend import RankFailed
         from swiftllm.machine import InsufficientMemory
     except ImportError as error:

@@ -101,9 +101,10 @@ def cpu_kernels() -> dict[str, Any]:
     """The CPU attention kernels of this build on this machine, from which the default is chosen."""
     try:
         import pacpu
+
+        return {"kernels": pacpu.kernels(), "isa": pacpu.isa()}
     except ImportError:
         return {"kernels": [], "isa": None}
-    return {"kernels": pacpu.kernels(), "isa": pacpu.isa()}
 
 
 def software() -> dict[str, Any]:
