@@ -351,6 +351,8 @@ class FakeCuda(TorchDispatchMode):
         inner_args, inner_kwargs = replaced(DeviceTensor, lambda t: t.inner, (args, kwargs))
         if "device" in kwargs:
             inner_kwargs["device"] = "cpu"
+        if not schema.name.startswith("aten::empty"):
+            self.kernels.load(schema.name, [x for x in leaves_of((args, kwargs)) if isinstance(x, torch.Tensor)])
         if not schema.returns:  # it writes to all of a list
             return self._enqueue(lambda: func(*inner_args, **inner_kwargs))
         if any(result.alias_info is not None and result.alias_info.is_write for result in schema.returns):
