@@ -51,7 +51,7 @@ class FakeCards:
 
 
 def properties(card: int) -> SimpleNamespace:
-    return SimpleNamespace(pci_domain_id=0, pci_bus_id=card, pci_device_id=0)
+    return SimpleNamespace(pci_domain_id=0, pci_bus_id=card, pci_device_id=0, major=8, minor=6)
 
 
 class FakeNccl:

@@ -86,6 +86,8 @@ class FakeCuda(TorchDispatchMode):
         self.kernels_left: int | None = None  # until one fails
         self.actions = self.replays = self.synchronisations = self.captures = self.lost_graphs = 0
         self.total_bytes, self.allocated, self.peak = total_bytes, 0, 0
+        self.gaps = 0  # bytes that the allocator has reserved between those allocated, until its cache is emptied
+        self.reserved_peak, self.has_virtual_memory = 0, True
         self._pinned: dict[int, torch.Tensor] = {}  # kept, so that no other memory comes to lie there
         self._advancing = False
 
@@ -104,10 +106,14 @@ class FakeCuda(TorchDispatchMode):
             "get_device_properties": properties,
             "is_initialized": lambda: True,
             "graph_pool_handle": lambda: (0, next(self.pools)),
-            "empty_cache": lambda: None,
+            "empty_cache": lambda: setattr(self, "gaps", 0),
+            "caching_allocator_alloc": self._allocate_address,
+            "caching_allocator_delete": lambda address: None,
             "memory_allocated": lambda device: self.allocated,
             "max_memory_allocated": lambda device: self.peak,
-            "reset_peak_memory_stats": lambda device: setattr(self, "peak", self.allocated),
+            "memory_reserved": lambda device: self.allocated + self.gaps,
+            "max_memory_reserved": lambda device: self.reserved_peak,
+            "reset_peak_memory_stats": self._reset_peaks,
         }
         for name, function in simple.items():
             self._patches.setattr(torch.cuda, name, function)
@@ -182,7 +188,16 @@ class FakeCuda(TorchDispatchMode):
 
     def _mem_get_info(self, device: object = None) -> tuple[int, int]:
         self.raise_failure()
-        return self.total_bytes - self.allocated, self.total_bytes
+        return self.total_bytes - self.allocated - self.gaps, self.total_bytes
+
+    def _allocate_address(self, num_bytes: int) -> int:
+        self.raise_failure()
+        if "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings() and not self.has_virtual_memory:
+            raise RuntimeError("CUDA driver error: operation not supported")
+        return 0
+
+    def _reset_peaks(self, device: object) -> None:
+        self.peak, self.reserved_peak = self.allocated, self.allocated + self.gaps
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -292,6 +307,7 @@ class FakeCuda(TorchDispatchMode):
             self.current.put(partial(poison, inner))
         self.allocated += inner.nbytes
         self.peak = max(self.peak, self.allocated)
+        self.reserved_peak = max(self.reserved_peak, self.allocated + self.gaps)
         return DeviceTensor(self, inner, Memory(self, inner))
 
     def _enqueue(self, work: Callable[[], object]) -> None:

@@ -139,8 +139,8 @@ def fake_gpu(
     fake = FakeCuda(seed, ignored=ignored, total_bytes=total_bytes)
     with pytest.MonkeyPatch.context() as patch, fake as cuda:
 
-        def open_device(name: str, index: int | None = OWN_CARD) -> CudaDevice:
-            device = CudaDevice(index, can_capture=can_capture)
+        def open_device(name: str, index: int | None = OWN_CARD, *, in_group: bool = False) -> CudaDevice:
+            device = CudaDevice(index, can_capture=can_capture, in_group=in_group)
             device.torch_device = DEVICE
             return device
 
