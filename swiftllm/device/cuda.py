@@ -132,7 +132,7 @@ class CudaDevice:
 
         ``can_capture=False`` launches every kernel on its own, for debugging and comparisons. ``in_group``: of several
         ranks, whose graphs hold collectives. NCCL registers the memory of those, and hangs in a replay where segments
-        grow (pytorch #158029).
+        grow.
         """
         if index is not None:
             torch.cuda.set_device(index)
