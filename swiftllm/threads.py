@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 import threading
@@ -34,5 +35,8 @@ class DeviceThread(threading.Thread):
     def run(self) -> None:
         if self._card is not None:
             wake_on_time()
-            sys.modules["torch"].cuda.set_device(self._card)
+            # On a GPU that has failed every call raises. What runs here must see that by itself: some threads are there
+            # to end the process.
+            with contextlib.suppress(RuntimeError):
+                sys.modules["torch"].cuda.set_device(self._card)
         super().run()

@@ -8,10 +8,12 @@ from swiftllm.device.driver import INSTALLED, NvidiaDriver
 from swiftllm.device.host import HostDevice
 
 
-def open_device(name: str, index: int | None = None, *, driver: NvidiaDriver = INSTALLED) -> Device:
+def open_device(
+    name: str, index: int | None = None, *, in_group: bool = False, driver: NvidiaDriver = INSTALLED
+) -> Device:
     """``name``: cpu, cuda, or auto: CUDA where torch sees a GPU, the host where there is none.
 
-    ``index``: see :class:`CudaDevice`.
+    ``index`` and ``in_group``: see :class:`CudaDevice`.
 
     Raises:
         ValueError: there is no such device here. Also for auto where the machine has a driver and torch sees no GPU:
@@ -20,7 +22,7 @@ def open_device(name: str, index: int | None = None, *, driver: NvidiaDriver = I
     if name == "cpu":
         return HostDevice()
     if torch.cuda.is_available():
-        return CudaDevice(index)
+        return CudaDevice(index, in_group=in_group)
     if (reason := driver.why_no_gpu()) is not None:
         raise ValueError(f"{reason}; --device cpu computes without it")
     if name == "cuda":

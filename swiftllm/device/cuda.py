@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import time
 import weakref
 from collections.abc import Callable
@@ -16,12 +18,39 @@ from swiftllm.device.limits import DeviceHung
 from swiftllm.machine import GIB, InsufficientMemory, card_share
 from swiftllm.threads import wake_on_time
 
+logger = logging.getLogger(__name__)
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 CONTEXT_BYTES = 400 << 20  # of a CUDA context with torch's and Triton's kernels, and of cuBLAS's workspace; an estimate
 DEVICE_HEADROOM = 0.05  # share of a GPU's memory left to captured graphs, libraries and fragmentation
+LARGE_WORKSPACE_BYTES = 32 << 20
 GRAPHS_SHARE = 0.03  # of a GPU's memory, out of the headroom
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2e-5, 1e-4  # between two looks at an event; in between, by what was waited so far
 LATE = 1 / 32  # of the wait
 AGAIN_S = 0.1  # instead of ANSWER_S, while a device that was waited for in vain has not gone on
+
+
+def cublas_workspace_bytes(major: int) -> int:
+    """What torch allocates for each thread and stream that multiplies matrices, by the major number of the GPU's
+    compute capability."""
+    return LARGE_WORKSPACE_BYTES if major >= 9 else (8 << 20) + (128 << 10)
+
+
+def _grow_segments(wanted: bool) -> None:
+    """Whether segments of torch's allocator grow. Otherwise memory is lost between blocks of different sizes. A user's
+    own settings stay. Call it before anything is allocated."""
+    if os.environ.keys() & set(ALLOCATOR_VARIABLES):
+        return
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{wanted}")
+    if not wanted:
+        return
+    try:
+        torch.cuda.caching_allocator_delete(torch.cuda.caching_allocator_alloc(1))
+    except torch.cuda.OutOfMemoryError:
+        pass  # told where weights are compared with free memory
+    except RuntimeError as error:  # as on some virtual GPUs, whose driver maps no memory
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        logger.warning("segments of GPU memory do not grow, so that more of it may be lost between blocks: %s", error)
 
 
 class Silence:
@@ -98,13 +127,16 @@ class CudaStream:
 class CudaDevice:
     """See :class:`Device`. Threads may use it at the same time, each for its own work."""
 
-    def __init__(self, index: int | None = None, *, can_capture: bool = True) -> None:
+    def __init__(self, index: int | None = None, *, can_capture: bool = True, in_group: bool = False) -> None:
         """The GPU with this index, on which the calling thread works from now on; by default the one it works on.
 
-        ``can_capture=False`` launches every kernel on its own, for debugging and comparisons.
+        ``can_capture=False`` launches every kernel on its own, for debugging and comparisons. ``in_group``: of several
+        ranks, whose graphs hold collectives. NCCL registers the memory of those, and hangs in a replay where segments
+        grow.
         """
         if index is not None:
             torch.cuda.set_device(index)
+        _grow_segments(not in_group)
         # Else cuBLAS may add the parts of a sum in 16 bits.
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -168,6 +200,7 @@ class CudaDevice:
     def left_free(self, work: Callable[[], object]) -> int | None:
         device = self.torch_device
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         try:
@@ -178,6 +211,10 @@ class CudaDevice:
                 "free: lower max_num_batched_tokens, max_num_seqs or max_model_len"
             ) from error
         torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device) - before
+        free_bytes = self.free_bytes()  # what was cached is given back
+        allocated = torch.cuda.max_memory_allocated(device) - before
+        reserved = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
         headroom = DEVICE_HEADROOM * card_share() * torch.cuda.mem_get_info(device)[1]
-        return int(self.free_bytes() - peak - headroom)
+        # The thread that serves is not this one, and has a handle of cuBLAS of its own.
+        workspace = cublas_workspace_bytes(torch.cuda.get_device_properties(device).major)
+        return int(free_bytes - max(allocated, reserved) - headroom) - workspace

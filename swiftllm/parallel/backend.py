@@ -198,7 +198,7 @@ def open_sharded_backend(
             :func:`~swiftllm.runtime.torch_backend.open_torch_backend` raises.
         RankFailed: a rank could not start; the message says why.
     """
-    size, hardware = config.tensor_parallel, open_device(config.device)
+    size, hardware = config.tensor_parallel, open_device(config.device, in_group=True)
     if hardware.torch_device.type != "cpu" and torch.cuda.device_count() < size:
         raise ValueError(
             f"tensor_parallel={size} needs as many GPUs and torch sees {torch.cuda.device_count()}: lower it, or "

@@ -160,7 +160,7 @@ def open_rank(
 
     ``port`` of the ranks' store; ``threaded``: whether CPU attention has a thread of its own.
     """
-    hardware = open_device(config.device, rank)
+    hardware = open_device(config.device, rank, in_group=True)
     group = Group(rank, size, hardware, port)
     loaded = load_rank(config, hardware, group)
     pipe.send("loaded", loaded.free_bytes)

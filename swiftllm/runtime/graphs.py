@@ -163,6 +163,7 @@ class LayerGraphs:
         start_s, free_bytes = time.perf_counter(), self._device.free_bytes()
         try:
             with _no_garbage_collection():
+                self._launch_all()
                 # The largest first: the smaller ones reuse its memory. Every second one before those between, so that
                 # no batch is far from its bucket if memory runs out.
                 downwards = self._row_buckets[::-1]
@@ -262,6 +263,22 @@ class LayerGraphs:
         if self._model.config.experts is not None:
             self._num_rows.fill_(num_rows)
 
+    def _launch_all(self) -> None:
+        """Launch all that is to be captured, kernel by kernel. A kernel's first launch compiles and loads it, which a
+        capture does not allow, and layers need not have the same kernels: some may be quantised and others not.
+
+        Layer by layer, so that streamed weights come once. Ranks launch the same collectives, as all is launched
+        before a capture can fail. Contexts in the frame are empty, so nothing is stored. The other frame has the same
+        kernels.
+        """
+        for layer in range(-1, self._last + 1):
+            widths = self._block_buckets if layer >= 0 else ()
+            if self._placement.at(layer) is not Place.CPU:
+                self._model.weights.enter(layer)
+                widths = (0, *widths)
+            for rows, blocks in itertools.product(self._row_buckets[::-1], widths):
+                self._launch(GraphKey(self._lanes, layer, rows, blocks))
+
     def _capture_rows(self, rows: int) -> None:
         boundaries = itertools.product((self._lanes, self._cohorts), range(-1, self._last + 1), (rows,), (0,))
         attentions = itertools.product((self._lanes,), range(self._last + 1), (rows,), self._block_buckets)
@@ -270,16 +287,6 @@ class LayerGraphs:
             wholes = ()
         keys = list(itertools.starmap(GraphKey, itertools.chain(boundaries, attentions, wholes)))
         keys = [key for key in keys if key.blocks or self._placement.at(key.layer) is not Place.CPU]
-        on_device = (layer for layer in range(self._last) if self._placement.at(layer) is not Place.CPU)
-        of_each_group = map(self._layer_groups.group_of.index, range(len(self._layer_groups.windows)))
-        of_each_kind = {-1, 0, next(on_device, 0), self._last, *of_each_group}
-        for key in keys:  # all, before a capture can fail: ranks launch the same collectives
-            if key.layer in of_each_kind:
-                # A kernel's first launch compiles and loads it, which a capture does not allow. Contexts in the frame
-                # are empty, so this launch stores nothing.
-                if not key.blocks:
-                    self._model.weights.enter(key.layer)
-                self._launch(key)
         error = None
         try:
             for key in keys:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from swiftllm.config import EngineConfig
-from swiftllm.device.cuda import CONTEXT_BYTES, DEVICE_HEADROOM
+from swiftllm.device.cuda import CONTEXT_BYTES, DEVICE_HEADROOM, LARGE_WORKSPACE_BYTES
 from swiftllm.kv.budget import HOST_HEADROOM_BYTES, MemoryBudget
 from swiftllm.kv.format import KVFormat, cpu_format
 from swiftllm.machine import GIB
@@ -45,6 +45,10 @@ def estimate_memory(
         host_bytes: available host memory (:func:`swiftllm.machine.available_host_bytes`).
     """
     sizes, on_host = WeightSizes.of(model, dtype), device_bytes is None
+    reserved_bytes = HOST_HEADROOM_BYTES
+    if not on_host:
+        # The last is that of the thread that serves; on cards before Hopper it is a quarter of that.
+        reserved_bytes = int(DEVICE_HEADROOM * device_bytes) + CONTEXT_BYTES + LARGE_WORKSPACE_BYTES
     activations = activation_bytes(
         model,
         dtype.itemsize,
@@ -60,7 +64,7 @@ def estimate_memory(
         bytes_per_block=KVFormat.exact(dtype).block_bytes(model, config.block_size),
         cpu_bytes_per_block=cpu_format(config.cpu_kv_dtype, dtype).block_bytes(model, config.block_size),
         activation_bytes=activations,
-        reserved_bytes=HOST_HEADROOM_BYTES if on_host else int(DEVICE_HEADROOM * device_bytes) + CONTEXT_BYTES,
+        reserved_bytes=reserved_bytes,
         host_headroom_bytes=0 if on_host else host_reserve_bytes(config, model, dtype.itemsize),
         weights=sizes,
     )

@@ -51,7 +51,7 @@ class FakeCards:
 
 
 def properties(card: int) -> SimpleNamespace:
-    return SimpleNamespace(pci_domain_id=0, pci_bus_id=card, pci_device_id=0)
+    return SimpleNamespace(pci_domain_id=0, pci_bus_id=card, pci_device_id=0, major=8, minor=6)
 
 
 class FakeNccl:
@@ -73,6 +73,7 @@ class FakeNccl:
         return self._launch(lambda part, column: part.copy_(column), parts[0][0], *columns)
 
     def _launch(self, kernel: Any, *tensors: torch.Tensor) -> FakeNccl:
+        self._cuda.raise_failure()
         if self.is_given_up:
             raise Hazard("a collective of a communicator that was given up")
         self._cuda.launch(kernel, *tensors)
@@ -93,10 +94,12 @@ class FakeNccl:
 class FakeRuntime:
     """CUDA's runtime. Attribute: ``mapped``, addresses of the host memory that kernels can read."""
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
         self.mapped: set[int] = set()
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> None:
+        self._cuda.raise_failure()
         self.mapped.add(address)
 
     def cudaHostUnregister(self, address: int) -> None:

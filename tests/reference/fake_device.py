@@ -9,7 +9,9 @@ range. Memory that is given back is poisoned as soon as the stream it belongs to
 after the streams it was recorded on.
 
 There are two GPUs, and each thread works on the first until it chooses another (``cards``). Memory ends where the GPU's
-does. From :meth:`FakeCuda.hang` on the GPU answers no more.
+does. From :meth:`FakeCuda.hang` on the GPU answers no more. A kernel that :meth:`FakeCuda.fail_after` names fails when
+its turn comes, which may be long after its launch. As on CUDA, no work is done from then on, and from the next one on
+every call of the process raises.
 
 ``ignored`` names a place in the code whose waits are not carried out: what a test does to see that it would notice.
 """
@@ -39,6 +41,7 @@ from tests.reference.fake_streams import DEVICE, FakeEvent, FakeGraph, FakeStrea
 from tests.reference.trees import key_of, leaves_of, replaced, shape_of
 
 PACKAGE = str(Path(__file__).parents[2] / "swiftllm")
+FAULT = "CUDA error: an illegal memory access was encountered"
 REDRAW = 40  # host actions after which the streams' speeds change
 MOVES = ("to.", "_to_copy", "cpu")
 ONLY_ON_GPUS = {
@@ -75,13 +78,16 @@ class FakeCuda(TorchDispatchMode):
         self.kernels = Kernels(self)
         self.capturing = False
         self.random_state: torch.Tensor | None = None
-        self.cards, self.runtime = FakeCards(), FakeRuntime()
+        self.cards, self.runtime = FakeCards(), FakeRuntime(self)
         self.graphs: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
         self.pools, self.pool_uses = itertools.count(1), Counter()  # of graphs: their ids, and the graphs of each
         self.captured_in: set[FakeNccl] = set()  # communicators of the capture under way
-        self.is_hung = False
+        self.is_hung = self.has_failed = False
+        self.kernels_left: int | None = None  # until one fails
         self.actions = self.replays = self.synchronisations = self.captures = self.lost_graphs = 0
         self.total_bytes, self.allocated, self.peak = total_bytes, 0, 0
+        self.gaps = 0  # bytes that the allocator has reserved between those allocated, until its cache is emptied
+        self.reserved_peak, self.has_virtual_memory = 0, True
         self._pinned: dict[int, torch.Tensor] = {}  # kept, so that no other memory comes to lie there
         self._advancing = False
 
@@ -95,15 +101,19 @@ class FakeCuda(TorchDispatchMode):
             "cudart": lambda: self.runtime,
             "check_error": lambda error: None,
             "current_device": self.cards.current,
-            "set_device": self.cards.choose,
+            "set_device": self._set_device,
             "device_count": lambda: CARDS,
             "get_device_properties": properties,
             "is_initialized": lambda: True,
             "graph_pool_handle": lambda: (0, next(self.pools)),
-            "empty_cache": lambda: None,
+            "empty_cache": lambda: setattr(self, "gaps", 0),
+            "caching_allocator_alloc": self._allocate_address,
+            "caching_allocator_delete": lambda address: None,
             "memory_allocated": lambda device: self.allocated,
             "max_memory_allocated": lambda device: self.peak,
-            "reset_peak_memory_stats": lambda device: setattr(self, "peak", self.allocated),
+            "memory_reserved": lambda device: self.allocated + self.gaps,
+            "max_memory_reserved": lambda device: self.reserved_peak,
+            "reset_peak_memory_stats": self._reset_peaks,
         }
         for name, function in simple.items():
             self._patches.setattr(torch.cuda, name, function)
@@ -115,7 +125,12 @@ class FakeCuda(TorchDispatchMode):
         super().__exit__(*error)
         self._patches.undo()
 
+    def _set_device(self, card: int | torch.device) -> None:
+        self.raise_failure()
+        self.cards.choose(card)
+
     def _Stream(self, device: object = None) -> FakeStream:
+        self.raise_failure()
         self.cards.touch()
         self.streams.append(FakeStream(self))
         return self.streams[-1]
@@ -144,6 +159,22 @@ class FakeCuda(TorchDispatchMode):
         """From now on no work on the GPU is ever done, and no event passes."""
         self.is_hung = True
 
+    def fail_after(self, num_kernels: int) -> None:
+        """So many more kernels and copies are carried out; the next one fails."""
+        self.kernels_left = num_kernels
+
+    def raise_failure(self) -> None:
+        """Called by whatever CUDA tells of an earlier failure."""
+        if self.has_failed:
+            raise torch.AcceleratorError(FAULT)
+
+    def fails_now(self) -> bool:
+        """A kernel begins, on its stream."""
+        if self.kernels_left is not None:
+            self.has_failed |= self.kernels_left == 0
+            self.kernels_left -= 1
+        return self.has_failed
+
     def _Event(self, blocking: bool = False) -> FakeEvent:
         return FakeEvent()
 
@@ -151,11 +182,22 @@ class FakeCuda(TorchDispatchMode):
         return FakeGraph(self)
 
     def _synchronize(self, device: object = None) -> None:
+        self.raise_failure()
         for stream in self.streams:
             self._drain(stream)
 
     def _mem_get_info(self, device: object = None) -> tuple[int, int]:
-        return self.total_bytes - self.allocated, self.total_bytes
+        self.raise_failure()
+        return self.total_bytes - self.allocated - self.gaps, self.total_bytes
+
+    def _allocate_address(self, num_bytes: int) -> int:
+        self.raise_failure()
+        if "expandable_segments:True" in torch._C._accelerator_getAllocatorSettings() and not self.has_virtual_memory:
+            raise RuntimeError("CUDA driver error: operation not supported")
+        return 0
+
+    def _reset_peaks(self, device: object) -> None:
+        self.peak, self.reserved_peak = self.allocated, self.allocated + self.gaps
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -166,7 +208,7 @@ class FakeCuda(TorchDispatchMode):
             return
         self._advancing = True
         try:
-            everyone = [*([] if self.is_hung else self.streams), *self.workers]
+            everyone = [*([] if self.is_hung or self.has_failed else self.streams), *self.workers]
             if self.actions % REDRAW == 0:
                 for one in everyone:
                     one.speed = self.random.choice((0.0, 0.0, 0.5, 3.0, 1000.0))
@@ -180,6 +222,7 @@ class FakeCuda(TorchDispatchMode):
 
     def force(self, event: FakeEvent) -> None:
         while not event.passed and not self.is_hung:
+            self.raise_failure()
             self._pull(event.stream)
 
     def _pull(self, stream: FakeStream) -> None:
@@ -194,6 +237,7 @@ class FakeCuda(TorchDispatchMode):
             raise Hazard("the host waits for ever: CUDA itself has no limit")
         while stream.queue:
             self._pull(stream)
+            self.raise_failure()
 
     def ignores(self, what: str) -> bool:
         """Notes the place in the engine that waits, and tells whether this place is the one to be left out."""
@@ -226,12 +270,15 @@ class FakeCuda(TorchDispatchMode):
 
     def read(self, tensor: DeviceTensor) -> torch.Tensor:
         """What the host gets that asks for values: the stream is waited for."""
+        self.raise_failure()
         self.refuse_while_capturing("reads")
         self.synchronisations += 1
         self._drain(self.current)
         return tensor.inner
 
     def give_back(self, home: FakeStream, readers: set[FakeStream], inner: torch.Tensor) -> None:
+        if self.has_failed:
+            return
         others = readers - {home}
         if not others:
             self.allocated -= inner.nbytes
@@ -249,6 +296,7 @@ class FakeCuda(TorchDispatchMode):
         home.put(lambda: poison(inner))
 
     def _allocate(self, like: torch.Tensor) -> DeviceTensor:
+        self.raise_failure()
         inner = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
         if self.allocated + inner.nbytes > self.total_bytes and not self.capturing:
             self._synchronize()  # as torch: streams may be done with memory that was given back
@@ -259,12 +307,16 @@ class FakeCuda(TorchDispatchMode):
             self.current.put(partial(poison, inner))
         self.allocated += inner.nbytes
         self.peak = max(self.peak, self.allocated)
+        self.reserved_peak = max(self.reserved_peak, self.allocated + self.gaps)
         return DeviceTensor(self, inner, Memory(self, inner))
 
     def _enqueue(self, work: Callable[[], object]) -> None:
+        self.raise_failure()
         inference = torch.is_inference_mode_enabled()
 
         def later() -> object:
+            if self.fails_now():
+                return None
             if torch.is_inference_mode_enabled() is inference:
                 return work()
             with torch.inference_mode(inference):
@@ -279,6 +331,7 @@ class FakeCuda(TorchDispatchMode):
         on_device = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, DeviceTensor)]
         target = kwargs.get("device")
         if kwargs.pop("pin_memory", None) or name.startswith(("pin_memory", "_pin_memory")):
+            self.raise_failure()
             self.refuse_while_capturing("allocates pinned memory, which asks for events,")
             host = args[0].clone() if name.startswith(("pin_memory", "_pin_memory")) else func(*args, **kwargs)
             if not name.startswith(("pin_memory", "_pin_memory")):
@@ -351,6 +404,8 @@ class FakeCuda(TorchDispatchMode):
         inner_args, inner_kwargs = replaced(DeviceTensor, lambda t: t.inner, (args, kwargs))
         if "device" in kwargs:
             inner_kwargs["device"] = "cpu"
+        if not schema.name.startswith("aten::empty"):
+            self.kernels.load(schema.name, [x for x in leaves_of((args, kwargs)) if isinstance(x, torch.Tensor)])
         if not schema.returns:  # it writes to all of a list
             return self._enqueue(lambda: func(*inner_args, **inner_kwargs))
         if any(result.alias_info is not None and result.alias_info.is_write for result in schema.returns):

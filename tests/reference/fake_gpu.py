@@ -18,7 +18,8 @@ import swiftllm.runtime.processors
 import swiftllm.runtime.torch_backend
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.ops.interface import Ops
+from swiftllm.ops.experts import Experts
+from swiftllm.ops.interface import Linear, Ops
 from swiftllm.ops.varlen import efficient_attention, flash_attention, takes_flash
 from swiftllm.runtime.cores import core_divisions
 from tests.reference.fake_device import FakeCuda
@@ -46,6 +47,29 @@ class FakeOps(Ops):
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
+
+    def make_quantised_linear(self, matrix, bias) -> Linear:
+        multiply = super().make_quantised_linear(matrix, bias)
+        note = self.cuda.kernels.made_by_triton("make_quantised_linear", matrix, bias)
+
+        def linear(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            note(x, out)
+            with self.cuda.kernels.in_place_of_triton():
+                return multiply(x, out)
+
+        return linear
+
+    def make_experts(self, weights) -> Experts:
+        # The linears of single experts are the reference's own: a GPU has none.
+        compute = Ops().make_experts(weights)
+        note = self.cuda.kernels.made_by_triton("make_experts", weights)
+
+        def experts(x: torch.Tensor, num_rows: torch.Tensor | None = None) -> torch.Tensor:
+            note(x, num_rows)
+            with self.cuda.kernels.in_place_of_triton():
+                return compute(x, num_rows)
+
+        return experts
 
     def embed(self, token_ids, embedding) -> torch.Tensor:
         if token_ids.device != DEVICE:
@@ -115,8 +139,8 @@ def fake_gpu(
     fake = FakeCuda(seed, ignored=ignored, total_bytes=total_bytes)
     with pytest.MonkeyPatch.context() as patch, fake as cuda:
 
-        def open_device(name: str, index: int | None = OWN_CARD) -> CudaDevice:
-            device = CudaDevice(index, can_capture=can_capture)
+        def open_device(name: str, index: int | None = OWN_CARD, *, in_group: bool = False) -> CudaDevice:
+            device = CudaDevice(index, can_capture=can_capture, in_group=in_group)
             device.torch_device = DEVICE
             return device
 

@@ -1,19 +1,24 @@
 """Which kernels a GPU has been asked for. Triton compiles and loads a kernel at its first launch, in a second or so. A
-graph's capture does not allow that.
+graph's capture does not allow that. CUDA loads torch's own kernels at their first launch too.
 
 The CUDA made of Python computes with the torch reference. Beside it the engine's own :class:`TritonOps` is called with
-tensors that have no content, and what it would launch is noted here, told apart as Triton does.
+tensors that have no content, and what it would launch is noted here, told apart as Triton does. So are the linears and
+experts that it makes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from swiftllm.ops.experts import ExpertWeights
 from swiftllm.ops.interface import Ops
+from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.triton.ops import TritonOps
 from tests.reference.fake_streams import DEVICE
 from tests.reference.trees import replaced
@@ -22,16 +27,19 @@ if TYPE_CHECKING:
     from tests.reference.fake_device import FakeCuda
 
 CAPABILITY, NUM_MULTIPROCESSORS = 86, 72
+PRODUCTS = {"aten::mm", "aten::addmm"}
 ALIGNED = 16  # bytes, or a multiple of a number: Triton compiles another kernel for what is not
 
 
 class Kernels:
-    """Attribute: ``compiled``, the name of each kernel that was launched for the first time, in order."""
+    """Attribute: ``compiled``, the name of each of Triton's kernels that was launched for the first time, in order."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.compiled: list[str] = []
         self._cuda = cuda
         self._known: set[object] = set()
+        self._loaded: set[object] = set()  # of torch's
+        self._is_reference = False
         self._ops = TritonOps(DEVICE, CAPABILITY, NUM_MULTIPROCESSORS)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -48,6 +56,34 @@ class Kernels:
         with _disable_current_modes():
             getattr(self._ops, operation)(*replaced(torch.Tensor, _without_content, arguments))
 
+    def made_by_triton(self, make: str, *weights: Any) -> Callable[..., None]:
+        """What ``make`` of the engine's operations makes of weights, for its launches alone."""
+        with _disable_current_modes():
+            made = getattr(self._ops, make)(*map(_without_contents, weights))
+
+        def launch(*arguments: Any) -> None:
+            with _disable_current_modes():
+                made(*replaced(torch.Tensor, _without_content, arguments))
+
+        return launch
+
+    @contextmanager
+    def in_place_of_triton(self) -> Iterator[None]:
+        """Inside, torch computes what Triton does on a GPU: those kernels of torch's are never launched there."""
+        self._is_reference = True
+        try:
+            yield
+        finally:
+            self._is_reference = False
+
+    def load(self, name: str, tensors: list[torch.Tensor]) -> None:
+        """A kernel of torch's is launched, chosen by these tensors' dtypes, and by their shapes where it multiplies
+        matrices."""
+        key = name, *((tensor.dtype, tensor.shape if name in PRODUCTS else None) for tensor in tensors)
+        if not self._is_reference and key not in self._loaded:
+            self._cuda.refuse_while_capturing(f"launches {name} for the first time")
+            self._loaded.add(key)
+
 
 def with_triton(operation: str) -> Callable[..., Any]:
     """The reference's operation, which notes the kernels of Triton's where it computes on the device."""
@@ -55,7 +91,8 @@ def with_triton(operation: str) -> Callable[..., Any]:
     def on_device(self: Any, *arguments: Any) -> Any:
         if any(isinstance(x, torch.Tensor) and x.device == DEVICE for x in arguments[:1]):
             self.cuda.kernels.launch_as_triton(operation, *arguments)
-        return getattr(Ops, operation)(self, *arguments)
+        with self.cuda.kernels.in_place_of_triton():
+            return getattr(Ops, operation)(self, *arguments)
 
     return on_device
 
@@ -70,6 +107,16 @@ def _kind(param: Any, argument: Any) -> object:
         width = argument.bit_length() > 31
         return width if param.do_not_specialize else (width, argument == 1, argument % ALIGNED == 0)
     return type(argument)
+
+
+def _without_contents(weights: Any) -> Any:
+    """The same of a matrix, of the weights of experts, or of a bias."""
+    if isinstance(weights, torch.Tensor):
+        return _without_content(weights)
+    if isinstance(weights, (QuantisedMatrix, ExpertWeights)):
+        parts = {field.name: getattr(weights, field.name) for field in fields(weights)}
+        return replace(weights, **{name: _without_contents(part) for name, part in parts.items()})
+    return weights
 
 
 def _without_content(tensor: torch.Tensor) -> torch.Tensor:

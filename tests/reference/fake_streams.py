@@ -31,6 +31,7 @@ class FakeEvent:
         self.passed = False
 
     def record(self, stream: FakeStream) -> None:
+        stream.cuda.raise_failure()
         stream.cuda.cards.touch()
         self.stream = stream
         stream.put(self._pass)
@@ -41,6 +42,7 @@ class FakeEvent:
     def query(self) -> bool:
         """The engine waits by asking until it is so, in ``CudaEvent.synchronize``: it is answered when it is so."""
         cuda = self.stream.cuda
+        cuda.raise_failure()
         cuda.refuse_while_capturing("asks for an event")
         cuda.advance()
         if sys._getframe(1).f_code.co_name != "synchronize":
@@ -66,12 +68,13 @@ class FakeStream:
         self.queue.append(work)
 
     def wait_event(self, event: FakeEvent) -> None:
+        self.cuda.raise_failure()
         if not self.cuda.ignores("wait_event"):
             self.put(event)
 
     def step(self) -> bool:
         """Do the next thing; False if there is none, or it waits."""
-        if not self.queue:
+        if not self.queue or self.cuda.has_failed:
             return False
         work = self.queue[0]
         if isinstance(work, FakeEvent):
@@ -99,6 +102,7 @@ class FakeGraph:
         weakref.finalize(self, cuda.lose_graph)
 
     def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        self.cuda.raise_failure()
         assert capture_error_mode == "thread_local", "other threads may use their streams meanwhile"
         assert self.cuda.current is not self.cuda.compute, "the default stream cannot be captured"
         assert not gc.isenabled(), "a collection in the middle of a capture may destroy a graph, and ends it"
@@ -116,6 +120,7 @@ class FakeGraph:
 
     def capture_end(self) -> None:
         self.cuda.capturing = False
+        self.cuda.raise_failure()
         self.communicators, self.cuda.captured_in = self.cuda.captured_in, set()
         assert not any(isinstance(work, FakeEvent) for work in self.stream.queue)
         self.work = list(self.stream.queue)
@@ -124,6 +129,7 @@ class FakeGraph:
         self.cuda.captures += 1
 
     def replay(self) -> None:
+        self.cuda.raise_failure()
         assert self.cuda.lost_graphs == self.lost_before, "the graph's workspace is gone"
         self.cuda.replays += 1
         for work in self.work:

@@ -6,6 +6,8 @@ and torch.cuda reports them. Nothing is computed. Triton's kernels are not launc
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -55,6 +57,11 @@ class MetaGpu(CountedMemory):
             "synchronize": lambda device: None,
             "empty_cache": lambda: None,
             "mem_get_info": lambda device: (self.total_bytes - self.context_bytes - self.allocated, self.total_bytes),
+            "get_device_properties": lambda device: SimpleNamespace(major=9, minor=0),
+            "caching_allocator_alloc": lambda num_bytes: 0,
+            "caching_allocator_delete": lambda address: None,
+            "memory_reserved": lambda device: self.allocated,
+            "max_memory_reserved": lambda device: self.peak,
             "memory_allocated": lambda device: self.allocated,
             "max_memory_allocated": lambda device: self.peak,
             "reset_peak_memory_stats": lambda device: setattr(self, "peak", self.allocated),

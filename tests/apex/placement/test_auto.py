@@ -21,6 +21,7 @@ from apex.systems import build_system
 from swiftllm import LLM
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
+from swiftllm.device.cuda import cublas_workspace_bytes
 from swiftllm.machine import GIB
 from swiftllm.model.boundaries.placement import Place, all_resident
 from swiftllm.model.config.model_config import ModelConfig
@@ -87,6 +88,8 @@ def test_blocks_fill_what_the_weights_leave(model_dir, monkeypatch):
     give_times(monkeypatch, **FAST_LINK)
     for module in ("apex.placement.memory", "swiftllm.runtime.memory_estimate"):
         monkeypatch.setattr(f"{module}.CONTEXT_BYTES", 0)  # a fake CUDA has none, and its card is small
+    # The estimate knows no card's workspace of cuBLAS, and counts the largest.
+    monkeypatch.setattr("swiftllm.runtime.memory_estimate.LARGE_WORKSPACE_BYTES", cublas_workspace_bytes(8))
     config = config_for(model_dir, num_cpu_blocks=0)
     with fake_gpu(1) as cuda:
         cuda.total_bytes = card_bytes(config, 5.0, tokens=64)

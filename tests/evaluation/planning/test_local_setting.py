@@ -94,7 +94,7 @@ def test_a_t4_has_no_bfloat16():
     [
         (RTX_3060, {}, r"setting apex-t4 does not fit here: the GPU has 11.64 GiB .* weights 12.55 GiB"),
         (T4, {"setting": "apex-a10"}, r"setting apex-a10 does not fit here: the GPU has 14.55 GiB .* 14.96 GiB"),
-        (T4, {"num_gpu_blocks": 500}, r"3.91 GiB for num_gpu_blocks = 500 blocks; 8\d blocks fit"),
+        (T4, {"num_gpu_blocks": 500}, r"3.91 GiB for num_gpu_blocks = 500 blocks; 7\d blocks fit"),
         (
             T4,
             {"num_gpu_blocks": 51},

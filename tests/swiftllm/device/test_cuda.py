@@ -14,7 +14,15 @@ from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
-from swiftllm.device.cuda import CONTEXT_BYTES, DEVICE_HEADROOM, GRAPHS_SHARE, CudaDevice
+from swiftllm.device import open_device
+from swiftllm.device.cuda import (
+    ALLOCATOR_VARIABLES,
+    CONTEXT_BYTES,
+    DEVICE_HEADROOM,
+    GRAPHS_SHARE,
+    CudaDevice,
+    cublas_workspace_bytes,
+)
 from swiftllm.device.limits import DeviceHung
 from swiftllm.engine.engine import Engine
 from swiftllm.server.service.limits import NewRequest
@@ -170,10 +178,52 @@ def test_a_share_of_a_card_has_its_part_of_the_memory_less_the_context(monkeypat
         whole = device.free_bytes()
         monkeypatch.setattr("swiftllm.device.cuda.card_share", lambda: 0.25)
         reserved = torch.cuda.memory_reserved(device.torch_device)
+        workspace = cublas_workspace_bytes(8)
         assert device.free_bytes() == total // 4 - reserved - CONTEXT_BYTES < whole
         assert CudaDevice().graph_bytes == int(GRAPHS_SHARE * total / 4)
         left = device.left_free(lambda: torch.empty(1 << 20, dtype=torch.uint8, device="meta"))
-        assert left == int(device.free_bytes() - (1 << 20) - DEVICE_HEADROOM * total / 4)
+        assert left == int(device.free_bytes() - (1 << 20) - DEVICE_HEADROOM * total / 4) - workspace
+
+
+def allocator_settings() -> str:
+    return torch._C._accelerator_getAllocatorSettings()
+
+
+@pytest.fixture
+def own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    torch._C._accelerator_setAllocatorSettings("")
+
+
+def test_segments_of_memory_grow_where_one_process_computes(own_settings, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with FakeCuda(0):
+        open_device("cuda")
+        assert allocator_settings() == "expandable_segments:True"
+        open_device("cuda", 1, in_group=True)
+        assert allocator_settings() == "expandable_segments:False"
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
+def test_a_user_s_settings_of_the_allocator_stay(own_settings, monkeypatch, name) -> None:
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    with FakeCuda(0):
+        CudaDevice()
+    assert allocator_settings() == ""
+
+
+def test_segments_do_not_grow_where_the_driver_cannot_map_memory(own_settings, caplog) -> None:
+    with FakeCuda(0) as cuda:
+        cuda.has_virtual_memory = False
+        CudaDevice()
+    assert allocator_settings() == "expandable_segments:False"
+    assert "operation not supported" in caplog.text
+
+
+@pytest.mark.parametrize(("major", "mib"), [(7, 8.125), (8, 8.125), (9, 32), (10, 32), (12, 32)])
+def test_the_workspace_of_cublas_is_torch_s_default(major, mib) -> None:
+    assert cublas_workspace_bytes(major) == mib * 2**20
 
 
 def test_what_is_sent_is_contiguous_on_the_device() -> None:

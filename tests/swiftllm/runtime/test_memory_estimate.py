@@ -181,9 +181,9 @@ def test_blocks_by_card(name, card, least, most):
 def test_a_card_too_small_for_the_weights_says_so_with_numbers():
     fit = fit_of(load_setting("apex-t4"), RTX_3060[0])
     message = (
-        r"the GPU has 11.64 GiB of memory. Needed are weights 12.55 GiB, activations 0.2\d GiB, 0.97 GiB for CUDA and "
+        r"the GPU has 11.64 GiB of memory. Needed are weights 12.55 GiB, activations 0.2\d GiB, 1.00 GiB for CUDA and "
         r"headroom, and 0.42 GiB for num_gpu_blocks = 54 blocks; 0 blocks fit. The weights alone do not fit: "
-        r"give --weights-gpu-memory auto: 2.1 GiB or more of them would be in host memory, where 255.5 GiB are free, "
+        r"give --weights-gpu-memory auto: 2.2 GiB or more of them would be in host memory, where 255.5 GiB are free, "
         r"or take 4-bit weights, 3.6 GiB, which fit"
     )
     with pytest.raises(InsufficientMemory, match=message):
