@@ -1,4 +1,4 @@
-"""A tiny model in bfloat16 whose residuals are beyond 65,504, the largest number of float16; no other number of it is."""
+"""A tiny model in bfloat16 whose residuals are beyond 65,504, the largest number of float16. No other numbers are."""
 
 from __future__ import annotations
 
