@@ -13,6 +13,7 @@ from swiftllm.machine import GIB, available_host_bytes, gib_rounded_up
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.weights.sizes import boundary_bytes, embedding_bytes
 from swiftllm.runtime.memory_estimate import estimate_memory
+from swiftllm.runtime.processors import resolve_residual_dtype
 
 
 class EngineMemory:
@@ -29,7 +30,9 @@ class EngineMemory:
         self.config, self.model, self.dtype = config, model, dtype
         card_bytes = free_bytes + CONTEXT_BYTES  # the context has taken its memory already
         host_bytes = available_host_bytes()
-        budget = estimate_memory(config, model, dtype, device_bytes=card_bytes, host_bytes=host_bytes)
+        sizes = {"device_bytes": card_bytes, "host_bytes": host_bytes}
+        residual_dtype = resolve_residual_dtype(config.model, dtype)
+        budget = estimate_memory(config, model, dtype, residual_dtype=residual_dtype, **sizes)
         self.boundary_bytes = boundary_bytes(model, dtype)
         self.weight_bytes, self.other_bytes = budget.weight_bytes, budget.weights.staying
         self.embedding_bytes = embedding_bytes(model, dtype)

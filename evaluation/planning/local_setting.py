@@ -22,6 +22,7 @@ from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.folder.files import DamagedFile, weight_files
 from swiftllm.model.folder.hub import model_folder
 from swiftllm.runtime.memory_estimate import estimate_memory
+from swiftllm.runtime.processors import resolve_residual_dtype
 
 GB = 1e9
 USABLE_SHARE = 0.97
@@ -118,7 +119,9 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, optio
         cpu_kernel=options.cpu_kernel,
     )
     card_bytes = None if card is None else int(USABLE_SHARE * card.total_bytes)
-    fit = estimate_memory(engine, shape, getattr(torch, dtype), device_bytes=card_bytes, host_bytes=host_bytes)
+    sizes = {"device_bytes": card_bytes, "host_bytes": host_bytes}
+    dtypes = getattr(torch, dtype), resolve_residual_dtype(str(model), getattr(torch, dtype))
+    fit = estimate_memory(engine, shape, dtypes[0], residual_dtype=dtypes[1], **sizes)
     is_own_card = card is None or gpu_kind(card.name) == paper.gpu
     pools: Pools = "card" if options.all_gpu_blocks or not is_own_card else "papers"
     pools = "chosen" if options.num_gpu_blocks else pools

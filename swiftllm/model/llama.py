@@ -19,19 +19,32 @@ FFN_ELEMENTS_AT_ONCE = 1 << 27  # of gate and up: some thousand rows, enough for
 
 
 class LlamaModel:
-    """All tensors live on one device in one dtype, except the rotary table, which is float32.
+    """All tensors live on one device in one dtype, except the rotary table, which is float32, and residuals.
+
+    Attributes:
+        residual_dtype: of residuals.
 
     The caller enters a boundary's ``weights`` before it computes one; see
     :class:`~swiftllm.model.boundaries.loaded_weights.LoadedWeights`.
     """
 
-    def __init__(self, config: ModelConfig, weights: LoadedWeights, ops: Ops, max_model_len: int | None = None) -> None:
-        """``max_model_len``: positions in ``rotary_table``, by default the model's own maximum."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: LoadedWeights,
+        ops: Ops,
+        max_model_len: int | None = None,
+        residual_dtype: torch.dtype | None = None,
+    ) -> None:
+        """``max_model_len``: positions in ``rotary_table``, by default the model's own maximum. ``residual_dtype``: by
+        default that of the weights; it may be float32 beside weights of 16 bits."""
         self.config = config
         self.ops = ops
         self.weights = weights
         self.num_logits = weights.num_logits
         self._last = config.num_layers - 1
+        some_weight = weights.boundary(-1).norm
+        self.residual_dtype = residual_dtype or some_weight.dtype
         table = rotary_table(
             max_model_len or config.max_position_embeddings,
             config.head_dim,
@@ -40,11 +53,13 @@ class LlamaModel:
             config.rotary_dim,
             config.score_multiplier,
         )
-        self.rotary_table = table.to(weights.boundary(-1).norm.device)
+        self.rotary_table = table.to(some_weight.device)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """``token_ids [rows]`` to hidden ``[rows, hidden_size]``."""
-        return self.weights.boundary(-1).embed(token_ids)
+        """``token_ids [rows]`` to residuals ``[rows, hidden_size]``."""
+        hidden, multiplier = self.weights.boundary(-1).embed(token_ids), self.config.embedding_multiplier
+        residual = hidden.to(self.residual_dtype)
+        return residual if multiplier == 1.0 else residual.mul_(multiplier)
 
     def enter(self, residual: torch.Tensor, rotary_rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Norm, QKV and rotary of the first layer, from ``embed``; ``rotary_rows`` is ``rotary_table`` at the positions

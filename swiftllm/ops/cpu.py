@@ -58,6 +58,8 @@ class CpuOps(Ops):
         return PackedCrossing(self, parts)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if x.dtype is not weight.dtype:  # pacpu's arrays have one
+            return self.rms_norm(x, weight.to(x.dtype), eps).to(weight.dtype)
         out = torch.empty_like(x)
         rows.rms_norm(x, weight, eps, out, num_threads=self.num_threads)
         return out
@@ -65,6 +67,9 @@ class CpuOps(Ops):
     def add_rms_norm_(
         self, residual: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
+        if residual.dtype is not weight.dtype:
+            wide = addend.to(residual.dtype), weight.to(residual.dtype)
+            return self.add_rms_norm_(residual, *wide, eps).to(weight.dtype)
         out = torch.empty_like(addend)
         rows.rms_norm(residual, weight, eps, out, addend=addend, num_threads=self.num_threads)
         return out

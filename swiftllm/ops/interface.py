@@ -169,14 +169,15 @@ class Ops:
         return None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""
-        return F.rms_norm(x, weight.shape, weight, eps)
+        """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in the dtype of ``weight``. ``x`` may be
+        float32 instead of that."""
+        return _rms_norm(x, weight, eps)
 
     def add_rms_norm_(
         self, residual: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """``residual += addend`` in place, rounded to its dtype; returns ``rms_norm`` of that."""
-        return F.rms_norm(residual.add_(addend), weight.shape, weight, eps)
+        """``residual += addend`` in place, rounded to its dtype; returns :meth:`rms_norm` of that."""
+        return _rms_norm(residual.add_(addend), weight, eps)
 
     def norm_heads_(self, x: torch.Tensor, weights: torch.Tensor, eps: float) -> None:
         """``rms_norm`` of each head of ``x [rows, heads, head_dim]`` in place, with its row of ``weights [heads,
@@ -337,6 +338,10 @@ class Ops:
             None if sinks is None else sinks.view(num_kv_heads, -1),
         )
         out.copy_(attended.reshape(out.shape))
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(weight.dtype)
 
 
 def attend(

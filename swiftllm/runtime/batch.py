@@ -36,7 +36,7 @@ class Rows:
     attention_out: torch.Tensor  # [rows, num_heads, head_dim]
     sampling_rows: torch.Tensor | None
     sampling_requests: list[Request] = field(default_factory=list, kw_only=True)
-    residual: torch.Tensor | None = None  # [rows, hidden_size]
+    residual: torch.Tensor | None = None  # [rows, hidden_size], of the model's residual_dtype
     qkv: torch.Tensor | None = None  # [rows, num_heads + 2 num_kv_heads, head_dim]
 
     @property

@@ -48,7 +48,7 @@ class Frame:
 
         self.token_ids = buffer(dtype=torch.int64)
         self.rotary_rows = buffer(2, config.head_dim, dtype=torch.float32)
-        self.residual = buffer(config.hidden_size)
+        self.residual = buffer(config.hidden_size, dtype=model.residual_dtype)
         self.qkv = buffer(config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         self.attention_out = buffer(config.num_heads, config.head_dim)
         self.block_tables = torch.zeros(groups, rows, max_blocks, dtype=torch.int32, device=device)

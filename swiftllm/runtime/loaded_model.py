@@ -50,7 +50,7 @@ class LoadedModel:
         hardware, dtype = processors.hardware, processors.dtype
         longest = model_config.longest_request(config.max_model_len)
         self.processors, self.model_config, self.placement = processors, model_config, placement
-        self.model = LlamaModel(sizes, weights, processors.ops, longest)
+        self.model = LlamaModel(sizes, weights, processors.ops, longest, processors.residual_dtype)
         self.sampler = Sampler(config.seed, hardware)
         self.prompt_scorer = PromptScorer(model_config.vocab_size, hardware)
         self.kv_formats = tier_formats(config, dtype)

@@ -33,7 +33,13 @@ GRAPHS_HOST_BYTES = GIB // 4
 
 
 def estimate_memory(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, *, device_bytes: int | None, host_bytes: int
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    device_bytes: int | None,
+    host_bytes: int,
+    residual_dtype: torch.dtype | None = None,
 ) -> MemoryBudget:
     """The budget of an engine.
 
@@ -43,6 +49,7 @@ def estimate_memory(
         device_bytes: the card's memory as torch reports it (``total_memory``). ``nvidia-smi`` reports 2% to 3% more
             as ``memory.total``, of which ``memory.reserved`` cannot be used. None: there is no card.
         host_bytes: available host memory (:func:`swiftllm.machine.available_host_bytes`).
+        residual_dtype: of residuals (:func:`swiftllm.runtime.processors.resolve_residual_dtype`), by default ``dtype``.
     """
     sizes, on_host = WeightSizes.of(model, dtype), device_bytes is None
     reserved_bytes = HOST_HEADROOM_BYTES
@@ -52,6 +59,7 @@ def estimate_memory(
     activations = activation_bytes(
         model,
         dtype.itemsize,
+        (residual_dtype or dtype).itemsize,
         rows=config.max_num_batched_tokens,
         requests=config.max_num_seqs,
         context=config.max_model_len or model.max_position_embeddings,
@@ -89,12 +97,20 @@ def host_reserve_bytes(config: EngineConfig, model: ModelConfig, itemsize: int) 
 
 
 def activation_bytes(
-    model: ModelConfig, itemsize: int, *, rows: int, requests: int, context: int, on_host: bool
+    model: ModelConfig,
+    itemsize: int,
+    residual_itemsize: int,
+    *,
+    rows: int,
+    requests: int,
+    context: int,
+    on_host: bool,
 ) -> int:
     """Bytes at the peak of :func:`~swiftllm.runtime.widest_iteration.widest_iteration`, and of buffers that stay.
 
-    ``rows`` is the most tokens of a lane, ``requests`` the most requests, ``context`` the tokens of the longest. The
-    terms follow that function and the model; tests measure them.
+    ``itemsize`` is of activations, ``residual_itemsize`` of residuals. ``rows`` is the most tokens of a lane,
+    ``requests`` the most requests, ``context`` the tokens of the longest. The terms follow that function and the model;
+    tests measure them.
     """
     sampled, chunk = min(requests, rows), min(rows, context)
     rotary = 2 * model.head_dim * 4
@@ -102,7 +118,8 @@ def activation_bytes(
     attended = rows * model.num_heads * model.head_dim * itemsize
     qkv = rows * model.qkv_size * itemsize
     reached = model.tokens_reached(chunk, context)
-    held = hidden + qkv + rows * rotary  # residual, Q, K and V, rotary rows
+    residual = rows * model.hidden_size * residual_itemsize
+    held = residual + qkv + rows * rotary  # these are Q, K and V, and rotary rows
     if not on_host:  # K and V on their way to the CPU tier
         held += SNAPSHOTS * rows * 2 * model.num_kv_heads * model.head_dim * itemsize
 
@@ -130,7 +147,7 @@ def activation_bytes(
     at_once = min(logits, max(CPU_LOGITS if on_host else GPU_LOGITS, model.vocab_size))
     sampling = held + attended + logits * itemsize + at_once * BYTES_PER_LOGIT
     peak = max(own_attention, crossing, long_attention, decoding, sampling)
-    return peak + context * rotary + (0 if on_host else _graph_buffers(model, itemsize, requests))
+    return peak + context * rotary + (0 if on_host else _graph_buffers(model, itemsize, residual_itemsize, requests))
 
 
 def _written_out(model: ModelConfig, itemsize: int, hidden: int, gate_up: int, qkv: int) -> int:
@@ -148,9 +165,10 @@ def _written_out(model: ModelConfig, itemsize: int, hidden: int, gate_up: int, q
     return max(written_out, default=0)
 
 
-def _graph_buffers(model: ModelConfig, itemsize: int, requests: int) -> int:
+def _graph_buffers(model: ModelConfig, itemsize: int, residual_itemsize: int, requests: int) -> int:
     """Of the frames, logits and widest block tables of :class:`~swiftllm.runtime.graphs.LayerGraphs`."""
     rows = next((bucket for bucket in ROW_BUCKETS if bucket >= requests), ROW_BUCKETS[-1])
-    row = (model.hidden_size + model.qkv_size + model.num_heads * model.head_dim) * itemsize + 2 * model.head_dim * 4
+    row = (model.qkv_size + model.num_heads * model.head_dim) * itemsize + 2 * model.head_dim * 4
+    row += model.hidden_size * residual_itemsize
     table = BLOCK_BUCKETS[-1] * 4 * len(set(model.windows or [None]))
     return rows * (2 * (row + table) + model.vocab_size * itemsize)

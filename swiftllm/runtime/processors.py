@@ -30,6 +30,7 @@ class Processors:
     Attributes:
         hardware: where the linear layers run.
         dtype: of weights, activations and KV cache.
+        residual_dtype: of the sums of layers' outputs, which are activations too.
         cpu_kernel: pacpu's kernel for attention over the CPU tier.
         ops, host_ops: the device's operations; those of boundaries that the CPU computes.
         cores: threads of a lane on a CPU, and of attention over the CPU tier.
@@ -39,6 +40,7 @@ class Processors:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.hardware, device = hardware, hardware.torch_device
         self.dtype = resolve_dtype(config, device)
+        self.residual_dtype = resolve_residual_dtype(config.model, self.dtype)
         self.cpu_kernel = resolve_kernel(config, self.dtype)
         self.ops = select_ops(device, self.dtype, self.cpu_kernel)
         self.host_ops = CpuOps()
@@ -76,9 +78,16 @@ def _gpu_dtype(model: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16
     tell(
         f"{model} was trained in bfloat16, which sm_{about.major}{about.minor} does not compute: it runs in float16, "
-        "whose numbers end at 65,504. If its answers are no text, give --dtype float32"
+        "whose numbers end at 65,504, with residuals in float32. If a request fails because of logits that are not "
+        "finite, give --dtype float32"
     )
     return torch.float16
+
+
+def resolve_residual_dtype(model: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of residuals, in which the outputs of all layers are added up: float32 where a checkpoint in bfloat16
+    runs in float16, since it may reach numbers that float16 does not have; else that of the other activations."""
+    return torch.float32 if dtype is torch.float16 and stored_dtype(model) == "bfloat16" else dtype
 
 
 def default_kernel(cpu_kv_dtype: CpuKVDtype, dtype: torch.dtype) -> str:

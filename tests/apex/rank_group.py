@@ -31,12 +31,11 @@ class Group:
         self.config = EngineConfig(
             str(model_dir),
             device="cpu",
-            dtype="float32",
             max_num_batched_tokens=48,
             lane_threads=1,
             cpu_threads=1,
             tensor_parallel=size,
-            **{**POOLS, **options},
+            **{"dtype": "float32", **POOLS, **options},
         )
         draw = random.Random(5)
         self.prompts = [[draw.randrange(3, 100) for _ in range(draw.choice([1, 9, 30, 50]))] for _ in range(8)]

@@ -46,6 +46,13 @@ def check_rows(device: torch.device) -> None:
             normed = ops.add_rms_norm_(residual, x, weight, EPS)
             assert_close(residual, expected, dtype)
             assert_close(normed, REFERENCE.rms_norm(residual.double(), weight.double(), EPS), dtype)
+            wide = residual.float() * 1e5  # as of a checkpoint in bfloat16 that runs in float16
+            expected = wide.double() + x.double()
+            normed = ops.add_rms_norm_(wide, x, weight, EPS)
+            assert normed.dtype is dtype
+            assert_close(wide, expected, torch.float32)
+            for made in (normed, ops.rms_norm(wide, weight, EPS)):
+                assert_close(made, REFERENCE.rms_norm(wide.double(), weight.double(), EPS), dtype)
             gate_up = torch.randn(rows, 2 * size, device=device).to(dtype)
             assert_close(ops.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up.double()), dtype)
         heads = torch.randn(33, 12, 128, device=device).to(dtype)

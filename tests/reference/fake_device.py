@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from tests.reference import fake_attention
 from tests.reference.fake_cards import CARDS, FakeCards, FakeNccl, FakeRuntime, properties
-from tests.reference.fake_kernels import Kernels
+from tests.reference.fake_kernels import CAPABILITY, Kernels
 from tests.reference.fake_memory import DeviceTensor, Memory, poison
 from tests.reference.fake_streams import DEVICE, FakeEvent, FakeGraph, FakeStream, FakeWorker, Hazard
 from tests.reference.trees import key_of, leaves_of, replaced, shape_of
@@ -66,7 +66,9 @@ class FakeCuda(TorchDispatchMode):
     """Attributes: ``sites``, the places where waits were asked for; ``replays``, of graphs; ``attended``, rows
     and blocks of each decode attention that was computed; ``peak`` and ``allocated`` bytes of memory; ``kernels``."""
 
-    def __init__(self, seed: int, *, ignored: str | None = None, total_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self, seed: int, *, ignored: str | None = None, total_bytes: int = 1 << 30, capability: int = CAPABILITY
+    ) -> None:
         super().__init__()
         self.random = random.Random(seed)
         self.ignored = ignored
@@ -75,7 +77,7 @@ class FakeCuda(TorchDispatchMode):
         self.compute = self.current = FakeStream(self)
         self.streams = [self.compute]
         self.workers: list[FakeWorker] = []
-        self.kernels = Kernels(self)
+        self.kernels = Kernels(self, capability)
         self.capturing = False
         self.random_state: torch.Tensor | None = None
         self.cards, self.runtime = FakeCards(), FakeRuntime(self)

@@ -102,7 +102,7 @@ class FakeOps(Ops):
     def prefill_attention(self, q, k, v, lens, out, scale, window=None, sinks=None) -> None:
         if q.device != DEVICE:
             return super().prefill_attention(q, k, v, lens, out, scale, window, sinks)
-        attend = flash_attention if takes_flash(q, CAPABILITY) else efficient_attention
+        attend = flash_attention if takes_flash(q, self.cuda.kernels.capability) else efficient_attention
         attend(q, k, v, lens, out, scale, window, sinks)
 
     def decode_attention(self, q, k, v, kv_layer, block_tables, seq_lens, out, scale, window=None, sinks=None) -> None:
@@ -130,13 +130,14 @@ def fake_gpu(
     ignored: str | None = None,
     total_bytes: int = 1 << 30,
     measure_cores: bool = False,
+    capability: int = CAPABILITY,
 ) -> Iterator[FakeCuda]:
     """Inside, backends compute on the second of two fake GPUs, and engines have their CPU attention done by its worker.
 
     The threads of that are chosen by measuring, as on a GPU, only with ``measure_cores``. Whoever works on the first
     GPU by mistake is found at the end.
     """
-    fake = FakeCuda(seed, ignored=ignored, total_bytes=total_bytes)
+    fake = FakeCuda(seed, ignored=ignored, total_bytes=total_bytes, capability=capability)
     with pytest.MonkeyPatch.context() as patch, fake as cuda:
 
         def open_device(name: str, index: int | None = OWN_CARD, *, in_group: bool = False) -> CudaDevice:

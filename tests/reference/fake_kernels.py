@@ -32,15 +32,17 @@ ALIGNED = 16  # bytes, or a multiple of a number: Triton compiles another kernel
 
 
 class Kernels:
-    """Attribute: ``compiled``, the name of each of Triton's kernels that was launched for the first time, in order."""
+    """Attributes: ``compiled``, the name of each of Triton's kernels that was launched for the first time, in order;
+    ``capability``, of the GPU: 75 for sm_75."""
 
-    def __init__(self, cuda: FakeCuda) -> None:
+    def __init__(self, cuda: FakeCuda, capability: int) -> None:
         self.compiled: list[str] = []
+        self.capability = capability
         self._cuda = cuda
         self._known: set[object] = set()
         self._loaded: set[object] = set()  # of torch's
         self._is_reference = False
-        self._ops = TritonOps(DEVICE, CAPABILITY, NUM_MULTIPROCESSORS)
+        self._ops = TritonOps(DEVICE, capability, NUM_MULTIPROCESSORS)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """Takes the place of the launch itself."""

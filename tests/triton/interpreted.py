@@ -79,6 +79,25 @@ def test_norms(dtype, size):
     torch.testing.assert_close(x, before, **EXACTLY)
 
 
+@pytest.mark.parametrize("size", [64, 576])
+def test_norms_of_residuals_in_float32_are_float16(size):
+    """The residual passes float16's largest number."""
+    ops = make_ops(75)
+    x, residual = strided_rows(5, size, dtype=torch.float16), strided_rows(5, size, dtype=torch.float32)
+    x.mul_(10_000.0)
+    residual.mul_(200_000.0)
+    weight = torch.rand(size).half() + 0.5
+    normed = ops.rms_norm(residual, weight, EPS)
+    assert normed.dtype is torch.float16
+    assert_close(normed, REFERENCE.rms_norm(residual.double(), weight.double(), EPS), torch.float16)
+
+    before, expected_sum = x.clone(), x.double() + residual.double()
+    normed = ops.add_rms_norm_(residual, x, weight, EPS)
+    assert_close(residual, expected_sum, torch.float32)
+    torch.testing.assert_close(normed, ops.rms_norm(residual, weight, EPS), **EXACTLY)
+    torch.testing.assert_close(x, before, **EXACTLY)
+
+
 @pytest.mark.parametrize("heads, head_dim", [(10, 64), (5, 80)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_of_heads_leave_other_heads_alone(dtype, heads, head_dim):

@@ -41,7 +41,7 @@ class BoundaryWeights:
     """
 
     embed: Callable[[torch.Tensor], torch.Tensor] | None
-    """From token ids ``[rows]`` to hidden ``[rows, hidden_size]``; of boundary -1 alone."""
+    """From token ids ``[rows]`` to rows ``[rows, hidden_size]`` of the embedding; of boundary -1 alone."""
     ffn: FfnWeights | None
     """Of all boundaries but -1."""
     norm: torch.Tensor
@@ -110,7 +110,7 @@ def make_boundary(
     else:
         norm, projection = weights.final_norm, make_linear(ops, weights.lm_head, None)
         head_norms, rotated_heads = None, 0
-    embed = partial(_embed, ops, weights.embedding, config.embedding_multiplier) if boundary < 0 else None
+    embed = partial(ops.embed, embedding=weights.embedding) if boundary < 0 else None
     in_one_call = None
     if ffn is not None and dense is not None and not config.norms_outputs:
         sizes = rotated_heads, config.head_dim, config.rms_norm_eps
@@ -130,11 +130,6 @@ def _take_experts(layer: LayerWeights, sizes: ExpertSizes, linears: dict[str, Li
     activation = None if sizes.swiglu_limit is None else ClampedSwiGLU(sizes.swiglu_limit, SWIGLU_ALPHA)
     how = sizes.per_token, sizes.normalises, layer.router_bias, gate_up_bias, down_bias, activation
     return ExpertWeights(layer.router, gate_up, down, *how)
-
-
-def _embed(ops: Ops, weight: torch.Tensor, multiplier: float, token_ids: torch.Tensor) -> torch.Tensor:
-    hidden = ops.embed(token_ids, weight)
-    return hidden if multiplier == 1.0 else hidden.mul_(multiplier)
 
 
 def _head_norms(layer: LayerWeights, config: ModelConfig) -> torch.Tensor | None:

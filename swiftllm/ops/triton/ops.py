@@ -182,7 +182,7 @@ class TritonOps(Ops):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows, size = x.shape
-        out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+        out = torch.empty((rows, size), dtype=weight.dtype, device=x.device)
         if rows:
             tile = next_power_of_2(size)
             sizes = size, tile
@@ -193,7 +193,7 @@ class TritonOps(Ops):
         self, residual: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         rows, size = residual.shape
-        out = torch.empty((rows, size), dtype=residual.dtype, device=residual.device)
+        out = torch.empty((rows, size), dtype=weight.dtype, device=residual.device)
         if rows:
             tile = next_power_of_2(size)
             tensors, strides = (residual, addend, weight, out), (_row_stride(residual), _row_stride(addend))

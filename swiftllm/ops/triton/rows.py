@@ -1,8 +1,9 @@
 """Triton kernels that work on rows (tokens): norms of rows and of heads, rotary embedding, SiLU-and-mul.
 
 Layout: every row is contiguous in its last dimensions; rows are ``*_stride`` elements apart. Dtypes are float16,
-bfloat16 and float32, with sums in float32 and one rounding at the end. Programs share no data, so the kernels may run
-in place. A row must fit into the registers of one program (65536 elements are far beyond the largest Llama).
+bfloat16 and float32, with sums in float32 and one rounding at the end. The rows that are normed, and a residual, may be
+float32 beside weights and results of 16 bits. Programs share no data, so the kernels may run in place. A row must fit
+into the registers of one program (65536 elements are far beyond the largest Llama).
 """
 
 from __future__ import annotations

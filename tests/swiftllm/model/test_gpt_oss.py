@@ -69,10 +69,14 @@ def judged(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def logits_of(
-    folder: Path, dtype: torch.dtype = torch.float32, ops: Ops | None = None, **change: object
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    ops: Ops | None = None,
+    residual_dtype: torch.dtype | None = None,
+    **change: object,
 ) -> torch.Tensor:
     config = replace(ModelConfig.from_folder(folder), **change)
-    return whole_prompt_logits(resident_model(folder, config, dtype, ops or Ops()), TOKENS).float()
+    return whole_prompt_logits(resident_model(folder, config, dtype, ops or Ops(), residual_dtype), TOKENS).float()
 
 
 def test_logits_equal_transformers(folders, expected) -> None:
@@ -136,7 +140,8 @@ def test_without_any_one_part_the_logits_are_others(folders, expected, monkeypat
 
 
 def test_scaled_residuals_change_no_logit_in_float32_and_hold_in_float16(folders, tmp_path) -> None:
-    """In a model whose residuals are some 100,000, as gpt-oss' are, float16 without the scale is NaN."""
+    """In a model whose residuals are some 100,000, as gpt-oss' are, float16 without the scale is NaN. Residuals in
+    float32 are not enough: outputs of ``o`` and ``down`` are beyond float16 themselves."""
     unscaled = {"residual_scale": 1.0, "embedding_multiplier": 1.0, "rms_norm_eps": 1e-5}
     scaled = logits_of(folders["plain"])
     assert (logits_of(folders["plain"], **unscaled) - scaled).abs().max() < 1e-5
@@ -158,7 +163,11 @@ def test_scaled_residuals_change_no_logit_in_float32_and_hold_in_float16(folders
         dtype: (logits_of(tmp_path, dtype) - exact).square().mean().sqrt() for dtype in (torch.float16, torch.bfloat16)
     }
     assert errors[torch.float16] < 0.5 * errors[torch.bfloat16]
-    assert not logits_of(tmp_path, torch.float16, **unscaled).isfinite().all()
+    for residual_dtype in (torch.float16, torch.float32):
+        in_float16 = {"dtype": torch.float16, "residual_dtype": residual_dtype}
+        assert not logits_of(tmp_path, **in_float16, **unscaled).isfinite().all()
+    both = logits_of(tmp_path, torch.float16, residual_dtype=torch.float32) - exact
+    assert both.square().mean().sqrt() < 0.5 * errors[torch.bfloat16]
 
 
 def test_mxfp4_is_read_to_the_bit_by_every_rank_and_into_chunks_to_be_streamed(folders) -> None:

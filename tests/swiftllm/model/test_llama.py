@@ -42,8 +42,11 @@ VARIANTS = {
 }
 
 
-def resident_model(folder: Path, config: ModelConfig, dtype: torch.dtype, ops: Ops) -> LlamaModel:
-    return LlamaModel(config, LoadedWeights(config, load_weights(folder, config, "cpu", dtype), ops), ops)
+def resident_model(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, ops: Ops, residual_dtype: torch.dtype | None = None
+) -> LlamaModel:
+    weights = LoadedWeights(config, load_weights(folder, config, "cpu", dtype), ops)
+    return LlamaModel(config, weights, ops, residual_dtype=residual_dtype)
 
 
 @torch.inference_mode()

@@ -46,6 +46,21 @@ def test_layers_like_torch(monkeypatch, dtype, widens, lane_threads, num_rows):
         assert_close(attend_chunk(ours, *qkv), attend_chunk(reference, *qkv))
 
 
+@pytest.mark.parametrize("ops", [Ops(), CpuOps(num_threads=2)], ids=["torch", "pacpu"])
+def test_residuals_in_float32_have_norms_in_float16(ops: Ops) -> None:
+    torch.manual_seed(0)
+    x, residual, norm = torch.randn(9, 70).half() * 1e4, torch.randn(9, 70) * 2e5, torch.randn(70).half()
+    expected_sum = residual.double() + x.double()
+    expected = [Ops().rms_norm(rows, norm.double(), 1e-5) for rows in (residual.double(), expected_sum)]
+    normed = ops.rms_norm(residual, norm, 1e-5), ops.add_rms_norm_(residual, x, norm, 1e-5)
+    for made, wanted in zip(normed, expected, strict=True):
+        assert made.dtype is torch.float16
+        torch.testing.assert_close(made.double(), wanted, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(residual.double(), expected_sum, rtol=1e-6, atol=0.0)
+    alone = ops.rms_norm(residual[4:5], norm, 1e-5)
+    assert torch.equal(alone, ops.rms_norm(residual, norm, 1e-5)[4:5])  # whatever rows come with it
+
+
 def quantised(out_features: int, in_features: int, dtype: torch.dtype, is_ordered: bool = False) -> QuantisedMatrix:
     codes = torch.randint(16, (in_features, out_features), dtype=torch.uint8)
     scales = (torch.rand(in_features // 16, out_features) / 8 / in_features**0.5).half()

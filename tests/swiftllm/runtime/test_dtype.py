@@ -11,7 +11,7 @@ import torch
 
 from swiftllm.config import EngineConfig
 from swiftllm.model.folder.files import tell
-from swiftllm.runtime.processors import resolve_dtype
+from swiftllm.runtime.processors import resolve_dtype, resolve_residual_dtype
 
 CUDA = torch.device("cuda")
 TEXT = {"text_config": {"dtype": "bfloat16"}, "torch_dtype": "float32"}
@@ -43,3 +43,22 @@ def test_on_a_gpu_it_is_the_checkpoints_of_the_two_in_16_bits(
     is_told = capability < (8, 0) and expected is torch.float16
     assert ("which sm_75 does not compute: it runs in float16" in caplog.text) == is_told
     assert resolve_dtype(EngineConfig(str(tmp_path), dtype="float32"), CUDA) is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype", "expected"),
+    [
+        ({"torch_dtype": "bfloat16"}, torch.float16, torch.float32),
+        (TEXT, torch.float16, torch.float32),
+        ({"torch_dtype": "bfloat16"}, torch.bfloat16, torch.bfloat16),
+        ({"torch_dtype": "bfloat16"}, torch.float32, torch.float32),
+        ({"torch_dtype": "float16"}, torch.float16, torch.float16),
+        ({"torch_dtype": "float32"}, torch.float16, torch.float16),
+        ({}, torch.float16, torch.float16),
+    ],
+)
+def test_residuals_are_float32_where_a_checkpoint_in_bfloat16_runs_in_float16(
+    tmp_path: Path, fields, dtype, expected
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert resolve_residual_dtype(str(tmp_path), dtype) is expected

@@ -20,9 +20,11 @@ from swiftllm.runtime import graphs
 from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import OWN_CARD, FakeOps, fake_gpu
+from tests.reference.fake_kernels import CAPABILITY
 from tests.reference.fake_streams import DEVICE, FakeWorker, Hazard
 from tests.reference.tiny_experts import QWEN3_MOE
 from tests.reference.tiny_gpt_oss import make_folders
+from tests.reference.wide_residuals import make_wide
 
 
 def test_a_kernel_first_launched_in_a_capture_is_seen():
@@ -48,12 +50,21 @@ WINDOWS = {"kind": Qwen2Config, "use_sliding_window": True, "sliding_window": 8,
     ids=["int8", "eager", "graphs", "windows", "windows, eager, int8"],
 )
 def test_no_kernel_is_compiled_while_requests_wait_for_it(tiny_model_dir, model, can_capture, kept):
-    """Prompts in chunks into both tiers, decodes in the lane and in cohorts that ride and step, swaps both ways."""
     model_dir = tiny_model_dir(num_hidden_layers=2, **model)
-    pools = {"num_gpu_blocks": 20, "num_cpu_blocks": 20, "cpu_kv_dtype": kept}
-    config = EngineConfig(str(model_dir), dtype="float32", max_num_seqs=6, **pools)
+    at_start = kernels_of_the_start(model_dir, can_capture, cpu_kv_dtype=kept, dtype="float32")
+    assert (kept == "int8") == ("dequantise_blocks_kernel" in at_start)
+
+
+@pytest.mark.parametrize("can_capture", [False, True], ids=["eager", "graphs"])
+def test_nor_are_those_of_residuals_in_float32(tmp_path, can_capture):
+    kernels_of_the_start(make_wide(tmp_path, scale=1.0), can_capture, capability=75, dtype="float16")
+
+
+def kernels_of_the_start(model_dir, can_capture: bool, capability: int = CAPABILITY, **options) -> list[str]:
+    """Prompts in chunks into both tiers, decodes in the lane and in cohorts that ride and step, swaps both ways."""
+    config = EngineConfig(str(model_dir), max_num_seqs=6, num_gpu_blocks=20, num_cpu_blocks=20, **options)
     how = SamplingParams(max_tokens=4, ignore_eos=True)
-    with fake_gpu(0, can_capture=can_capture) as cuda:
+    with fake_gpu(0, can_capture=can_capture, capability=capability) as cuda:
         driver = BackendDriver(open_torch_backend(config, partial(FakeWorker, cuda)))
         at_start = list(cuda.kernels.compiled)
         requests = [driver.admit(f"r{i}", [3 + i] * (9 + 5 * i), list(Tier)[i % 2], how) for i in range(4)]
@@ -63,7 +74,7 @@ def test_no_kernel_is_compiled_while_requests_wait_for_it(tiny_model_dir, model,
         driver.move(requests)
         driver.decode(requests)
     assert cuda.kernels.compiled[len(at_start) :] == [] and "silu_and_mul_kernel" in at_start
-    assert (kept == "int8") == ("dequantise_blocks_kernel" in at_start)
+    return at_start
 
 
 # -- layers that differ: each matrix has kernels of its own ------------------------------------------------------------

@@ -56,7 +56,11 @@ class Started:
 
 @contextmanager
 def started(
-    model: ModelConfig, card: tuple[float, int, int], config: EngineConfig, num_layers: int | None = None
+    model: ModelConfig,
+    card: tuple[float, int, int],
+    config: EngineConfig,
+    num_layers: int | None = None,
+    residual_dtype: torch.dtype | None = None,
 ) -> Iterator[Started]:
     gib, *processor = card
     model = replace(model, num_layers=num_layers or model.num_layers)
@@ -67,7 +71,8 @@ def started(
             empty.empty_quantised(model, DEVICE, torch.float16)
         weights = LoadedWeights(model, empty, ops)
         after_weights = gpu.allocated
-        llama, device = LlamaModel(model, weights, ops, config.max_model_len), CudaDevice()
+        llama = LlamaModel(model, weights, ops, config.max_model_len, residual_dtype)
+        device = CudaDevice()
         max_blocks = -(-config.max_model_len // config.block_size)
         graphs = LayerGraphs(
             gpu,
@@ -96,9 +101,26 @@ ALIKE = replace(LLAMA_8B, num_layers=2, windows=(128, 128))
 )
 def test_the_estimate_of_activations_is_what_the_widest_iteration_takes(model, rows, requests, context):
     config = EngineConfig("m", max_num_batched_tokens=rows, max_num_seqs=requests, max_model_len=context)
-    estimate = activation_bytes(model, 2, rows=rows, requests=requests, context=context, on_host=False)
+    estimate = activation_bytes(model, 2, 2, rows=rows, requests=requests, context=context, on_host=False)
     with started(model, H100, config, num_layers=2) as start:
         assert 0.99 * start.activations <= estimate <= 1.15 * start.activations
+
+
+@pytest.mark.parametrize(("rows", "requests", "context"), [(8192, 64, 1024), (512, 256, 4096)])
+def test_residuals_in_float32_are_counted(rows, requests, context):
+    """Those of a lane, and of the buffers of graphs."""
+    config = EngineConfig("m", max_num_batched_tokens=rows, max_num_seqs=requests, max_model_len=context)
+    how = {"rows": rows, "requests": requests, "context": context, "on_host": False}
+    narrow, wide = (activation_bytes(LLAMA_8B, 2, itemsize, **how) for itemsize in (2, 4))
+    taken = []
+    for dtype in (torch.float16, torch.float32):
+        with started(LLAMA_8B, H100, config, num_layers=2, residual_dtype=dtype) as start:
+            taken.append(start.activations)
+    assert wide - narrow == (rows + 2 * requests) * LLAMA_8B.hidden_size * 2
+    assert taken[1] - taken[0] == pytest.approx(wide - narrow, rel=0.02)
+    fits = [estimate_memory(config, LLAMA_8B, torch.float16, device_bytes=H100[0] * GIB, host_bytes=64 * GIB,
+                            residual_dtype=dtype) for dtype in (None, torch.float32)]  # fmt: skip
+    assert fits[1].activation_bytes - fits[0].activation_bytes == wide - narrow
 
 
 @pytest.mark.parametrize(
@@ -139,7 +161,7 @@ def test_it_is_also_what_torch_allocates_on_a_cpu(sizes, rows, requests, context
         if event.name() == "[memory]":
             allocated += event.nbytes()
             peak = max(peak, allocated)
-    estimate = activation_bytes(model, 4, rows=rows, requests=requests, context=context, on_host=True)
+    estimate = activation_bytes(model, 4, 4, rows=rows, requests=requests, context=context, on_host=True)
     assert 0.95 * peak <= estimate - llama.rotary_table.nbytes <= 1.1 * peak
 
 
