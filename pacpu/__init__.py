@@ -30,6 +30,7 @@ __all__ = [
     "shared_row_cost",
     "unavailable",
     "unavailable_isas",
+    "zero",
 ]
 
 PREFETCHES = ("none", "L2", "L1")
@@ -104,6 +105,22 @@ def read_bandwidth(array: Any, *, num_threads: int = 1) -> float:
         ValueError: an argument does not fit the above.
     """
     return native.read_bandwidth(array, num_threads)
+
+
+def zero(array: Any, *, num_threads: int = 1) -> None:
+    """Write zeros into an array, in pieces of 2 MiB that the threads take in turn.
+
+    Memory that is written for the first time gets its pages then, each on the NUMA node of the thread that writes it:
+    the pages of a large array lie on the nodes of all threads.
+
+    Args:
+        array: contiguous, in host memory, of any dtype; overwritten.
+        num_threads: threads to use at most, from 1 to 4,096, the caller's included.
+
+    Raises:
+        ValueError: an argument does not fit the above; nothing has been written.
+    """
+    _pacpu.zero(array, num_threads)
 
 
 def kernels(dtype: Any = None) -> list[str]:

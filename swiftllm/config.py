@@ -61,7 +61,8 @@ class EngineConfig:
     lane_threads: int | None = None
     """Without a GPU: threads of the lane; by default all cores if GPU-only, else the fastest number, measured once."""
     cpu_threads: int | None = None
-    """Threads of the CPU attention worker; by default the cores that the lane leaves, or all if it leaves none."""
+    """Threads of the CPU attention worker; by default the cores that the lane leaves, or all if it leaves none.
+    Beside a GPU the fastest number, measured once: at most all hardware threads but one, in a server all but two."""
     cpu_kernel: str | None = None
     """CPU attention kernel: native, ispc or llamafile; by default the best for this machine and dtype."""
     tensor_parallel: int = 1

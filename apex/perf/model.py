@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
@@ -15,7 +16,7 @@ from math import ceil
 from operator import add
 from pathlib import Path
 
-TABLE_VERSION = 5
+TABLE_VERSION = 6
 
 
 def total_s(seconds: Iterable[float]) -> float:
@@ -110,9 +111,11 @@ class ProfileTable:
     """Measured seconds of operations.
 
     Per layer:
-        ``linear`` over tokens; ``prefill_attention`` over (new tokens, tokens cached before); ``gpu_attention`` and
-        ``cpu_attention`` over (requests, context tokens of each), the latter with the way to the worker and back;
-        ``hand_over`` over requests: what submitting a ticket costs the lane.
+        ``linear`` over tokens; ``prefill_attention`` over (new tokens, tokens cached before), of chunks whose K and V
+        go to the GPU tier; ``prefill_attention_cpu_tier`` of chunks for the CPU tier, with their transfers as far as
+        the lane waits for them. None: as for the GPU tier, as in a simulation, which has transfers of its own.
+        ``gpu_attention`` and ``cpu_attention`` over (requests, context tokens of each), the latter with the way to the
+        worker and back; ``hand_over`` over requests: what submitting a ticket costs the lane.
     Per iteration:
         ``ends`` over sampled rows: embedding, logits, sampling; ``iteration`` over requests: the host's work, which is
         scheduling, opening batches and taking tokens in.
@@ -144,6 +147,7 @@ class ProfileTable:
     shared_row_cost: float = 1.0
     rows_per_read: float = 1.0
     flat_from_tokens: float = 1.0
+    prefill_attention_cpu_tier: Surface | None = None
 
     def as_json(self) -> str:
         return json.dumps({"version": TABLE_VERSION, **asdict(self)}, indent=1)
@@ -171,8 +175,8 @@ class ProfileTable:
         return ProfileTable(found, **{name: _from_json(value) for name, value in raw.items()})
 
 
-def _from_json(value: dict | float) -> Curve | Surface | float:
-    if isinstance(value, float):
+def _from_json(value: dict | float | None) -> Curve | Surface | float | None:
+    if value is None or isinstance(value, float):
         return value
     if "curves" in value:
         return Surface(tuple(value["firsts"]), tuple(_from_json(curve) for curve in value["curves"]))
@@ -234,11 +238,24 @@ class PerfModel:
         """A layer in which the lane is busy for so long, and no shorter than the weights need to arrive."""
         return max(busy_s, self.stream_s)
 
-    def prefill_attention_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        """One layer's attention of prefill chunks: (new tokens, tokens already cached) each."""
+    def prefill_attention_s(
+        self, chunks: Sequence[tuple[int, int]], cpu_tier_chunks: Sequence[tuple[int, int]] = ()
+    ) -> float:
+        """One layer's attention of prefill chunks: (new tokens, tokens already cached) each.
+
+        ``cpu_tier_chunks``: those of them whose K and V go to the CPU tier. They have a launch of their own.
+        """
+        in_cpu_tier = self.table.prefill_attention_cpu_tier
+        if not cpu_tier_chunks or in_cpu_tier is None:
+            return self._chunks_s("prefill_attention", self.table.prefill_attention, chunks)
+        on_gpu = (Counter(chunks) - Counter(cpu_tier_chunks)).elements()
+        seconds = self._chunks_s("prefill_attention", self.table.prefill_attention, list(on_gpu))
+        return seconds + self._chunks_s("prefill_attention_cpu_tier", in_cpu_tier, cpu_tier_chunks)
+
+    def _chunks_s(self, name: str, surface: Surface, chunks: Sequence[tuple[int, int]]) -> float:
         if not chunks:
             return 0.0
-        alone_s = [self._surface("prefill_attention", self.table.prefill_attention, n, c) for n, c in chunks]
+        alone_s = [self._surface(name, surface, n, c) for n, c in chunks]
         return max(max(alone_s), total_s(alone_s) - self.table.prefill_shared_s * (len(chunks) - 1))
 
     def gpu_attention_s(self, requests: int, context_tokens: int) -> float:
@@ -248,10 +265,16 @@ class PerfModel:
         return self._surface("gpu_attention", self.table.gpu_attention, requests, context_tokens / requests)
 
     def lane_attention_s(
-        self, decodes: int, decode_context: int, chunks: Sequence[tuple[int, int]], longest_context: int = 0
+        self,
+        decodes: int,
+        decode_context: int,
+        chunks: Sequence[tuple[int, int]],
+        longest_context: int = 0,
+        cpu_tier_chunks: Sequence[tuple[int, int]] = (),
     ) -> float:
-        """One layer's attention in the lane. ``longest_context``: of the decodes, in tokens; 0 takes them as equal."""
-        return self.gpu_attention_s(decodes, decode_context) + self.prefill_attention_s(chunks)
+        """One layer's attention in the lane. ``longest_context``: of the decodes, in tokens; 0 takes them as equal.
+        ``cpu_tier_chunks``: see :meth:`prefill_attention_s`."""
+        return self.gpu_attention_s(decodes, decode_context) + self.prefill_attention_s(chunks, cpu_tier_chunks)
 
     def cpu_attention_s(self, requests: float, context_tokens: float, shared: Sequence[SharedContext] = ()) -> float:
         """One layer's decode attention on the CPU worker (T_c), hand-over included; context summed as above.

@@ -16,6 +16,8 @@ from apex.perf.workbench import TimedOperation, Workbench
 from swiftllm.core.request import Tier
 
 ROUNDS = 7
+LEAST_ROOM = 3
+"""Tokens of a tier in which prefills are timed: chunks of two lengths, with and without a past."""
 
 Size = int | tuple[int, int]
 Operations = dict[str, dict[Size, TimedOperation]]
@@ -76,17 +78,22 @@ def _operations(bench: Workbench, max_tokens: int, grid: SizeGrid) -> Operations
     pool = min(bench.num_blocks.values())
     gpu, cpu = (_decode_sizes(bench, tier, grid) for tier in (Tier.GPU, Tier.CPU))
     shortest = {requests: min(c for r, c in cpu if r == requests) for requests, _ in cpu}
-    prefills = _prefill_sizes(bench, max_tokens, grid)
+    tiers = [tier for tier in (Tier.GPU, Tier.CPU) if bench.room(tier) >= LEAST_ROOM] or [bench.larger_tier]
+    of_tiers = [
+        {size: bench.prefill_attention([size], tier) for size in _prefill_sizes(bench, tier, max_tokens, grid)}
+        for tier in tiers
+    ]
     # Lanes of several chunks have in total as many tokens as the longest that the table has.
-    longest = max(tokens for tokens, _ in _prefill_sizes(bench, max_tokens, SizeGrid()))
+    longest = max(tokens for tokens, _ in _prefill_sizes(bench, tiers[0], max_tokens, SizeGrid()))
     lanes = [(n, longest // n) for n in grid.prefill_lanes if n <= longest]
     return {
         "linear": {n: bench.linear(n) for n in sizes_up_to(grid.linear_tokens, max_tokens)},
         "first": {n: bench.first_boundary(n) for n in rows},
         "last": {n: bench.last_boundary(n) for n in rows},
         "swap": {n: bench.swap(n) for n in (sizes_up_to(grid.swapped_blocks, pool) if pool > 1 else ())},
-        "prefill_attention": {size: bench.prefill_attention([size]) for size in prefills},
-        "prefill_lane": {(n, new): bench.prefill_attention([(new, 0)] * n) for n, new in lanes},
+        "prefill_attention": of_tiers[0],
+        "prefill_attention_cpu_tier": of_tiers[1] if len(tiers) > 1 else {},
+        "prefill_lane": {(n, new): bench.prefill_attention([(new, 0)] * n, tiers[0]) for n, new in lanes},
         "gpu_attention": {size: bench.gpu_attention(*size) for size in gpu},
         "cpu_attention": {size: bench.cpu_attention(*size) for size in cpu},
         "hand_over": {requests: bench.hand_over(requests, context) for requests, context in shortest.items()},
@@ -94,8 +101,8 @@ def _operations(bench: Workbench, max_tokens: int, grid: SizeGrid) -> Operations
     }
 
 
-def _prefill_sizes(bench: Workbench, max_tokens: int, grid: SizeGrid) -> list[tuple[int, int]]:
-    room = bench.layer_groups.tokens_in(bench.num_blocks[bench.larger_tier])
+def _prefill_sizes(bench: Workbench, tier: Tier, max_tokens: int, grid: SizeGrid) -> list[tuple[int, int]]:
+    room = bench.room(tier)
     tokens = sizes_up_to(grid.prefill_tokens, min(max_tokens, bench.max_model_len // 2, room // 2))
     cached = sizes_up_to(grid.prefill_cached, min(bench.max_model_len, room) - tokens[-1])
     return [(n, c) for n in tokens for c in cached]
@@ -116,7 +123,7 @@ def table_from_seconds(seconds: Seconds, identity: Mapping[str, str]) -> Profile
     first, last, linear = seconds["first"], seconds["last"], _curve(seconds["linear"])
     # Both end boundaries, less the one layer of linear work that they add up to.
     ends = {rows: max(0.0, first[rows] + last[rows] - linear(rows)) for rows in first}
-    prefill = _surface(seconds["prefill_attention"])
+    prefill, in_cpu_tier = _surface(seconds["prefill_attention"]), seconds["prefill_attention_cpu_tier"]
     shared = [(n * prefill(new, 0) - lane_s) / (n - 1) for (n, new), lane_s in seconds["prefill_lane"].items()]
     return ProfileTable(
         dict(identity),
@@ -124,6 +131,7 @@ def table_from_seconds(seconds: Seconds, identity: Mapping[str, str]) -> Profile
         ends=_curve(ends),
         swap=_curve(seconds["swap"]),
         prefill_attention=prefill,
+        prefill_attention_cpu_tier=_surface(in_cpu_tier) if in_cpu_tier else None,
         gpu_attention=_surface(seconds["gpu_attention"]),
         cpu_attention=_surface(seconds["cpu_attention"]),
         first_share=min(1.0, sum(first.values()) / sum(linear(rows) for rows in first)),

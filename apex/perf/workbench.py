@@ -84,13 +84,12 @@ class Workbench:
         """The boundary after all layers, with a token sampled in every row."""
         return self._boundary(self._lane(self._single_rows(rows)), itertools.repeat(self.backend.num_layers - 1), rows)
 
-    def prefill_attention(self, chunks: Sequence[tuple[int, int]]) -> TimedOperation:
-        """One layer's attention of prefill chunks: (new tokens, tokens cached before) each.
+    def prefill_attention(self, chunks: Sequence[tuple[int, int]], tier: Tier) -> TimedOperation:
+        """One layer's attention of prefill chunks: (new tokens, tokens cached before) each. K and V go to the ``tier``.
 
         What is cached in host memory is gathered a layer ahead. So each layer comes after the one before it, which is
         not timed if it is not the last that was, and the first layer after its lane opened.
         """
-        tier = self.larger_tier
         items = [LaneItem(self._request(new + cached, tier), cached, new, tier, True) for new, cached in chunks]
         lane, last = self._lane(items), 0
 
@@ -231,6 +230,10 @@ class Workbench:
     def larger_tier(self) -> Tier:
         return max(self.num_blocks, key=lambda tier: self.num_blocks[tier])
 
+    def room(self, tier: Tier) -> int:
+        """The most tokens of a request there."""
+        return self.layer_groups.tokens_in(self.num_blocks[tier])
+
     def _request(self, tokens: int, tier: Tier) -> Request:
         """A request of ``tokens`` random tokens, with blocks at random places of its tier."""
         start = self._prompts.randrange(PROMPTS)
@@ -248,7 +251,7 @@ class Workbench:
     def _prefill_items(self, tokens: int) -> list[LaneItem]:
         """Prefill chunks of ``tokens`` tokens in total, each short enough for the larger tier."""
         tier = self.larger_tier
-        longest = min(self.max_model_len, self.layer_groups.tokens_in(self.num_blocks[tier]))
+        longest = min(self.max_model_len, self.room(tier))
         sizes = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
         return [LaneItem(self._request(size, tier), 0, size, tier, True) for size in sizes]
 

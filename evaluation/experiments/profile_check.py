@@ -97,7 +97,11 @@ def mean_table(first: ProfileTable, second: ProfileTable) -> ProfileTable:
     return ProfileTable(**parts)
 
 
-def _mean(first: Curve | Surface | float, second: Curve | Surface | float) -> Curve | Surface | float:
+def _mean(
+    first: Curve | Surface | float | None, second: Curve | Surface | float | None
+) -> Curve | Surface | float | None:
+    if first is None or second is None:
+        return None
     if isinstance(first, Surface):
         return Surface(first.firsts, tuple(map(_mean, first.curves, second.curves)))
     if isinstance(first, Curve):
@@ -150,6 +154,7 @@ def predictions(model: PerfModel) -> dict[str, Callable]:
         "first": model.first_boundary_s,
         "last": model.last_boundary_s,
         "prefill_attention": lambda size: model.prefill_attention_s([size]),
+        "prefill_attention_cpu_tier": lambda size: model.prefill_attention_s([size], [size]),
         "prefill_lane": lambda size: model.prefill_attention_s([(size[1], 0)] * size[0]),
         "gpu_attention": lambda size: model.gpu_attention_s(size[0], size[0] * size[1]),
         "cpu_attention": lambda size: model.cpu_attention_s(size[0], size[0] * size[1]),

@@ -15,6 +15,7 @@
 #include "paged_attention.h"
 #include "read_bandwidth.h"
 #include "registry.h"
+#include "zero.h"
 
 namespace py = pybind11;
 
@@ -140,13 +141,28 @@ int rows_per_read_of(py::handle num_heads_object, py::handle num_kv_heads_object
     return rows_per_read(static_cast<int>(num_heads), static_cast<int>(num_kv_heads));
 }
 
-double read_bandwidth(py::handle object, py::handle num_threads_object) {
-    const Array array = read_array("array", object);
-    const int num_threads = read_num_threads(num_threads_object);
+// Of a contiguous array.
+size_t bytes_of(const Array& array) {
     if (array.shape.empty()) refuse("array must have a dimension");
     row_stride(array, false);
     size_t num_bytes = array.type_bits / 8;
     for (const int64_t size : array.shape) num_bytes *= size;
+    return num_bytes;
+}
+
+void zero_array(py::handle object, py::handle num_threads_object) {
+    const Array array = read_array("array", object);
+    const int num_threads = read_num_threads(num_threads_object);
+    const size_t num_bytes = bytes_of(array);
+    check_writable(array);
+    py::gil_scoped_release release;
+    zero(array.data, num_bytes, num_threads);
+}
+
+double read_bandwidth(py::handle object, py::handle num_threads_object) {
+    const Array array = read_array("array", object);
+    const int num_threads = read_num_threads(num_threads_object);
+    const size_t num_bytes = bytes_of(array);
     py::gil_scoped_release release;
     return num_bytes / read_seconds(array.data, num_bytes, num_threads);
 }
@@ -223,6 +239,7 @@ PYBIND11_MODULE(_pacpu, module) {
     }
     module.def("paged_attention", &pacpu::paged_attention);
     module.def("read_bandwidth", &pacpu::read_bandwidth);
+    module.def("zero", &pacpu::zero_array);
     module.def("kernels", &pacpu::kernels);
     module.def("unavailable", &pacpu::unavailable);
     module.def("unavailable_isas", &pacpu::unavailable_isas);

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+import pacpu
 from swiftllm.core.request import Tier
 from swiftllm.kv.budget import KVPlan
 from swiftllm.kv.format import KVFormat
@@ -27,10 +28,11 @@ class KVPools:
         self, model: ModelConfig, plan: KVPlan, device: torch.device, formats: Mapping[Tier, KVFormat]
     ) -> None:
         self.plan, self.formats, self.groups = plan, formats, LayerGroups.of(model, plan.block_size)
+        self._on_device = frozenset[Tier]() if device.type == "cpu" else {Tier.GPU}
 
         def pool(tier: Tier) -> torch.Tensor:
             shape, dtype = formats[tier].pool_shape(model, plan.num_blocks[tier], plan.block_size), formats[tier].dtype
-            if tier is Tier.GPU and device.type != "cpu":
+            if tier in self._on_device:
                 return torch.empty(shape, dtype=dtype, device=device)
             return host_tensor(shape, dtype)
 
@@ -38,12 +40,19 @@ class KVPools:
         self.layers = {tier: [tensor[i] for i in self.groups.place_of] for tier, tensor in self.tensors.items()}
         self.num_written = 0
 
-    def write(self, num_blocks: int, progress: Callable[[float, str], None]) -> None:
-        """Zero the first ``num_blocks`` blocks of each tier. Takes seconds, since the first write maps the pages."""
-        layers = [layer[:num_blocks] for tier in Tier for layer in self.tensors[tier]]
-        for done, layer in enumerate(layers):
+    def write(self, num_blocks: int, num_threads: int, progress: Callable[[float, str], None]) -> None:
+        """Zero the first ``num_blocks`` blocks of each tier. Takes seconds, since the first write maps the pages.
+
+        Those of host memory are written by ``num_threads`` threads of pacpu in turn, so that they lie on the NUMA nodes
+        of all threads that will read them.
+        """
+        layers = [(tier, layer[:num_blocks]) for tier in Tier for layer in self.tensors[tier]]
+        for done, (tier, layer) in enumerate(layers):
             progress(done / len(layers), f"{num_blocks:,} blocks of each tier at most")
-            layer.zero_()
+            if tier in self._on_device:
+                layer.zero_()
+            else:
+                pacpu.zero(layer, num_threads=num_threads)
         self.num_written = num_blocks
 
 

@@ -9,6 +9,23 @@ from swiftllm.config import EngineConfig
 from swiftllm.machine import allowed_cores, usable_cores
 from swiftllm.topology import count_physical
 
+SERVER_LEAVES_FROM = 4
+"""Hardware threads from which on a server beside a GPU leaves two of them. With fewer, CPU attention would lose half of
+its threads or all."""
+
+
+@dataclass
+class _Server:
+    is_here: bool = False
+
+
+_server = _Server()
+
+
+def serve_from_here() -> None:
+    """Call it before the engine is built in a process that serves: another one, the front end, shares the cores."""
+    _server.is_here = True
+
 
 @dataclass(frozen=True)
 class CoreDivision:
@@ -47,12 +64,16 @@ def core_divisions(config: EngineConfig, *, lane_on_cpu: bool) -> list[CoreDivis
 
     Beside a GPU one thread launches. The worker has all other hardware threads, or leaves a physical core to that
     thread, or has half of the hardware threads: attention waits for memory, so a core's second thread may add little.
+    In a server it leaves two hardware threads at least, from :data:`SERVER_LEAVES_FROM` on: its helpers spin between
+    calls, and the front end and the reader of the CPU tier would take turns with them.
     Each rank of several divides an equal share of the cores.
     """
     cores = max(1, usable_cores() // config.tensor_parallel)
     if not lane_on_cpu:
         physical = min(cores, max(1, physical_cores() // config.tensor_parallel))
-        workers = [config.cpu_threads] if config.cpu_threads else [cores - 1, physical - 1, cores // 2]
+        most = cores - (2 if _server.is_here and cores >= SERVER_LEAVES_FROM else 1)
+        choices = [min(most, part) for part in (most, physical - 1, cores // 2)]
+        workers = [config.cpu_threads] if config.cpu_threads else choices
         return [CoreDivision(1, worker, "a GPU computes it") for worker in dict.fromkeys(max(1, n) for n in workers)]
     if config.lane_threads is not None:
         lanes, reason = [config.lane_threads], "as asked for"

@@ -98,7 +98,7 @@ class TorchBackend:
 
     def write_blocks(self, num_blocks: int, progress: Callable[[float, str], None]) -> None:
         """See :meth:`~swiftllm.kv.pools.KVPools.write`."""
-        self.kv_pools.write(num_blocks, progress)
+        self.kv_pools.write(num_blocks, self.cores.cpu_threads, progress)
 
     @property
     def cores(self) -> CoreDivision:

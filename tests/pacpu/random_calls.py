@@ -312,8 +312,13 @@ def bandwidth(draw: random.Random) -> Call:
     )
 
 
+def zeros(draw: random.Random) -> Call:
+    array = nan(draw.choice([1, 1001, 100_000]), dtype=torch.float32)
+    return Call(pacpu.zero, {"array": array, "num_threads": threads(draw)}, ("array",))
+
+
 KINDS = (attention, attention, prompts, linear, pack_matrix, packed_shape, rows_per_read, norms, heads, activation)
-KINDS += (copies, coded, experts, crossing, settings, bandwidth)
+KINDS += (copies, coded, experts, crossing, settings, bandwidth, zeros)
 
 
 def outcome(call: Call, draw: random.Random) -> str:

@@ -90,6 +90,7 @@ for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
                 layer.packed(x, ids, likelihoods, out, num_threads=2)
                 assert out.isfinite().all()
     print("ran", isa, "rows")
+pacpu.zero(torch.ones(1_600_001)[3:], num_threads=3)
 print(pacpu.read_bandwidth(torch.ones(1001), num_threads=3) > 0, _pacpu.__file__)
 """
 

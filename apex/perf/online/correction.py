@@ -61,9 +61,11 @@ class OnlineCorrection:
 def scaled_table(table: ProfileTable, lane: float, cpu_attention: float) -> ProfileTable:
     """The table of a machine whose lane and CPU attention take so many times as long."""
     of_lane = ("linear", "ends", "swap", "prefill_attention", "gpu_attention", "hand_over", "iteration")
+    in_cpu_tier = table.prefill_attention_cpu_tier
     return replace(
         table,
         cpu_attention=table.cpu_attention.times(cpu_attention),
         prefill_shared_s=table.prefill_shared_s * lane,
+        prefill_attention_cpu_tier=None if in_cpu_tier is None else in_cpu_tier.times(lane),
         **{name: getattr(table, name).times(lane) for name in of_lane},
     )

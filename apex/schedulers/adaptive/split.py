@@ -46,7 +46,7 @@ def best_split(
     steppers = stepping + num_partial
     step_context = sums[stepping] + partial_context
     ride_context = sums[members] - sums[stepping]
-    prefill_s = model.prefill_attention_s(load.chunks)
+    prefill_s = load.prefill_attention_s(model)
     lane_attention_s = model.gpu_attention_s(load.decodes, load.decode_context) + prefill_s
     ride = riding, ride_context / np.maximum(riding, 1)
     step = steppers, step_context / np.maximum(steppers, 1)

@@ -85,7 +85,7 @@ def prefill_s(model: PerfModel, slo: Slo, backlog: Backlog, budget: int) -> floa
     Decodes are taken as constant: about as many end as prompts become decodes.
     """
     load, prompts = backlog.load, backlog.prompts
-    total = sum([left for left, _ in prompts])
+    total = sum([left for left, *_ in prompts])
     most = max(1, budget - backlog.decodes)
     chunk = urgent_chunk_tokens(model, load, prompts, slo.iteration_s, most)
     full, rest = divmod(total, chunk)

@@ -10,6 +10,7 @@ from apex.perf.lane_load import LaneLoad, context_tokens
 from apex.perf.model import PerfModel
 from apex.schedulers.cpu_decodes import longest_run
 from apex.schedulers.omniserve.times import (
+    PromptLeft,
     chunk_of_no_cost,
     iteration_s,
     most_prompt_tokens,
@@ -71,8 +72,8 @@ class Lane:
 
     # -- prompts (section 3.3.4) ------------------------------------------------------------------------------------
 
-    def _prompts(self, service_class: ServiceClass) -> list[tuple[int, int]]:
-        """Tokens left and tokens cached of each prompt of a class, in order of service."""
+    def _prompts(self, service_class: ServiceClass) -> list[PromptLeft]:
+        """The prompts of a class, in order of service."""
         running = self.residents.prefilling.of_class(service_class)
         waiting = self.residents.waiting.of_class(service_class, PROMPTS_LOOKED_AT)
         return prompt_lengths([*sorted(running, key=lambda request: request.tier is Tier.CPU), *waiting])
@@ -187,6 +188,5 @@ def rows_by_boundary(riding: Sequence[Cohort], starting: Sequence[Request]) -> R
     return rows
 
 
-def prompt_lengths(requests: Sequence[Request]) -> list[tuple[int, int]]:
-    """Tokens left and tokens cached of each."""
-    return [(request.num_uncomputed, request.num_computed_tokens) for request in requests]
+def prompt_lengths(requests: Sequence[Request]) -> list[PromptLeft]:
+    return [PromptLeft(request.num_uncomputed, request.num_computed_tokens, request.tier) for request in requests]

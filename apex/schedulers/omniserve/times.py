@@ -9,10 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import starmap
+from typing import NamedTuple
 
 from apex.perf.lane_load import LaneLoad
 from apex.perf.model import PerfModel
 from apex.schedulers.cpu_decodes import longest_run
+from swiftllm.core.request import Tier
+
+
+class PromptLeft(NamedTuple):
+    """A prompt that is not computed yet. ``tier``: where its K and V go; None as long as it waits."""
+
+    tokens: int
+    cached: int
+    tier: Tier | None = None
 
 
 def riders_s(model: PerfModel, lane_tokens: int, lane_rows: int, riders: Mapping[int, int]) -> float:
@@ -62,13 +73,16 @@ def iteration_s(model: PerfModel, load: LaneLoad, riders: Mapping[int, int] | No
 
 
 def with_prompts(load: LaneLoad, prompts: Sequence[tuple[int, int]], tokens: int) -> LaneLoad:
-    """The load with the next ``tokens`` of ``prompts``: (tokens left, tokens cached) of each, in order of service."""
-    chunks, goes_on = [], False
-    for left, cached in prompts:
+    """The load with the next ``tokens`` of ``prompts``: (tokens left, tokens cached) of each, in order of service; a
+    :class:`PromptLeft` tells its tier, too."""
+    chunks, cpu_tier_chunks, goes_on = [], [], False
+    for left, cached, tier in starmap(PromptLeft, prompts):
         if tokens <= 0:
             break
         chunk = min(left, tokens)
         chunks.append((chunk, cached))
+        if tier is Tier.CPU:
+            cpu_tier_chunks.append((chunk, cached))
         tokens -= chunk
         goes_on = chunk < left
     added = sum([chunk for chunk, _ in chunks])
@@ -77,6 +91,7 @@ def with_prompts(load: LaneLoad, prompts: Sequence[tuple[int, int]], tokens: int
         tokens=load.tokens + added,
         requests=load.requests + len(chunks),
         chunks=(*load.chunks, *chunks),
+        cpu_tier_chunks=(*load.cpu_tier_chunks, *cpu_tier_chunks),
         open_chunks=load.open_chunks + goes_on,
     )
 
@@ -109,7 +124,7 @@ def most_prompt_tokens(
         limit_s: the longest iteration.
         most: the most tokens.
     """
-    most = min(most, sum([left for left, _ in prompts]))
+    most = min(most, sum([left for left, *_ in prompts]))
     return longest_run(
         lambda tokens: iteration_s(model, with_prompts(load, prompts, tokens), riders, swapped), limit_s, most
     )

@@ -180,6 +180,8 @@ class SimulatedBackend:
         return SimulatedBatch(tokens, attention_s, sampled, **times)
 
     def _context_s(self, items: Sequence[LaneItem]) -> float:
+        if self.model.table.prefill_attention_cpu_tier is not None:  # which has been measured with it
+            return 0.0
         found = [item for item in items if item.is_prefill and item.tier is Tier.CPU and item.request.cached_tokens]
         blocks = sum(-(-item.start // self._block_size) for item in found)
         return self.model.swap_s(blocks) / self.num_layers

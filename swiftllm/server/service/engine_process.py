@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from swiftllm.runtime.cores import serve_from_here
 from swiftllm.server.service.client import EngineClient, EngineGone
 from swiftllm.server.service.front_end_link import FrontEndLink
 from swiftllm.server.service.messages import Ends, NotBuilt, make_ends
@@ -96,6 +97,7 @@ def run_engine(build: Callable[[], EngineService], *sockets: object) -> None:
     link = FrontEndLink(Ends(*sockets))
     is_built = threading.Event()
     DeviceThread(end_if_alone, link, is_built, name="while building").start()
+    serve_from_here()
     try:
         service = build()
     except (ValueError, OSError) as error:

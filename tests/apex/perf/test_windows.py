@@ -19,6 +19,7 @@ from apex.perf.profile_cache import make_workbench
 from apex.perf.profiler import SizeGrid, measure_seconds, table_from_seconds
 from apex.perf.workbench import TimedOperation, Workbench
 from swiftllm.config import EngineConfig
+from swiftllm.core.request import Tier
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
 from swiftllm.runtime.workers import AttentionTask, ContextRead
 from tests.reference.tiny_gpt_oss import make_tiny_gpt_oss
@@ -130,7 +131,7 @@ def all_work(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> tuple
     backend, bench = open_backend(folder, dtype)
     work, twice = TimedWork(backend, bench, monkeypatch), 2 * LAYERS // 2
     with bench.in_use():
-        done = {("prefill", *size): work.of(bench.prefill_attention([size]), twice) for size in PREFILLS}
+        done = {("prefill", *size): work.of(bench.prefill_attention([size], Tier.CPU), twice) for size in PREFILLS}
         done |= {("decode", *size): work.of(bench.gpu_attention(*size), twice) for size in DECODES}
         # A sample is of one layer in each group, and of one more: all layers come equally often.
         growth = backend.layer_groups.growth

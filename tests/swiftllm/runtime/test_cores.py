@@ -52,6 +52,22 @@ def test_beside_a_gpu_cpu_attention_may_leave_the_second_threads_of_cores_alone(
     assert threads(16, monkeypatch, lane_on_cpu=False, physical=8, tensor_parallel=2) == [(1, 7), (1, 3), (1, 4)]
 
 
+def test_a_server_beside_a_gpu_leaves_two_hardware_threads_from_four_on(monkeypatch):
+    monkeypatch.setattr(cores, "_server", cores._Server())
+    alone = {n: threads(n, monkeypatch, lane_on_cpu=False, physical=n) for n in range(1, 5)}
+    assert [divisions[0] for divisions in alone.values()] == [(1, 1), (1, 1), (1, 2), (1, 3)]
+    cores.serve_from_here()
+    for few in (1, 2, 3):
+        assert threads(few, monkeypatch, lane_on_cpu=False, physical=few) == alone[few]
+    assert threads(4, monkeypatch, lane_on_cpu=False, physical=2) == [(1, 2), (1, 1)]
+    assert threads(4, monkeypatch, lane_on_cpu=False, physical=4) == [(1, 2)]
+    assert threads(8, monkeypatch, lane_on_cpu=False, physical=4) == [(1, 6), (1, 3), (1, 4)]
+    assert threads(8, monkeypatch, lane_on_cpu=False, physical=8) == [(1, 6), (1, 4)]
+    assert threads(16, monkeypatch, lane_on_cpu=False, physical=8, tensor_parallel=2) == [(1, 6), (1, 3), (1, 4)]
+    assert threads(8, monkeypatch, lane_on_cpu=False, physical=4, cpu_threads=7) == [(1, 7)]
+    assert threads(16, monkeypatch) == [(16, 16), (8, 8), (4, 12)]  # without a GPU as ever
+
+
 def test_nothing_is_left_to_choose_when_threads_are_given(monkeypatch):
     assert threads(16, monkeypatch, lane_threads=6) == [(6, 10)]
     assert threads(16, monkeypatch, lane_threads=16) == [(16, 16)]

@@ -308,11 +308,11 @@ def test_best_effort_work_does_not_count_against_an_arrival(monkeypatch: pytest.
     for _ in range(10):
         engine.step()
     add(engine, "first", 250, 50)
-    assert (seen[0].decodes, seen[0].prompts, seen[0].missing_blocks) == (0, [(250, 0)], 0)
+    assert (seen[0].decodes, seen[0].prompts, seen[0].missing_blocks) == (0, [(250, 0, None)], 0)
     for _ in range(3):
         engine.step()
     add(engine, "second", 100, 50)
-    assert seen[1].decodes == 1 and seen[1].decode_context == 253 and seen[1].prompts == [(100, 0)]
+    assert seen[1].decodes == 1 and seen[1].decode_context == 253 and seen[1].prompts == [(100, 0, None)]
 
 
 def test_a_refusal_for_now_crosses_processes() -> None:
@@ -333,4 +333,4 @@ def test_an_arrival_lacks_blocks_for_itself_those_before_it_and_the_next_token_o
         backlog = backlog_before(late, engine.residents, engine.policy.lengths)
         assert backlog.missing_blocks == missing == max(0, -(-prompt // 16) + 3 + 3 * 1 - (20 - 5))
         assert (backlog.decodes, backlog.prompt_blocks) == (1, 5)
-        assert [left for left, _ in backlog.prompts] == [waiting.num_tokens, prompt]
+        assert [left for left, *_ in backlog.prompts] == [waiting.num_tokens, prompt]

@@ -1,0 +1,28 @@
+"""The engine's process, as its builder finds it."""
+
+from __future__ import annotations
+
+import pytest
+
+from swiftllm.config import EngineConfig
+from swiftllm.runtime import cores
+from swiftllm.server.service.client import EngineNotBuilt
+from swiftllm.server.service.engine_process import EngineProcess
+
+GRACE_S = 60.0
+
+
+def tell_threads() -> None:
+    """Runs in the engine's process, and tells what CPU attention would get beside a GPU of a machine with 8 threads."""
+    cores.usable_cores, cores.physical_cores = lambda: 8, lambda: 4
+    divisions = cores.core_divisions(EngineConfig("folder"), lane_on_cpu=False)
+    raise ValueError(f"threads: {[division.cpu_threads for division in divisions]}")
+
+
+def test_cpu_attention_of_a_server_leaves_threads_to_the_front_end() -> None:
+    process = EngineProcess(tell_threads)
+    try:
+        with pytest.raises(EngineNotBuilt, match=r"threads: \[6, 3, 4\]"):
+            process.connect()
+    finally:
+        process.close(GRACE_S)
