@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.autograd import DeviceType
 
 from benchmarks import bench_gpu, gpu_lanes, gpu_parts
@@ -101,6 +102,23 @@ def test_lanes_of_every_kind_are_timed_and_profiled() -> None:
     assert [table["lane"] for table in figures["lane_profiles"]] == names and len(names) == 6
     assert all(table["kernels"] and table["idle_us"] is None for table in figures["lane_profiles"])
     assert figures["needs_gpu"] == ["captures"] and not figures["failed"]
+
+
+def test_lanes_run_and_captures_add_up_on_a_gpu_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swiftllm.runtime.graphs.ROW_BUCKETS", (1, 4, 16))
+    with fake_gpu(0) as cuda, gpu_check.model_folder(CASES["rehearsal"]) as model:
+        options = {"num_gpu_blocks": 64, "num_cpu_blocks": 8, "max_num_seqs": 16, "max_model_len": 128}
+        backend = open_torch_backend(EngineConfig(str(model), dtype="float32", load_format="dummy", **options))
+        buckets = gpu_lanes.captures(backend)
+        assert [bucket["rows"] for bucket in buckets] == [16, 1, 4]
+        assert sum(bucket["graphs"] for bucket in buckets) == len(backend.graphs)
+        assert sum(bucket["MiB"] for bucket in buckets) * 2**20 == backend.graphs.num_bytes
+        with torch.inference_mode():
+            for name, work in gpu_lanes.Lanes(backend, gpu_lanes.SMALL).kinds.items():
+                before = cuda.replays
+                work()
+                assert name != "decodes" or cuda.replays == before + 1
+        backend.close()
 
 
 def test_a_table_of_kernels_counts_launches_and_the_time_without_any() -> None:
