@@ -13,7 +13,6 @@ import itertools
 import json
 import statistics
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,17 +26,22 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 import torch
 
+from benchmarks.gpu_lanes import SMALL, LaneSizes, captures, iterate, lane_profiles, lane_times
 from benchmarks.gpu_parts import (
     GIB,
     ROUNDS,
     Timer,
+    both_ways,
     coded_products,
     cpu_attention,
     cpu_attention_beside,
     decode_attention,
     expert_layers,
+    host_seconds,
     measure_wake_up,
     memory_bandwidth,
+    pinned_allocation,
+    polling,
     product,
     versions,
 )
@@ -62,9 +66,15 @@ HOWS = {
     "top_k=50": ({"temperature": 1.0, "top_k": 50},),
 }
 PARTS = (
-    *("versions", "memory", "gemm", "iterations", "sampling", "iterations_eager", "decode_attention"),
-    *("coded_products", "experts", "cpu_attention", "cpu_attention_beside", "wake_up"),
+    *("versions", "both_ways", "pinned_allocation", "polling", "wake_up", "memory", "gemm"),
+    *("captures", "lane_profiles", "lane_times"),
+    *("iterations", "sampling", "iterations_eager", "decode_attention"),
+    *("coded_products", "experts", "cpu_attention", "cpu_attention_beside"),
 )
+OF_A_GPU = ("both_ways", "pinned_allocation", "polling", "wake_up", "captures")
+"""What a host has nothing of."""
+SHOWN_KERNELS = 3
+PINNED_SIZES = (1 << 20, 4 << 20, 64 << 20, 256 << 20)
 HOWS["mixed"] = tuple(how for (how,) in HOWS.values())
 
 
@@ -81,18 +91,11 @@ def iterations(timer: Timer, backend: TorchBackend, read_gb_s: float, quick: boo
         if in_one_go and backend.whole_iteration(backend.open_lane(items)) is None:
             continue
 
-        def iterate(items: Sequence[LaneItem] = items, in_one_go: bool = in_one_go) -> None:
-            lane = backend.open_lane(items)
-            if in_one_go:
-                backend.whole_iteration(lane)
-                return
-            for layer in range(-1, backend.num_layers - 1):
-                backend.boundary(layer, [lane])
-                backend.gpu_attention(layer + 1, lane)
-            backend.boundary(backend.num_layers - 1, [lane])
+        def work(items: Sequence[LaneItem] = items, in_one_go: bool = in_one_go) -> None:
+            iterate(backend, items, in_one_go)
 
-        seconds = timer.median(iterate)
-        host_s = statistics.median(host_seconds(timer, iterate) for _ in range(ROUNDS))
+        seconds = timer.median(work)
+        host_s = statistics.median(host_seconds(timer, work) for _ in range(ROUNDS))
         rows.append(
             {
                 "batch": batch,
@@ -119,14 +122,6 @@ def sampling(timer: Timer, backend: TorchBackend, columns: int) -> list[dict]:
         seconds = timer.median(lambda requests=requests: sampler.sample(logits, requests))
         rows.append({"how": name, "rows": SAMPLED_ROWS, "vocab_size": columns, "ms": seconds * 1e3})
     return rows
-
-
-def host_seconds(timer: Timer, iterate: Callable[[], None]) -> float:
-    """CPU time (seconds) of the launching thread in an iteration, without waiting for the GPU."""
-    timer.synchronize()
-    start_s = time.thread_time()
-    iterate()
-    return time.thread_time() - start_s
 
 
 def decoding_requests(backend: TorchBackend, batch: int) -> list[Request]:
@@ -175,6 +170,7 @@ def measure(
     """Yields all figures so far after each part of ``names``. Parts that fail are named in ``failed``; the others still
     run. ``known`` are figures of an earlier call."""
     device, dtype = torch.device(case.device), getattr(torch, case.dtype)
+    sizes = SMALL if small else LaneSizes()
     timer, cores = Timer(device), usable_cores()
     with model_folder(case) as folder:
         config = ModelConfig.from_folder(folder)
@@ -213,34 +209,43 @@ def measure(
             figures["captured"] = {"graphs": len(opened.graphs), **took}
         return opened
 
-    def iterate(graphs: bool) -> list[dict]:
+    def iterations_of(graphs: bool) -> list[dict]:
         read_gb_s = max(memory()["read"], memory()["copy"])
         return iterations(timer, backend(graphs), read_gb_s, small)
 
     work: dict[str, Callable[[], Any]] = {
         "versions": lambda: versions(device),
+        "both_ways": lambda: both_ways(timer, GIB // 4),
+        "pinned_allocation": lambda: pinned_allocation(PINNED_SIZES),
+        "polling": lambda: polling(timer),
+        "wake_up": lambda: measure_wake_up(timer),
+        "captures": lambda: captures(backend()),
+        "lane_profiles": lambda: lane_profiles(timer, backend(), sizes),
+        "lane_times": lambda: lane_times(timer, backend(), sizes),
         "memory": memory,
         "gemm": lambda: product(timer, dtype, 256 if small else 8192),
-        "iterations": lambda: iterate(True),
+        "iterations": lambda: iterations_of(True),
         "sampling": lambda: sampling(timer, backend(), config.vocab_size),
-        "iterations_eager": lambda: iterate(False),
+        "iterations_eager": lambda: iterations_of(False),
         "decode_attention": lambda: decode_attention(timer, config, dtype, memory()["copy"], small),
         "coded_products": lambda: coded_products(timer, config, dtype, small),
         "experts": lambda: expert_layers(timer, dtype, memory()["copy"], small),
         "cpu_attention": lambda: cpu_attention(config, dtype, cores, GIB // 8 if small else 2 * GIB),
         "cpu_attention_beside": lambda: cpu_attention_beside(timer, config, dtype, cores, small),
-        "wake_up": lambda: measure_wake_up(timer) if device.type == "cuda" else None,
     }
     try:
         for name in names:
             figures.pop(name, None)
             try:
-                figures[name] = work[name]()
+                needs_gpu = name in OF_A_GPU and device.type != "cuda"
+                figures[name] = None if needs_gpu else work[name]()
             except Exception:
                 figures["failed"].append(name)
                 traceback.print_exc()
             else:
-                show(name.replace("_", " "), figures[name] or {})
+                if needs_gpu:
+                    figures["needs_gpu"] = sorted({*figures.get("needs_gpu", ()), name})
+                show(name.replace("_", " "), {"needs": "a GPU"} if needs_gpu else figures[name])
             yield figures
     finally:
         while backends:
@@ -267,7 +272,7 @@ def open_backend(case: Case, hardware: Device | None = None) -> TorchBackend:
                         case.dtype,
                         "dummy",
                         num_gpu_blocks=512,
-                        num_cpu_blocks=4,
+                        num_cpu_blocks=64,
                         max_model_len=case.max_model_len,
                         lane_threads=1,
                     ),
@@ -283,10 +288,13 @@ def open_backend(case: Case, hardware: Device | None = None) -> TorchBackend:
 def show(title: str, figures: dict | list[dict]) -> None:
     print(f"{title}:")
     for row in figures if isinstance(figures, list) else [figures]:
-        cells = (
-            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()
-        )
-        print("  " + ", ".join(cells), flush=True)
+        print("  " + ", ".join(f"{name} {shown(value)}" for name, value in row.items()), flush=True)
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, list):  # the first few of a table's rows
+        return "; ".join(" ".join(shown(cell) for cell in row.values()) for row in value[:SHOWN_KERNELS])
+    return f"{value:.4g}" if isinstance(value, float) else f"{value}"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import contextlib
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 import pacpu
 from swiftllm.device import open_device
+from swiftllm.device.cuda import FIRST_PAUSE_S
 from swiftllm.device.driver import NvidiaDriver
 from swiftllm.ops.experts import ExpertWeights, Router
 from swiftllm.ops.library import LibraryLinears, installed_version
@@ -53,6 +54,14 @@ class Timer:
         return statistics.median(self.seconds(work, calls) for _ in range(ROUNDS))
 
 
+def host_seconds(timer: Timer, work: Callable[[], None]) -> float:
+    """CPU time (seconds) of the launching thread in some work, without waiting for the GPU."""
+    timer.synchronize()
+    start_s = time.thread_time()
+    work()
+    return time.thread_time() - start_s
+
+
 def memory_bandwidth(timer: Timer, num_bytes: int) -> dict[str, float]:
     """GB/s inside the device's memory (bytes read and written) and across the bus from and to pinned memory."""
     device = timer.device
@@ -69,6 +78,41 @@ def memory_bandwidth(timer: Timer, num_bytes: int) -> dict[str, float]:
         figures["to_device"] = len(pinned) / timer.median(lambda: part.copy_(pinned, non_blocking=True))
         figures["to_host"] = len(pinned) / timer.median(lambda: pinned.copy_(part, non_blocking=True))
     return {name: rate / 1e9 for name, rate in figures.items()}
+
+
+def both_ways(timer: Timer, num_bytes: int) -> dict[str, float]:
+    """GB/s of copies from and to pinned memory at the same time, each way, on streams of their own."""
+    hosts = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    ends = [torch.empty(num_bytes, dtype=torch.uint8, device=timer.device) for _ in range(2)]
+    streams = [torch.cuda.Stream(timer.device) for _ in range(2)]
+    pairs = (ends[0], hosts[0]), (hosts[1], ends[1])
+
+    def copy() -> None:
+        for stream, (target, source) in zip(streams, pairs, strict=True):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+
+    return {"each_gb_s": num_bytes / timer.median(copy) / 1e9, "bytes": num_bytes}
+
+
+def pinned_allocation(sizes: Sequence[int]) -> list[dict[str, float]]:
+    """Time to allocate pinned memory of sizes in bytes that torch's allocator does not have at hand."""
+    kept, rows = [], []
+    for size in sizes:
+        start_s = time.perf_counter()
+        kept.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        ms = (time.perf_counter() - start_s) * 1e3
+        rows.append({"MB": size / 1e6, "ms": ms, "ms_per_MB": ms / size * 1e6})
+    return rows
+
+
+def polling(timer: Timer) -> dict[str, float]:
+    """How long it takes to look at an event that has passed, and to sleep as shortly as the engine's host does."""
+    stream = open_device(timer.device.type).compute
+    event = stream.mark()
+    timer.synchronize()
+    figures = {"query_us": timer.median(event.done, calls=100) * 1e6}
+    return figures | {"sleep_us": timer.median(partial(time.sleep, FIRST_PAUSE_S), calls=100) * 1e6}
 
 
 def versions(device: torch.device) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def zero(array: Any, *, num_threads: int = 1) -> None:
     Raises:
         ValueError: an argument does not fit the above; nothing has been written.
     """
-    _pacpu.zero(array, num_threads)
+    native.zero(array, num_threads)
 
 
 def kernels(dtype: Any = None) -> list[str]:

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Checks and measures the GPU path on this machine and writes results/<gpu>/<date>/, small enough to commit.
 #
-# usage: scripts/gpu_check.sh [--rehearse] [--stages NAMES] [--minutes N] [OUTPUT_FOLDER]
+# usage: scripts/gpu_check.sh [--rehearse] [--stages NAMES] [--minutes N] [--archive FILE] [OUTPUT_FOLDER]
 #
 #   --rehearse   the same stages on the CPU with a tiny model: shows that the script works
 #   --stages     run these stages alone: names or patterns, with commas; by default those not done in the folder
-#   --minutes    all of this call; by default 35, which all stages fit in. No stage is begun whose limit lies behind it
+#   --minutes    all of this call; by default 9. A stage that is not reached is named in the results
+#   --archive    the one file with all results; by default OUTPUT_FOLDER.tar.gz. It is written anew after every stage
 #
-# With the same folder the same command goes on with what is not done: where a command may take ten minutes, type
-# `scripts/gpu_check.sh --minutes 9 FOLDER` until nothing is left.
+# With the same folder the same command goes on with what is not done; `--minutes 40` does all in one call.
 #
 # Needs a GPU, g++, and a python3 (or $PYTHON) with its headers, torch, numpy, Triton, pybind11 and setuptools;
 # matplotlib draws the pictures where it is there; no network. Every part is a process of its own with a time limit and

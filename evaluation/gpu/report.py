@@ -1,14 +1,16 @@
-"""Turns a folder of scripts/gpu_check.sh into summary.json, a figure and one page of text.
+"""Turns a folder of scripts/gpu_check.sh into summary.json, a figure, one page of text, and one archive of it all.
 
-python evaluation/gpu/report.py FOLDER
+python evaluation/gpu/report.py FOLDER [--archive FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,9 @@ from swiftllm.files import write_atomically
 FIGURE = "end_to_end.png"
 KERNELS = "kernels.json"
 PARTS = "parts.txt"
+CHECKS = "checks"  # a folder
+OK, NOT_REACHED, LACKS = "ok", "not reached", "needs "
+SHOWN_KERNELS = 5  # of a profile, on the page; summary.json has more
 SYSTEMS = ("swiftllm", "neo", "apex", "adaptive")
 
 
@@ -42,13 +47,62 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        return self.value >= self.goal if self.relation == ">=" else self.value <= self.goal
+        return self.miss <= 1.0
+
+    @property
+    def miss(self) -> float:
+        """By what factor the value is worse than the goal; 1 or less where it is met."""
+        worse, better = (self.goal, self.value) if self.relation == ">=" else (self.value, self.goal)
+        return worse / better if better else float("inf")
 
 
 def read_parts(folder: Path) -> list[list[str]]:
     """Name, result and seconds of each part that has ended in the folder."""
     path = folder / PARTS
     return [line.split("\t") for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def read_checks(folder: Path) -> dict[str, dict[str, Any]]:
+    """Result and seconds of each check of tests/gpu by name."""
+    files = sorted((folder / CHECKS).glob("*.json"))
+    return {name: check for file in files for name, check in json.loads(file.read_text()).items()}
+
+
+def verdict(
+    parts: list[list[str]], checks: dict[str, dict[str, Any]], kernels: dict[str, Any], runs: list[dict[str, Any]]
+) -> list[str]:
+    """What went well, what did not, what was not reached and what this machine lacks; and what is slow."""
+    results = {name: result for name, result, _ in parts}
+    of_checks = {f"{name} (a check)": check["result"] for name, check in checks.items()}
+    skipped = {
+        f"{run['system']}-{name_of(run)}": f"{LACKS}memory: {run['skipped']}" for run in runs if "skipped" in run
+    }
+    lacking = dict.fromkeys(kernels.get("needs_gpu", ()), f"{LACKS}a GPU")
+    broken = dict.fromkeys((f"{name} (of the benchmark)" for name in kernels.get("failed", ())), "failed")
+    ended = {**results, **of_checks, **lacking, **broken, **skipped}
+
+    def named(wanted: Callable[[str], bool]) -> str:
+        return "; ".join(f"{name}: {result}" for name, result in ended.items() if wanted(result)) or "nothing"
+
+    well = [name for name, result in results.items() if result == OK]
+    passed = sum(result == OK for result in of_checks.values())
+    unreached = ", ".join(name for name, result in results.items() if result == NOT_REACHED)
+    lines = [
+        f"Passed: {', '.join(well) or 'nothing'}; {passed} of {len(of_checks)} checks.",
+        f"Failed: {named(lambda result: result not in (OK, NOT_REACHED) and not result.startswith(LACKS))}.",
+        f"Not reached: {unreached or 'nothing'}.",
+        f"Lacking here: {named(lambda result: result.startswith(LACKS))}.",
+    ]
+    missed = sorted((goal for goal in goals(kernels) if not goal.met), key=lambda goal: -goal.miss)
+    lines += [f"Slow: {goal.what}: {goal.value:.3g}, goal {goal.relation} {goal.goal:g}." for goal in missed[:3]]
+    for table in kernels.get("lane_profiles") or ():
+        if table["span_us"] and table["kernels"]:
+            longest = table["kernels"][0]
+            lines.append(
+                f"{table['lane']}: idle {table['idle_us'] / table['span_us']:.0%}, most in {longest['name']} "
+                f"({longest['us'] / table['span_us']:.0%})."
+            )
+    return lines
 
 
 def missing_packages() -> list[str]:
@@ -75,19 +129,29 @@ def goals(kernels: dict[str, Any]) -> Iterator[Goal]:
         yield Goal(what, host["fraction_of_read"], ">=", 0.60)
 
 
-def page(folder: Path, parts: list[list[str]], kernels: dict[str, Any] | None, runs: list[dict[str, Any]]) -> str:
+def page(
+    folder: Path,
+    parts: list[list[str]],
+    checks: dict[str, dict[str, Any]],
+    kernels: dict[str, Any] | None,
+    runs: list[dict[str, Any]],
+) -> str:
     machine = provenance()["machine"]
     device = kernels["device"] if kernels else ", ".join(machine["gpus"]) or "no GPU"
     about = f"{machine['cpu']}, {machine['usable_cores']} cores, {machine['memory_gib']} GiB."
     lines = [f"# {device}, {folder.name}", "", about]
     if runs[0]["case"]["device"] == "cpu" if runs else not machine["gpus"]:
         lines.append("**A rehearsal on a CPU with a tiny model: no figure here says anything about a GPU.**")
+    lines += ["", *(f"- {line}" for line in verdict(parts, checks, kernels or {}, runs))]
     if versions := kernels and kernels.get("versions"):
         known = (f"{name.replace('_', ' ')} {value}" for name, value in versions.items() if value)
         lines += ["", f"{', '.join(known)}."]
     if missing := missing_packages():
         lines += ["", f"Not installed here, so nothing that needs them was checked: {', '.join(missing)}."]
     lines += ["", *markdown_lines(("part", "result", "seconds"), parts)]
+    if checks:
+        rows = [(name, check["result"], f"{check['seconds']:.1f}") for name, check in checks.items()]
+        lines += ["", *markdown_lines(("check", "result", "seconds"), rows)]
     if kernels:
         lines += kernel_lines(kernels)
     if runs:
@@ -109,6 +173,7 @@ def kernel_lines(kernels: dict[str, Any]) -> list[str]:
     lines += markdown_lines(("measured", "value", "goal", ""), rows)
     memory = (f"{name.replace('_', ' ')} {rate:.0f}" for name, rate in kernels.get("memory", {}).items())
     lines += ["", f"Memory, GB/s: {', '.join(memory) or 'not measured'}."]
+    lines += machine_lines(kernels)
     if product := kernels.get("gemm"):
         lines.append(f"A product of {product['size']:,} x {product['size']:,}: {product['tflops']:.3g} TFLOP/s.")
     if beside := kernels.get("cpu_attention_beside"):
@@ -127,6 +192,42 @@ def kernel_lines(kernels: dict[str, Any]) -> list[str]:
     if draws := kernels.get("sampling"):
         title = f"sampling, {draws[0]['rows']} rows of {draws[0]['vocab_size']:,}"
         lines += ["", *markdown_lines((title, "ms"), [(row["how"], f"{row['ms']:.2f}") for row in draws])]
+    return lines + lane_lines(kernels)
+
+
+def machine_lines(kernels: dict[str, Any]) -> list[str]:
+    """The bus both ways, pinned memory, and looking at events."""
+    lines = []
+    if both := kernels.get("both_ways"):
+        lines.append(f"Copies both ways at once: {both['each_gb_s']:.3g} GB/s each way.")
+    if pinned := kernels.get("pinned_allocation"):
+        of_sizes = (f"{row['ms_per_MB']:.3g} of {row['MB']:.0f} MB" for row in pinned)
+        lines.append(f"Allocating pinned memory, ms/MB: {', '.join(of_sizes)}.")
+    if polling := kernels.get("polling"):
+        lines.append(
+            f"A look at an event takes {polling['query_us']:.3g} us, the shortest sleep {polling['sleep_us']:.3g}."
+        )
+    return lines
+
+
+def lane_lines(kernels: dict[str, Any]) -> list[str]:
+    """Captures by bucket, iterations by kind of lane, and where the time of these goes."""
+    lines = []
+    if captured := kernels.get("captures"):
+        rows = [
+            (str(one["rows"]), str(one["graphs"]), f"{one['seconds']:.2f}", f"{one['MiB']:.0f}") for one in captured
+        ]
+        lines += ["", *markdown_lines(("rows of graphs", "graphs", "s", "MiB"), rows)]
+    if times := kernels.get("lane_times"):
+        rows = [(row["lane"], f"{row['ms']:.2f}", f"{row['host_ms']:.2f}") for row in times]
+        lines += ["", *markdown_lines(("iteration of", "ms", "host's ms"), rows)]
+    for table in kernels.get("lane_profiles") or ():
+        about = f"{table['lane']}, {table['iterations']} iterations"
+        if table["span_us"]:
+            about += f": {table['launches']} launches, {table['span_us']:.0f} us, idle {table['idle_us']:.0f} us"
+        rows = [(one["name"], str(one["calls"]), f"{one['us']:.0f}") for one in table["kernels"][:SHOWN_KERNELS]]
+        rows = [(name.replace("|", " "), *rest) for name, *rest in rows]
+        lines += ["", *markdown_lines((about, "calls", "us"), rows)]
     return lines
 
 
@@ -194,18 +295,29 @@ def provenance() -> dict[str, Any]:
     return {"machine": machine_identity(), "software": software(), "git": git_state(), "source": source_hash()}
 
 
-def write_page(folder: Path) -> None:
-    """``summary.json`` and ``README.md`` of what is in the folder by now."""
+def write_page(folder: Path, archive: Path | None = None) -> None:
+    """``summary.json`` and ``README.md`` of what is in the folder by now, and the archive of the folder."""
     kernels = json.loads((folder / KERNELS).read_text()) if (folder / KERNELS).exists() else None
     runs = read_runs(folder)
-    parts, missing = read_parts(folder), missing_packages()
+    parts, checks, missing = read_parts(folder), read_checks(folder), missing_packages()
     about = {"missing_packages": missing, "provenance": provenance()}
-    summary = {"parts": parts, "kernels": kernels, "runs": runs, **about}
+    lines = verdict(parts, checks, kernels or {}, runs)
+    summary = {"verdict": lines, "parts": parts, "checks": checks, "kernels": kernels, "runs": runs, **about}
     write_atomically(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
-    text = page(folder, parts, kernels, runs)
+    text = page(folder, parts, checks, kernels, runs)
     if (folder / FIGURE).exists():
         text += f"\n![tokens per second]({FIGURE})\n"
     write_atomically(folder / "README.md", text)
+    if archive is not None:
+        write_archive(folder, archive)
+
+
+def write_archive(folder: Path, archive: Path) -> None:
+    """Pack the folder, under its name, into one file."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        tar.add(folder, folder.name)
+    write_atomically(archive, packed.getvalue())
 
 
 def read_runs(folder: Path) -> list[dict[str, Any]]:
@@ -220,13 +332,15 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="results/<gpu>/<date> of scripts/gpu_check.sh")
-    folder = parser.parse_args(arguments).folder
+    parser.add_argument("--archive", type=Path, help="a file that packs the folder")
+    options = parser.parse_args(arguments)
+    folder = options.folder
     if measured := [run for run in read_runs(folder) if "measured" in run]:
         try:
             draw_runs(measured, folder)
         except ImportError as error:
             print(f"no figure: {error}", file=sys.stderr)
-    write_page(folder)
+    write_page(folder, options.archive)
     print((folder / "README.md").read_text())
     return 0
 

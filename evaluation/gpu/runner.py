@@ -1,8 +1,9 @@
 """Runs stages one after the other, each part of a stage in a process of its own that ends at the stage's limit.
 
 The parts of a stage run side by side: nothing is timed in a stage that has several. parts.txt says how each part
-ended; of those that failed the log stays. The page and summary.json are written anew after every stage, so stopping
-early keeps what was done until then, and a later call adds to the same folder. Needs the standard library alone.
+ended; of those that failed the log stays. The page, summary.json and the archive of it all are written anew after every
+stage, so stopping early keeps what was done until then, and a later call adds to the same folder. Needs the standard
+library alone.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import subprocess
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from evaluation.gpu.report import PARTS, read_parts, write_page
+from evaluation.gpu.report import NOT_REACHED, OK, PARTS, read_parts, write_page
 from evaluation.measure.sessions import describe_status, end_session, start_session
 from evaluation.results.paths import REPO_ROOT
 
@@ -23,7 +24,6 @@ POLL_S = 0.1
 GRACE_S = 5.0
 MOST_LOG_BYTES = 256 << 10
 SHOWN_LINES = 40
-OK = "ok"
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,16 @@ class CheckProcess:
 
 @dataclass(frozen=True)
 class Stage:
-    """Parts that run side by side. They end within ``limit_s`` seconds."""
+    """Parts that run side by side. They end within ``limit_s`` seconds.
+
+    With fewer than ``least_s`` left of a call the stage is not begun; with fewer than its limit it has what is left.
+    By default it is begun only with all of its limit.
+    """
 
     name: str
     limit_s: float
     parts: tuple[CheckProcess, ...]
+    least_s: float | None = None
 
     def is_done(self, folder: Path) -> bool:
         """Whether all its parts went well in this folder, perhaps in an earlier call."""
@@ -48,21 +53,28 @@ class Stage:
         return all(ended.get(part.name) == OK for part in self.parts)
 
 
-def run_stages(stages: Sequence[Stage], folder: Path, end_s: float) -> tuple[bool, list[Stage]]:
-    """Run the stages whose limits lie before ``end_s`` of :func:`time.monotonic`.
+def run_stages(
+    stages: Sequence[Stage], folder: Path, end_s: float, archive: Path | None = None
+) -> tuple[bool, list[Stage]]:
+    """Run the stages that there is time for before ``end_s`` of :func:`time.monotonic`; of the others it is recorded
+    that they were not reached. ``archive`` is a file that packs the folder.
 
-    Returns whether those went well, and the stages that there was no time for.
+    Returns whether those that ran went well, and the stages that there was no time for.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    all_well, left_over = True, []
+    all_well, left_over, known = True, [], {name for name, *_ in read_parts(folder)}
+    for part in (part for stage in stages for part in stage.parts):  # at once: a call may be cut
+        if part.name not in known:
+            record_result(folder, part.name, NOT_REACHED, 0.0)
     for stage in stages:
-        if time.monotonic() + stage.limit_s > end_s:
-            print(f"== {stage.name}: its {stage.limit_s:.0f} s are more than what is left", flush=True)
+        left_s = end_s - time.monotonic()
+        if left_s < min(stage.limit_s, stage.limit_s if stage.least_s is None else stage.least_s):
+            print(f"== {stage.name}: not begun, since only {left_s:.0f} s are left", flush=True)
             left_over.append(stage)
             continue
-        all_well &= run_stage(stage, folder)
+        all_well &= run_stage(replace(stage, limit_s=min(stage.limit_s, left_s)), folder)
         try:
-            write_page(folder)
+            write_page(folder, archive)
         except Exception:  # the rest is still to be measured
             traceback.print_exc()
             all_well = False
@@ -120,8 +132,12 @@ def record_part(folder: Path, name: str, result: str, seconds: float) -> None:
         log.unlink()
     else:
         log.write_bytes(text[-MOST_LOG_BYTES:])
-    parts = [part for part in read_parts(folder) if part[0] != name] + [[name, result, f"{seconds:.0f}"]]
-    (folder / PARTS).write_text("".join("\t".join(part) + "\n" for part in parts))
+    record_result(folder, name, result, seconds)
+
+
+def record_result(folder: Path, name: str, result: str, seconds: float) -> None:
+    parts = {part[0]: part for part in read_parts(folder)} | {name: [name, result, f"{seconds:.0f}"]}
+    (folder / PARTS).write_text("".join("\t".join(part) + "\n" for part in parts.values()))
 
 
 def log_path(folder: Path, name: str) -> Path:

@@ -2,8 +2,9 @@
 
 python evaluation/gpu/stages.py [FOLDER] [--stages NAMES] [--minutes N] [--rehearse]
 
-A stage is started only if its limit lies within the call's time. The same command with the same folder goes on with
-the stages that are missing or did not go well.
+What the first minutes on a card must tell comes first. A stage is begun if what is left of the call's time is enough
+for what it takes by estimate, and ends with the call. The same command with the same folder goes on with the stages
+that are missing or did not go well.
 """
 
 from __future__ import annotations
@@ -18,30 +19,35 @@ import sys
 import sysconfig
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # run as a file
     NEEDS = ("numpy", "pybind11", "setuptools", "torch")
     import here
 
-from evaluation.gpu.report import missing_packages
+from evaluation.gpu.report import CHECKS, missing_packages, write_archive
 from evaluation.gpu.runner import CheckProcess, Stage, run_stage, run_stages
 from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR
 
 GPU_NAME_S = 90.0
-MINUTES = 35.0
+MINUTES = 9.0
 END_S = 30.0  # of a call's time, for the report and for ending a part that hangs
 REHEARSAL_FACTOR = 10.0
 """A rehearsal has no GPU that could hang, and the machine may be busy with other work: its limits are so much wider."""
 KERNEL_CHECKS = ("rows", "blocks", "decode-attention")
+LONG_TOKENS = ("tokens-float32", "tokens-streamed")
+MACHINE_PARTS = ("versions", "both_ways", "pinned_allocation", "polling", "wake_up", "memory", "gemm")
+LANE_PARTS = ("captures", "lane_profiles", "lane_times")
 SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"  # often not on PATH
-# Seconds. Apex first: it measures the profile, from which all others are predicted.
+# The limit and the least seconds of a run. Apex first: it measures the profile, from which all others are predicted.
 END_TO_END_S = {
-    "llama-3.1-8b": {"apex": 150.0, "swiftllm": 90.0, "neo": 120.0, "adaptive": 120.0},
-    "llama-2-7b": {"apex": 120.0, "swiftllm": 110.0, "neo": 110.0, "adaptive": 110.0},
+    "llama-3.1-8b": {"apex": (150.0, 50.0), "swiftllm": (90.0, 40.0), "neo": (120.0, 40.0), "adaptive": (120.0, 45.0)},
+    "llama-2-7b": {"apex": (120.0, 40.0), "swiftllm": (110.0, 30.0), "neo": (110.0, 30.0), "adaptive": (110.0, 30.0)},
 }
 REHEARSAL_S = {"rehearsal": END_TO_END_S["llama-2-7b"]}
+FIRST_SYSTEMS = ("apex", "swiftllm")  # of the first case, before the long benchmark
 
 
 def all_stages(folder: Path, rehearse: bool) -> list[Stage]:
@@ -50,37 +56,58 @@ def all_stages(folder: Path, rehearse: bool) -> list[Stage]:
     check = (sys.executable, "-m", "tests.gpu", "--device", device)
     bench = (sys.executable, "benchmarks/bench_gpu.py", "--output", str(folder / "kernels.json"))
     bench = (*bench, "--rehearse") if rehearse else bench
+
+    def checks(name: str, *names: str) -> CheckProcess:
+        return CheckProcess(name, (*check, "--results", str(folder / CHECKS / f"{name}.json"), *names))
+
     # Of what takes long on a CPU, a rehearsal leaves out what has nothing of its own there.
-    coded, more_tokens = ((), ()) if rehearse else (("quantised", "library"), ("tokens-float32", "tokens-streamed"))
-    operations = (*KERNEL_CHECKS, "prefill-attention", "sampling", *coded)
-    tokens = CheckProcess("tokens", (*check, "graphs", "tokens-float16", "tokens-eager", *more_tokens))
-    random_load = CheckProcess("random-load", (*check, "--seconds", str(load_s), "random-load"))
-    stages = [
-        one("build", 150.0, sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"),
-        one("machine", 60.0, *bench, "--parts", "versions", "memory", "gemm"),
-        Stage("kernels", 150.0, (CheckProcess("operations", (*check, *operations)),)),
-        Stage("tokens", 180.0, (tokens, random_load)),
-        one("speeds", 200.0, *bench),
-    ]
+    coded, experts, more_tokens = ((), (), ()) if rehearse else (("quantised",), ("experts",), LONG_TOKENS)
+    operations = (
+        checks("operations", *KERNEL_CHECKS[:2], "int8-blocks", "contexts", "prefill-attention", "sampling"),
+        checks("decode-attention", KERNEL_CHECKS[2]),
+        checks("quantised", *coded, "library"),
+        checks("experts", "sort-pairs", *experts),
+    )
+    tokens = (
+        checks("tokens", "graphs", "tokens-float16", "tokens-eager", *more_tokens),
+        checks("tokens-models", "tokens-windows", "tokens-gpt-oss", "tokens-4-bit"),
+        checks("tokens-tiers", "tokens-int8", "tokens-prefixes"),
+        checks("random-load", "--seconds", str(load_s), "random-load"),
+    )
     # Profiles are kept with the results, and none is taken from elsewhere.
     measure = ("env", f"APEX_CACHE_DIR={folder}/measured", sys.executable, "evaluation/gpu/check.py")
-    for case, systems in cases.items():
-        for system, limit_s in systems.items():
-            options = ("--system", system, "--case", case, "--limit", "{limit_s}", "--folder", f"{folder}/end_to_end")
-            stages.append(one(f"{system}-{case}", limit_s, *measure, *options))
+
+    def run(system: str, case: str) -> Stage:
+        options = ("--system", system, "--case", case, "--limit", "{limit_s}", "--folder", f"{folder}/end_to_end")
+        limit_s, least_s = cases[case][system]
+        return one(f"{system}-{case}", limit_s, least_s, *measure, *options)
+
+    first_case = next(iter(cases))
+    first = [(system, first_case) for system in FIRST_SYSTEMS]
+    later = [(system, case) for case, systems in cases.items() for system in systems if (system, case) not in first]
+    stages = [
+        one("build", 150.0, 30.0, sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"),
+        one("machine", 120.0, 30.0, *bench, "--parts", *MACHINE_PARTS),
+        Stage("kernels", 150.0, operations, 60.0),
+        Stage("tokens", 180.0, tokens, 60.0),
+        one("lanes", 150.0, 60.0, *bench, "--parts", *LANE_PARTS),
+        *(run(*system_and_case) for system_and_case in first),
+        one("speeds", 200.0, 60.0, *bench),
+        *(run(*system_and_case) for system_and_case in later),
+    ]
     if not rehearse and (found := find_sanitizer()) is not None:
         # Tensors of their own, since it knows the ends of what CUDA allocates, and not what torch makes of it; and
         # accesses alone: that torch and CUDA ask each other for functions that are not there is no fault of ours.
         sanitizer = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", found, "--report-api-errors", "no")
         command = (*sanitizer, "--error-exitcode", "3", *check, *KERNEL_CHECKS)
-        stages.append(Stage("sanitizer", 300.0, (CheckProcess("compute-sanitizer", command),)))
+        stages.append(Stage("sanitizer", 300.0, (CheckProcess("compute-sanitizer", command),), 60.0))
     factor = REHEARSAL_FACTOR if rehearse else 1.0
-    return [Stage(stage.name, factor * stage.limit_s, stage.parts) for stage in stages]
+    return [replace(stage, limit_s=factor * stage.limit_s) for stage in stages]
 
 
-def one(name: str, limit_s: float, *command: str) -> Stage:
+def one(name: str, limit_s: float, least_s: float, *command: str) -> Stage:
     """A stage of one part, which has its name."""
-    return Stage(name, limit_s, (CheckProcess(name, command),))
+    return Stage(name, limit_s, (CheckProcess(name, command),), least_s)
 
 
 def find_sanitizer() -> str | None:
@@ -139,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, nargs="?", help="where results go; default results/<gpu>/<date>")
     parser.add_argument("--rehearse", action="store_true", help="the same stages on the CPU with a tiny model")
     parser.add_argument("--stages", help="names or patterns, with commas; default those not done in the folder")
+    parser.add_argument("--archive", type=Path, help="the one file with all results; default FOLDER.tar.gz")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="all of this call; default %(default)g")
     options = parser.parse_args(arguments)
     minutes = options.minutes * (REHEARSAL_FACTOR if options.rehearse else 1.0)
@@ -150,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             problem = f"{reason}; scripts/gpu_check.sh --rehearse runs the same parts on the CPU"
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d-%H%M")
     folder = (options.folder or RESULTS_DIR / str(gpu) / now).resolve()
+    archive = (options.archive or folder.with_name(f"{folder.name}.tar.gz")).resolve()
     stages = all_stages(folder, options.rehearse)
     try:
         chosen = chosen_stages(stages, options.stages, folder)
@@ -163,13 +192,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.rehearse and find_sanitizer() is None:
         print("compute-sanitizer is not here: its stage is left out", flush=True)
     stop_on_sigterm()
-    all_well, _ = run_stages(chosen, folder, end_s)
+    all_well, _ = run_stages(chosen, folder, end_s, archive)
     limit_s = END_S * (REHEARSAL_FACTOR if options.rehearse else 1.0)
-    all_well &= run_stage(one("report", limit_s, sys.executable, "evaluation/gpu/report.py", str(folder)), folder)
+    report = sys.executable, "evaluation/gpu/report.py", str(folder), "--archive", str(archive)
+    all_well &= run_stage(one("report", limit_s, limit_s, *report), folder)
+    write_archive(folder, archive)  # with the report's own result
     if left := [stage.name for stage in stages if not stage.is_done(folder)]:
         same = f"{'--rehearse ' if options.rehearse else ''}--minutes {options.minutes:g}"
         print(f"gpu_check: not done yet: {', '.join(left)}\nto go on: scripts/gpu_check.sh {same} {folder}")
-    print(f"gpu_check: results in {folder} (to commit them: git add --force {folder})")
+    print(f"gpu_check: results in {folder} (to commit them: git add --force {folder}), all in one file: {archive}")
     return 0 if all_well else 1
 
 

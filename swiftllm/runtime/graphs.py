@@ -107,10 +107,20 @@ class GraphKey(NamedTuple):
     blocks: int
 
 
+class CapturedBucket(NamedTuple):
+    """What the graphs for a number of rows took: with their kernels' first launches, and of device memory."""
+
+    rows: int
+    graphs: int
+    seconds: float
+    num_bytes: int
+
+
 class LayerGraphs:
     """Graphs of the boundaries, of decode attention, and of whole iterations of a lane without riders.
 
-    Attributes: ``seconds`` that capturing took, and ``num_bytes`` of device memory that the graphs take.
+    Attributes: ``seconds`` that capturing took, ``num_bytes`` of device memory that the graphs take, and of both each
+    bucket's part, in the order of capturing (``captured``).
     """
 
     def __init__(
@@ -148,6 +158,7 @@ class LayerGraphs:
         self._gpu_layers: Sequence[torch.Tensor] = ()
         self._graphs: dict[GraphKey, Graph] = {}
         self.seconds, self.num_bytes = 0.0, 0
+        self.captured: list[CapturedBucket] = []
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -161,6 +172,7 @@ class LayerGraphs:
         """
         self._gpu_layers = gpu_layers
         start_s, free_bytes = time.perf_counter(), self._device.free_bytes()
+        self.num_bytes, self.captured = 0, []
         try:
             with _no_garbage_collection():
                 self._launch_all()
@@ -168,17 +180,21 @@ class LayerGraphs:
                 # no batch is far from its bucket if memory runs out.
                 downwards = self._row_buckets[::-1]
                 for rows in (*downwards[::2], *downwards[1::2]):
-                    self.num_bytes = free_bytes - self._device.free_bytes()
                     if self._graphs and not self._all_agree(self.num_bytes <= self._device.graph_bytes):
                         self._row_buckets = tuple(sorted({key.rows for key in self._graphs}))
                         there = ", ".join(map(str, self._row_buckets))
                         taken = f"{len(self)} graphs take {self.num_bytes >> 20} MiB"
                         warnings.warn(f"batches are filled up to {there} rows: {taken}", stacklevel=2)
                         break
+                    there, before, began_s = len(self), self.num_bytes, time.perf_counter()
                     self._capture_rows(rows)
+                    self.num_bytes = free_bytes - self._device.free_bytes()
+                    took = time.perf_counter() - began_s, self.num_bytes - before
+                    self.captured.append(CapturedBucket(rows, len(self) - there, *took))
         except RuntimeError as error:
             # All or nothing: a destroyed graph may take the cuBLAS workspace of the others with it.
             self._graphs.clear()
+            self.captured.clear()
             warnings.warn(f"kernels are launched one by one, since they cannot be captured: {error}", stacklevel=2)
         self.num_bytes = free_bytes - self._device.free_bytes()
         self.seconds = time.perf_counter() - start_s

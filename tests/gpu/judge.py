@@ -57,6 +57,11 @@ GPT_OSS = {
     "num_experts_per_tok": 3,
     "quantization_config": {"quant_method": "mxfp4"},
 }
+CODED = {
+    **CONFIG,
+    "intermediate_size": 128,
+    "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
+}
 SEED = 0
 
 

@@ -21,7 +21,7 @@ from swiftllm.device import CudaDevice, Device, open_device
 from swiftllm.engine.engine import Engine
 from swiftllm.model.boundaries.placement import spread
 from swiftllm.model.config.model_config import ModelConfig
-from tests.gpu.judge import CONFIG, GPT_OSS, SEED, WINDOWS, Judge, tiny_model
+from tests.gpu.judge import CODED, CONFIG, GPT_OSS, SEED, WINDOWS, Judge, tiny_model
 from tests.reference.fake_engine import flat_table
 
 # System, strategy, synchronous CPU attention.
@@ -44,6 +44,8 @@ NEAR_TIE = 0.02
 # As NEAR_TIE, for rounding alone: float32 logits differ by up to 1e-5 from machine to machine, and of a hundred
 # thousand tokens some lie that near to the next.
 ROUNDING = 1e-4
+# As NEAR_TIE, for codes of int8: twice as far as they take tokens of this model on a CPU.
+INT8_NEAR_TIE = 0.1
 
 
 def make_prompts(count: int = NUM_PROMPTS, seed: int = 5) -> list[list[int]]:
@@ -51,14 +53,15 @@ def make_prompts(count: int = NUM_PROMPTS, seed: int = 5) -> list[list[int]]:
     return [[draw.randrange(3, 128) for _ in range(draw.randint(1, 90))] for _ in range(count)]
 
 
-def build(model: Path, variant: str, device: torch.device, dtype: str) -> Engine:
-    """An engine whose rules see a made-up profile, so that they don't hang on the machine, and pools full of NaN."""
+def build(model: Path, variant: str, device: torch.device, dtype: str, **more: Any) -> Engine:
+    """An engine whose rules see a made-up profile, so that they don't hang on the machine, and pools full of NaN;
+    ``more`` of its configuration."""
     system, strategy, synchronous = VARIANTS[variant]
-    options = {"max_num_batched_tokens": 48, "lane_threads": 1, "synchronous": synchronous, **POOLS}
+    options = {"max_num_batched_tokens": 48, "lane_threads": 1, "synchronous": synchronous, **POOLS, **more}
     config = EngineConfig(str(model), device.type, dtype, "dummy", seed=SEED, **options)
     engine = build_system(system, config, StrategyConfig(strategy=strategy), profile=flat_table(cpu_token_s=2e-6))
     for pool in engine.backend.kv_pools.tensors.values():
-        pool.fill_(torch.nan)
+        pool.fill_(torch.nan if pool.is_floating_point() else 255)
     return engine
 
 
@@ -122,14 +125,46 @@ def check_tokens_gpt_oss(device: torch.device) -> None:
     check_tokens(device, "float32", near_tie=ROUNDING, config=GPT_OSS)
 
 
-def check_tokens(device: torch.device, dtype: str, near_tie: float, config: Mapping[str, Any] = CONFIG) -> None:
+def check_tokens_4_bit(device: torch.device) -> None:
+    """As float16's, with matrices in 4 bits: the judge multiplies by them written out."""
+    check_tokens(device, "float16", near_tie=NEAR_TIE, config=CODED)
+
+
+def check_tokens_int8(device: torch.device) -> None:
+    """As float32's, with a CPU tier of int8, whose codes move the logits."""
+    check_tokens(device, "float32", near_tie=INT8_NEAR_TIE, cpu_kv_dtype="int8")
+
+
+def check_tokens_prefixes(device: torch.device) -> None:
+    """As float32's, of prompts that begin with cached tokens, in either tier."""
+    beginnings = [prompt * 3 for prompt in make_prompts(3, seed=7)]
+    prompts = [[*beginnings[index % 3][:64], *prompt] for index, prompt in enumerate(make_prompts())]
+    with tiny_model() as model:
+        judge = Judge(model)
+        for variant in VARIANTS:
+            with closing(build(model, variant, device, "float32", prefix_cache_tiers="both")) as engine:
+                check_outputs(judge, beginnings, generate(engine, beginnings), ROUNDING, variant)
+                check_outputs(judge, prompts, generate(engine, prompts), ROUNDING, variant)
+                if not any(engine.stats().prefix_hits.values()):
+                    raise AssertionError(f"{variant}: no prefix was found in the cache, so nothing was checked")
+
+
+def check_tokens(
+    device: torch.device, dtype: str, near_tie: float, config: Mapping[str, Any] = CONFIG, **options: Any
+) -> None:
     with tiny_model(config) as model:
         judge, prompts = Judge(model), make_prompts()
         for variant in VARIANTS:
-            with closing(build(model, variant, device, dtype)) as engine:
+            with closing(build(model, variant, device, dtype, **options)) as engine:
                 outputs = generate(engine, prompts)
                 if engine.stats().cpu_busy_s == 0 and variant not in ("vllm", "swiftllm"):
                     raise AssertionError(f"{variant}: no attention ran on the CPU, so nothing was checked")
-            for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-                below = judge.distance_below_best(prompt, output)
-                assert below <= near_tie, f"{variant}, {dtype}, prompt {index}: {below:.4f} below the best: {output}"
+            check_outputs(judge, prompts, outputs, near_tie, f"{variant}, {dtype}")
+
+
+def check_outputs(
+    judge: Judge, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], near_tie: float, where: str
+) -> None:
+    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        below = judge.distance_below_best(prompt, output)
+        assert below <= near_tie, f"{where}, prompt {index}: {below:.4f} below the best: {output}"

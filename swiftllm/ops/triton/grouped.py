@@ -57,8 +57,7 @@ class GroupedExperts:
             experts, slots, experts_tile, next_power_of_2(slots), weights.normalises, has_padding,
             num_warps=1,
         )  # fmt: skip
-        pairs_tile = min(PAIRS_TILE, next_power_of_2(num_pairs))
-        sizes = num_pairs, experts, pairs_tile
+        sizes = num_pairs, experts, pairs_tile(num_pairs)
         self._launch(sort_pairs_kernel, (experts + 1,), ids, pairs, starts, *sizes, num_warps=4)
         routing = num_pairs, pairs, starts
         gate_up = self._multiply(weights.gate_up, weights.gate_up_bias, x, *routing, takes_rows=True)
@@ -114,6 +113,11 @@ class GroupedExperts:
 def tile_rows(num_pairs: int, experts: int) -> int:
     """Rows of a tile: as many as an expert has on average."""
     return next((rows for rows in DOT_ROWS if rows * experts >= num_pairs), DOT_ROWS[-1])
+
+
+def pairs_tile(num_pairs: int) -> int:
+    """Pairs that a program of the sorting kernel looks at together."""
+    return min(PAIRS_TILE, next_power_of_2(num_pairs))
 
 
 def most_tiles(num_pairs: int, experts: int, rows_tile: int) -> int:
