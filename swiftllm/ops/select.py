@@ -19,8 +19,11 @@ BFLOAT16_CAPABILITY = 80
 TRITON_CAPABILITY = 75
 
 
-def select_ops(device: torch.device, dtype: torch.dtype, cpu_kernel: str | None = None) -> Ops:
-    """The fastest operations for a device. ``cpu_kernel``: pacpu's kernel for decodes on a CPU.
+def select_ops(
+    device: torch.device, dtype: torch.dtype, cpu_kernel: str | None = None, library: LibraryProducts | None = None
+) -> Ops:
+    """The fastest operations for a device. ``cpu_kernel``: pacpu's kernel for decodes on a CPU. ``library``: what
+    chooses 4-bit products; by default, where it is installed, one that measures.
 
     Raises:
         ValueError: the GPU has no arithmetic in ``dtype``.
@@ -36,9 +39,9 @@ def select_ops(device: torch.device, dtype: torch.dtype, cpu_kernel: str | None 
         return Ops()
     from swiftllm.ops.triton.ops import LEAST_SHARED_BYTES, TritonOps
 
-    multiplies = dtype.itemsize == 2 and installed_version() is not None
     shared_bytes = getattr(gpu, "shared_memory_per_multiprocessor", LEAST_SHARED_BYTES)  # older torch does not tell
-    library = LibraryProducts() if multiplies else None
+    if library is None and dtype.itemsize == 2 and installed_version() is not None:
+        library = LibraryProducts()
     return TritonOps(device, capability, gpu.multi_processor_count, library, shared_bytes)
 
 
