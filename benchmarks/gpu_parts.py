@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ import pacpu
 from swiftllm.device import open_device
 from swiftllm.device.cuda import FIRST_PAUSE_S
 from swiftllm.device.driver import NvidiaDriver
-from swiftllm.ops.experts import ExpertWeights, Router
-from swiftllm.ops.library import LibraryLinears, installed_version
+from swiftllm.ops.experts import Experts, ExpertWeights, Router
+from swiftllm.ops.library import LibraryLinear, LibraryProducts, installed_version
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.select import select_ops
 from swiftllm.read_limit import read_limit
@@ -247,8 +248,8 @@ def coded_products(timer: Timer, config: Any, dtype: torch.dtype, quick: bool) -
     full = matrix.dequantise()
     linear, rows = ops.make_quantised_linear(matrix, None), []
     by_library = None
-    if device.type == "cuda" and dtype is torch.float16 and installed_version() is not None:
-        by_library = LibraryLinears().make(matrix, None)
+    if device.type == "cuda" and dtype.itemsize == 2 and installed_version() is not None:
+        by_library = LibraryLinear(matrix, None)
     for count in PRODUCT_ROWS[: 2 if quick else None]:
         x = torch.randn(count, inputs, device=device).to(dtype)
         row = {"rows": count, "full_us": timer.median(lambda x=x: torch.mm(x, full.t()), calls=4) * 1e6}
@@ -267,9 +268,10 @@ def coded_products(timer: Timer, config: Any, dtype: torch.dtype, quick: bool) -
 @torch.inference_mode()
 def expert_layers(timer: Timer, dtype: torch.dtype, copy_gb_s: float, quick: bool) -> list[dict]:
     """A layer of 4-bit experts, of the sizes of Qwen3-30B-A3B: its time by that of reading the codes and scales of the
-    chosen experts at the rate of a copy. Rows choose at random, as equal ones would choose equal experts."""
+    chosen experts at the rate of a copy. Rows choose at random, as equal ones would choose equal experts. The optional
+    library is measured where it is installed and right."""
     experts, slots, hidden, ffn = (8, 2, 64, 32) if quick else (128, 8, 2048, 768)
-    ops, device, group = select_ops(timer.device, dtype), timer.device, 32 if quick else 128
+    ops, device, group = select_ops(timer.device, dtype).in_place, timer.device, 32 if quick else 128
     stacks = []
     for out, inputs in ((experts * 2 * ffn, hidden), (experts * hidden, ffn)):
         new = partial(torch.empty, device=device)
@@ -278,23 +280,32 @@ def expert_layers(timer: Timer, dtype: torch.dtype, copy_gb_s: float, quick: boo
         stacks[-1].scales.fill_(0.01)
         stacks[-1].zeros.fill_(8)
     weights = ExpertWeights(torch.randn(experts, hidden, device=device), *stacks, slots, normalises=True)
-    layer, router, rows, graphs = ops.make_experts(weights), Router(weights), [], []
+    layers, router, rows, graphs = {"us": ops.make_experts(weights)}, Router(weights), [], []
+    if device.type == "cuda" and dtype.itemsize == 2 and installed_version() is not None:
+        times = cycle((2.0, 1.0))  # of own products and of the library's, in turn: it is used wherever it is right
+        library = LibraryProducts(lambda work, device: next(times))
+        experts_by_library = select_ops(device, dtype, library=library).make_experts(weights)
+        if library.description is not None:
+            layers["library_us"] = experts_by_library
     hardware, expert_bytes = open_device(device.type), sum(stack.nbytes for stack in stacks) / experts
     for count in EXPERT_ROWS[: 2 if quick else None]:
         batches = [torch.randn(count, hidden, device=device).to(dtype) for _ in range(8)]
         touched = sum(len(router(x, None)[0].unique()) for x in batches)
 
-        def compute(batches: list = batches) -> None:
-            for x in batches:
-                layer(x)
+        row = {"rows": count, "experts": touched / len(batches)}
+        for name, layer in layers.items():
 
-        compute()
-        if hardware.can_capture:  # as in the engine
-            graphs.append(hardware.capture(compute))
-            compute = graphs[-1].replay
-        seconds, copied_s = timer.median(compute, calls=4), touched * expert_bytes / copy_gb_s / 1e9
-        row = {"rows": count, "experts": touched / len(batches), "us": seconds / len(batches) * 1e6}
-        rows.append(row | {"over_copy": seconds / copied_s})
+            def compute(batches: list = batches, layer: Experts = layer) -> None:
+                for x in batches:
+                    layer(x)
+
+            compute()
+            if hardware.can_capture:  # as in the engine
+                graphs.append(hardware.capture(compute))
+                compute = graphs[-1].replay
+            row[name] = timer.median(compute, calls=4) / len(batches) * 1e6
+        copied_us = touched / len(batches) * expert_bytes / copy_gb_s / 1e3
+        rows.append(row | {"over_copy": row["us"] / copied_us})
     return rows
 
 

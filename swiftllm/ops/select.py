@@ -13,14 +13,17 @@ import torch
 
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
-from swiftllm.ops.library import LibraryLinears, installed_version
+from swiftllm.ops.library import LibraryProducts, installed_version
 
 BFLOAT16_CAPABILITY = 80
 TRITON_CAPABILITY = 75
 
 
-def select_ops(device: torch.device, dtype: torch.dtype, cpu_kernel: str | None = None) -> Ops:
-    """The fastest operations for a device. ``cpu_kernel``: pacpu's kernel for decodes on a CPU.
+def select_ops(
+    device: torch.device, dtype: torch.dtype, cpu_kernel: str | None = None, library: LibraryProducts | None = None
+) -> Ops:
+    """The fastest operations for a device. ``cpu_kernel``: pacpu's kernel for decodes on a CPU. ``library``: what
+    chooses 4-bit products; by default, where it is installed, one that measures.
 
     Raises:
         ValueError: the GPU has no arithmetic in ``dtype``.
@@ -34,11 +37,11 @@ def select_ops(device: torch.device, dtype: torch.dtype, cpu_kernel: str | None 
     if why := why_no_triton(capability):
         warnings.warn(f"decode attention gathers the KV cache of the whole batch with torch: {why}", stacklevel=2)
         return Ops()
-    from swiftllm.ops.triton.ops import LEAST_SHARED_BYTES, TENSOR_CORES, TritonOps
+    from swiftllm.ops.triton.ops import LEAST_SHARED_BYTES, TritonOps
 
-    multiplies = capability < TENSOR_CORES and dtype is torch.float16 and installed_version() is not None
     shared_bytes = getattr(gpu, "shared_memory_per_multiprocessor", LEAST_SHARED_BYTES)  # older torch does not tell
-    library = LibraryLinears() if multiplies else None
+    if library is None and dtype.itemsize == 2 and installed_version() is not None:
+        library = LibraryProducts()
     return TritonOps(device, capability, gpu.multi_processor_count, library, shared_bytes)
 
 

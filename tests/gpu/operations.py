@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable
 from functools import partial, wraps
+from itertools import cycle
 
 import torch
 
@@ -18,7 +19,14 @@ from swiftllm.device import open_device
 from swiftllm.model.weights.quantised.readers import sort_into_runs
 from swiftllm.ops.experts import ClampedSwiGLU, ExpertWeights, choose_experts
 from swiftllm.ops.interface import ContextBlocks, Ops
-from swiftllm.ops.library import MOST_ERROR, LibraryLinear, installed_version
+from swiftllm.ops.library import (
+    CHECKED_ROWS,
+    MOST_DIFFERENCE,
+    LibraryLinear,
+    LibraryProducts,
+    installed_version,
+    largest_difference,
+)
 from swiftllm.ops.quantised_matrix import MXFP4_GROUP, QuantisedMatrix
 from swiftllm.ops.select import TRITON_CAPABILITY, select_ops, why_no_triton
 from swiftllm.sampling.sampler import Sampler
@@ -359,7 +367,8 @@ def check_sort_pairs(device: torch.device) -> None:
 
 
 def check_library(device: torch.device) -> None:
-    """4-bit products by the optional library, which is used below sm_80, and the replay of a captured one."""
+    """4-bit products by the optional library, whatever they take, and the replay of a captured one; and its products of
+    experts."""
     if device.type == "cpu":
         raise NotHere("a GPU")
     if installed_version() is None:
@@ -375,8 +384,10 @@ def check_library(device: torch.device) -> None:
         order = torch.randperm(inputs, device=device).int() if ordered else None
         matrix = QuantisedMatrix.from_codes(codes, scales, zeros, group_size, torch.float16, order)
         bias = torch.randn(out, device=device).half()
-        linear = LibraryLinear(matrix, bias)
-        assert linear.error_of(33, matrix, bias) <= MOST_ERROR
+        linear, own = LibraryLinear(matrix, bias), Ops().make_quantised_linear(matrix, bias)
+        for rows in CHECKED_ROWS:
+            x = torch.randn(rows, inputs, device=device).half()
+            assert largest_difference(linear(x), own(x)) <= MOST_DIFFERENCE[torch.float16], rows
         x, product = torch.randn(16, inputs, device=device).half(), torch.empty(16, out, device=device).half()
         graph = open_device(device.type).capture(partial(linear, x, out=product))
         for _ in range(3):
@@ -384,6 +395,35 @@ def check_library(device: torch.device) -> None:
             product.fill_(torch.nan)
             graph.replay()
             assert torch.equal(product, linear(x))
+    experts, hidden, ffn = 8, 256, 128
+    own, library = select_ops(device, torch.float16).in_place, untimed_library()
+    ops = select_ops(device, torch.float16, library=library)
+    for is_mxfp4 in (False, True):
+        stacks = []
+        for out, inputs in ((experts * 2 * ffn, hidden), (experts * hidden, ffn)):
+            codes = torch.randint(16, (inputs, out), dtype=torch.uint8, device=device)
+            zeros = torch.randint(16, (inputs // 32, out), dtype=torch.uint8, device=device)
+            scales = ((0.1 + torch.rand(inputs // 32, out, device=device)) / (4 * inputs**0.5)).half()
+            blocks = torch.randint(256, (out, inputs // 32, 16), dtype=torch.uint8, device=device)
+            powers = torch.randint(118, 122, (out, inputs // 32), dtype=torch.uint8, device=device)
+            if is_mxfp4:
+                stacks.append(QuantisedMatrix.from_mxfp4(blocks, powers, torch.float16))
+            else:
+                stacks.append(QuantisedMatrix.from_codes(codes, scales, zeros, 32, torch.float16))
+        weights = ExpertWeights(torch.randn(experts, hidden, device=device).half(), *stacks, 2, normalises=True)
+        layer = ops.make_experts(weights)
+        x = torch.randn(40, hidden, device=device).half()
+        assert largest_difference(layer(x), own.make_experts(weights)(x)) <= MOST_DIFFERENCE[torch.float16]
+        padded = layer(x, num_rows=torch.tensor([33], dtype=torch.int32, device=device))
+        assert largest_difference(padded[:33], layer(x[:33])) <= MOST_DIFFERENCE[torch.float16]
+        assert not padded[33:].any()
+    assert library.description == f"humming-kernels {installed_version()}", "a warning says what it does not multiply"
+
+
+def untimed_library() -> LibraryProducts:
+    """It is used wherever its products are right."""
+    times = cycle((2.0, 1.0))  # of own products and of its, in turn
+    return LibraryProducts(lambda work, device: next(times))
 
 
 def check_sampling(device: torch.device) -> None:

@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from swiftllm.ops import library
 from swiftllm.ops.experts import ClampedSwiGLU, ExpertByExpert, ExpertLinear, ExpertWeights, add_slots, choose_experts
 from swiftllm.ops.interface import Ops
+from swiftllm.ops.library import LibraryProducts
 from swiftllm.ops.quantised_matrix import MXFP4_GROUP, QuantisedMatrix
 from swiftllm.ops.triton.grouped import GroupedExperts, most_tiles, tile_rows
 from swiftllm.ops.triton.ops import TritonOps, launch
+from tests.reference.fake_humming import install_fake_humming
 from tests.reference.tolerances import TOLERANCES, assert_close
 from tests.triton.interpreted_quantised import fresh_inputs_and_poisoned_outputs, random_matrix, strided
 from tests.triton.interpreter import repair_bfloat16
@@ -108,6 +111,31 @@ def test_experts_are_those_of_the_reference_and_padding_goes_nowhere() -> None:
             assert not out[rows:].any(), case
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN in padding
+def test_products_of_a_library_take_the_place_of_own_ones(monkeypatch) -> None:
+    """The library is imitated. It gets pairs in the order of experts, and none of padding."""
+    monkeypatch.setattr(library, "FIRST_ROWS", (1, 5))  # those of a GPU would take minutes here
+    monkeypatch.setattr(library, "TIMED_ROWS", (2,))
+    for group, dtype, is_gpt_oss in ((16, torch.float16, False), (MXFP4_GROUP, torch.bfloat16, True)):
+        fake = install_fake_humming(monkeypatch)
+        weights = random_experts(3, 2, 64, 64, dtype, group, True, is_gpt_oss)
+        times = iter((1.0, 0.5))
+        products = LibraryProducts(lambda work, device, times=times: next(times))
+        ops = TritonOps(HOST, 80, 2, products)
+        experts = ops.make_experts(weights)
+        assert ops.by_library == "humming-kernels 0.1.19" and fake.packed == 2
+        x = strided(7, 64, dtype)
+        before = fake.products
+        assert_near(experts(x), expected(weights, x), dtype)
+        assert fake.products == before + 2
+        padded = torch.full((9, 64), torch.nan, dtype=dtype)
+        padded[:7] = x
+        for count in (7, 0):
+            out = experts(padded, num_rows=torch.tensor([count], dtype=torch.int32))
+            assert_near(out[:count], expected(weights, x)[:count], dtype)
+            assert not out[count:].any()
+
+
 def test_no_expert_is_computed_for_padding_and_each_pair_is_computed_once(monkeypatch) -> None:
     """What a tile reads of pairs is counted where the sorted pairs are made: padding has none."""
     weights = random_experts(8, 2, 32, 16, torch.float16, 0, True)
@@ -126,7 +154,7 @@ def test_no_expert_is_computed_for_padding_and_each_pair_is_computed_once(monkey
         grouped(x, num_rows=torch.tensor([count], dtype=torch.int32))
         routed = int(seen["starts"][-1])
         assert routed == 2 * count and (seen["ids"][2 * count :] == 8).all()
-        assert seen["pairs"][:routed].tolist() == torch.argsort(seen["ids"][:routed], stable=True).tolist()
+        assert seen["pairs"].tolist() == torch.argsort(seen["ids"], stable=True).tolist()
 
 
 def test_mxfp4_is_multiplied_as_it_is_written_out() -> None:

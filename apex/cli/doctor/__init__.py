@@ -234,8 +234,9 @@ def gpus(driver: NvidiaDriver | None = None) -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
+        if (products := coded_products(device.name, device.major >= 8)) is not None:
+            yield products
         if device.major < 8:
-            yield coded_products(device.name)
             yield Finding("experts", experts_without_tensor_cores(device.name), "note")
         free, total = torch.cuda.mem_get_info(index)
         yield Finding(
@@ -249,24 +250,28 @@ def gpus(driver: NvidiaDriver | None = None) -> Iterator[Finding]:
         yield Finding("several GPUs", found, "ok" if has_nccl else "note")
 
 
-def coded_products(gpu: str) -> Finding:
-    """How a GPU multiplies 4-bit weights for which Triton has no tensor cores."""
+def coded_products(gpu: str, has_tensor_cores: bool) -> Finding | None:
+    """What multiplies 4-bit weights; None where it is the own kernels. ``has_tensor_cores``: in Triton."""
     from swiftllm.ops.library import PACKAGE, how_to_install, installed_version
 
     if version := installed_version():
-        return Finding("4-bit weights", f"multiplied on {gpu} by {PACKAGE} {version}, in float16")
+        dtypes = "16 bits" if has_tensor_cores else "float16"
+        found = f"multiplied on {gpu} in {dtypes} by {PACKAGE} {version}, where it measures faster at the start"
+        return Finding("4-bit weights", found)
+    if has_tensor_cores:
+        return None
     return Finding(
         "4-bit weights", f"{gpu} writes them out before each multiplication: slow. {how_to_install()}", "note"
     )
 
 
 def experts_without_tensor_cores(gpu: str) -> str:
-    """What models with experts lose on a GPU for which Triton has no tensor cores, whatever else is installed."""
+    """What models with experts lose on a GPU for which Triton has no tensor cores."""
     from swiftllm.ops.library import PACKAGE
 
     return (
         f"multiplied on {gpu} without tensor cores, 4 rows of an expert at a time, in 16 and in 4 bits: prompts and "
-        f"large batches take several times as long as on newer GPUs. {PACKAGE} is not used for them"
+        f"large batches take several times as long as on newer GPUs. In 4 bits {PACKAGE} may be faster"
     )
 
 

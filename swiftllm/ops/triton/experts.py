@@ -55,7 +55,8 @@ def choose_experts_kernel(
 @triton.jit(do_not_specialize=["num_pairs"])
 def sort_pairs_kernel(ids, pairs, starts, num_pairs, EXPERTS: tl.constexpr, TILE: tl.constexpr):
     """Grid ``(EXPERTS + 1,)``: pair i has expert ``ids[i]``. int32 ``pairs [num_pairs]``, sorted by experts, stable;
-    ``starts [EXPERTS + 1]``: those of expert e are ``pairs[starts[e] : starts[e + 1]]``. Each program counts alone."""
+    ``starts [EXPERTS + 1]``: those of expert e are ``pairs[starts[e] : starts[e + 1]]``. Pairs of padding come last.
+    Each program counts alone."""
     expert = tl.program_id(0)
     lanes = tl.arange(0, TILE)
     place = 0
@@ -63,12 +64,11 @@ def sort_pairs_kernel(ids, pairs, starts, num_pairs, EXPERTS: tl.constexpr, TILE
         own = tl.load(ids + first + lanes, mask=first + lanes < num_pairs, other=EXPERTS)
         place += tl.sum((own < expert).to(tl.int32), 0)
     tl.store(starts + expert, place)
-    if expert < EXPERTS:
-        for first in tl.range(0, num_pairs, TILE):
-            own = tl.load(ids + first + lanes, mask=first + lanes < num_pairs, other=EXPERTS)
-            is_here = (own == expert).to(tl.int32)
-            tl.store(pairs + place + tl.cumsum(is_here, 0) - 1, first + lanes, mask=is_here > 0)
-            place += tl.sum(is_here, 0)
+    for first in tl.range(0, num_pairs, TILE):
+        own = tl.load(ids + first + lanes, mask=first + lanes < num_pairs, other=-1)
+        is_here = (own == expert).to(tl.int32)
+        tl.store(pairs + place + tl.cumsum(is_here, 0) - 1, first + lanes, mask=is_here > 0)
+        place += tl.sum(is_here, 0)
 
 
 @triton.jit

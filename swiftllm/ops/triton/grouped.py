@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from triton import cdiv, next_power_of_2
 
 from swiftllm.ops.experts import ExpertWeights, Router
+from swiftllm.ops.library import GroupedProduct
 from swiftllm.ops.quantised_matrix import QuantisedMatrix
 from swiftllm.ops.triton.experts import (
     add_slots_kernel,
@@ -26,7 +28,7 @@ SUMMED_ROWS, SUMMED_COLUMNS, SUMMED_DEPTH = 4, 32, 16
 
 
 class GroupedExperts:
-    """See :data:`swiftllm.ops.experts.Experts`. Weights are read where they are, call by call."""
+    """See :data:`swiftllm.ops.experts.Experts`. Own products read weights where they are, call by call."""
 
     def __init__(
         self,
@@ -34,14 +36,26 @@ class GroupedExperts:
         silu_and_mul: Callable[[torch.Tensor], torch.Tensor],
         has_tensor_cores: Callable[[torch.Tensor], bool],
         launch: Callable[..., None],
+        products: Sequence[GroupedProduct] = (),
     ) -> None:
-        """``launch``: that of :mod:`swiftllm.ops.triton.ops`."""
-        self._weights, self._router = weights, Router(weights)
+        """``launch``: that of :mod:`swiftllm.ops.triton.ops`. ``products`` of gate and up and of down, with their
+        biases, take the place of own ones; the matrices are not kept then."""
+        self._router = Router(weights)
+        self._num_experts, self._per_token, self._normalises = (
+            weights.num_experts,
+            weights.per_token,
+            weights.normalises,
+        )
+        self._activation = weights.activation
         self._silu_and_mul, self._has_tensor_cores, self._launch = silu_and_mul, has_tensor_cores, launch
+        if products:
+            self._gate_up, self._down = (partial(self._multiply_sorted, product) for product in products)
+        else:
+            self._gate_up = partial(self._multiply, weights.gate_up, weights.gate_up_bias)
+            self._down = partial(self._multiply, weights.down, weights.down_bias)
 
     def __call__(self, x: torch.Tensor, num_rows: torch.Tensor | None = None) -> torch.Tensor:
-        weights, (rows, hidden) = self._weights, x.shape
-        experts, slots = weights.num_experts, weights.per_token
+        (rows, hidden), experts, slots = x.shape, self._num_experts, self._per_token
         out = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
         if not rows:
             return out
@@ -54,25 +68,25 @@ class GroupedExperts:
         self._launch(
             choose_experts_kernel, (rows,),
             logits, count, ids, likelihoods,
-            experts, slots, experts_tile, next_power_of_2(slots), weights.normalises, has_padding,
+            experts, slots, experts_tile, next_power_of_2(slots), self._normalises, has_padding,
             num_warps=1,
         )  # fmt: skip
         sizes = num_pairs, experts, pairs_tile(num_pairs)
         self._launch(sort_pairs_kernel, (experts + 1,), ids, pairs, starts, *sizes, num_warps=4)
         routing = num_pairs, pairs, starts
-        gate_up = self._multiply(weights.gate_up, weights.gate_up_bias, x, *routing, takes_rows=True)
+        gate_up = self._gate_up(x, *routing, takes_rows=True)
         activated = self._activate(gate_up)
-        products = self._multiply(weights.down, weights.down_bias, activated, *routing, takes_rows=False)
+        products = self._down(activated, *routing, takes_rows=False)
         grid = rows, cdiv(hidden, COLUMNS_TILE)
         sizes = slots, hidden, COLUMNS_TILE, has_padding
         self._launch(add_slots_kernel, grid, products, likelihoods, count, out, *sizes, num_warps=4)
         return out
 
     def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if self._weights.activation is None:
+        if self._activation is None:
             return self._silu_and_mul(gate_up)
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out, kind = gate_up.new_empty((rows, size)), self._weights.activation
+        out, kind = gate_up.new_empty((rows, size)), self._activation
         grid = rows, cdiv(size, COLUMNS_TILE)
         sizes = kind.limit, kind.alpha, size, COLUMNS_TILE
         self._launch(clamped_swiglu_kernel, grid, gate_up, out, *sizes, num_warps=4)
@@ -89,7 +103,7 @@ class GroupedExperts:
         takes_rows: bool,
     ) -> torch.Tensor:
         """``[num_pairs, out]``: sorted by experts where ``x`` has rows, else in the order of the pairs."""
-        experts, slots, by_dot = self._weights.num_experts, self._weights.per_token, self._has_tensor_cores(x)
+        experts, slots, by_dot = self._num_experts, self._per_token, self._has_tensor_cores(x)
         is_plain = isinstance(stack, torch.Tensor)
         outputs, in_features = stack.shape if is_plain else (stack.out_features, stack.in_features)
         out_features = outputs // experts
@@ -108,6 +122,21 @@ class GroupedExperts:
             kind = stack.group_size, stack.is_mxfp4
             self._launch(expert_codes_kernel, grid, x, *matrix, *routing, *sizes, *tiles, *kind, num_warps=4)
         return out
+
+    def _multiply_sorted(
+        self,
+        product: GroupedProduct,
+        x: torch.Tensor,
+        num_pairs: int,
+        pairs: torch.Tensor,
+        starts: torch.Tensor,
+        takes_rows: bool,
+    ) -> torch.Tensor:
+        """The same by a product that takes and gives what is sorted by experts."""
+        if takes_rows:
+            return product(x.index_select(0, pairs // self._per_token), starts)
+        products = product(x, starts)
+        return torch.empty_like(products).index_copy_(0, pairs.long(), products)
 
 
 def tile_rows(num_pairs: int, experts: int) -> int:

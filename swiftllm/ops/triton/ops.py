@@ -17,7 +17,7 @@ from pacpu import rows as host_rows
 from pacpu.int8 import TILE_TOKENS
 from swiftllm.ops.experts import Experts, ExpertWeights
 from swiftllm.ops.interface import ChunkLens, ContextBlocks, Linear, Ops, multiply
-from swiftllm.ops.library import PACKAGE, LibraryLinears, how_to_install, installed_version
+from swiftllm.ops.library import GroupedProduct, LibraryProducts, how_to_install, installed_version
 from swiftllm.ops.quantised_matrix import BLOCK_INPUTS, QuantisedMatrix
 from swiftllm.ops.triton.attention import (
     decode_combine_kernel,
@@ -88,12 +88,12 @@ class TritonOps(Ops):
         device: torch.device,
         capability: int,
         num_multiprocessors: int,
-        library: LibraryLinears | None = None,
+        library: LibraryProducts | None = None,
         shared_bytes: int = LEAST_SHARED_BYTES,
     ) -> None:
         """``capability`` is the GPU's compute capability, 75 for sm_75. The number of multiprocessors and the shared
-        memory of each decide how many splits a decode has. ``library`` multiplies 4-bit matrices where Triton has no
-        tensor cores."""
+        memory of each decide how many splits a decode has. ``library`` multiplies 4-bit matrices where it measures
+        faster."""
         self._library = library
         self._shared_bytes = shared_bytes
         self._device = device
@@ -112,14 +112,14 @@ class TritonOps(Ops):
 
     @property
     def by_library(self) -> str | None:
-        return f"{PACKAGE} {installed_version()}" if self._library is not None and self._library.is_used else None
+        return None if self._library is None else self._library.description
 
     def make_quantised_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
         if matrix.is_mxfp4:  # which no model has but for its experts
             return super().make_quantised_linear(matrix, bias)
-        if self._library is not None and (linear := self._library.make(matrix, bias)) is not None:
-            return linear
-        if self._capability < TENSOR_CORES:
+        own = self._make_own_linear(matrix, bias)
+        linear = own if self._library is None else self._library.choose_linear(matrix, bias, own)
+        if linear is own and self._capability < TENSOR_CORES:
             warnings.warn(
                 f"Triton has no tensor cores on this GPU (sm_{self._capability}): 4-bit weights are written out in "
                 f"full before each multiplication of more than {MOST_SUMMED_ROWS} rows. They save memory, but a step "
@@ -127,7 +127,9 @@ class TritonOps(Ops):
                 f"{'' if installed_version() else f'. In float16 {how_to_install()}'}",
                 stacklevel=2,
             )
+        return linear
 
+    def _make_own_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
         def linear(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
             if matrix.order is not None:
                 x = x.index_select(1, matrix.order)
@@ -138,7 +140,12 @@ class TritonOps(Ops):
         return linear
 
     def make_experts(self, weights: ExpertWeights) -> Experts:
-        return GroupedExperts(weights, self.silu_and_mul, self._has_tensor_cores, launch)
+        def of_products(*products: GroupedProduct) -> Experts:
+            return GroupedExperts(weights, *how, products)
+
+        how = self.silu_and_mul, self._has_tensor_cores, launch
+        own = GroupedExperts(weights, *how)
+        return own if self._library is None else self._library.choose_experts(weights, own, of_products)
 
     def _multiply_codes(
         self, x: torch.Tensor, matrix: QuantisedMatrix, bias: torch.Tensor | None, out: torch.Tensor | None

@@ -192,11 +192,15 @@ def test_a_t4_is_told_what_multiplies_4_bit_weights_and_experts(monkeypatch):
     assert finding.status == "note" and "`pip install 'humming-kernels[cu" in finding.found
     monkeypatch.setattr("swiftllm.ops.library.installed_version", lambda: "0.1.19")
     assert found(list(doctor.gpus()))["4-bit weights"] == Finding(
-        "4-bit weights", "multiplied on Tesla T4 by humming-kernels 0.1.19, in float16"
+        "4-bit weights",
+        "multiplied on Tesla T4 in float16 by humming-kernels 0.1.19, where it measures faster at the start",
     )
     finding = found(list(doctor.gpus()))["experts"]
     assert finding.status == "note" and f"{grouped.SUMMED_ROWS} rows of an expert at a time" in finding.found
     pretend_gpus(monkeypatch, 1, "A10", 8, 6)
+    findings = found(list(doctor.gpus()))
+    assert "experts" not in findings and "on A10 in 16 bits by humming-kernels" in findings["4-bit weights"].found
+    monkeypatch.setattr("swiftllm.ops.library.installed_version", lambda: None)
     assert not {"4-bit weights", "experts"} & set(found(list(doctor.gpus())))
 
 
