@@ -9,11 +9,14 @@ from typing import Any
 
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.simulator.build import build_simulated
+from apex.simulator.virtual.backend import PLACEHOLDER_TOKEN
+from apex.simulator.virtual.runtime import OWN_ENGINE, Runtime, vllm_runtime
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan
-from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass
+from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass, Tier
 from swiftllm.engine.engine import Engine
 from tests.golden.record import all_used_blocks_are_freed, described, digest, unfinished, watch_plans
+from tests.reference.fake_backend import VOCABULARY, expected_output
 from tests.reference.fake_engine import fake_engine
 from tests.reference.linear_profile import LAYERS, flat_ends_table
 
@@ -27,6 +30,7 @@ OTHER_CPU_TIMES = (
     "free-hand-over", "slow-hand-over", "slow-cpu", "fast-cpu", "wrong-table", "all-on-cpu", "dear-riders",
 )  # fmt: skip
 OTHER_TARGETS = ("tight-targets", "full-gpu-targets", "many-riders", "dear-riders")
+ONLY_OF = {"withheld-blocks": "llumnix", "planned-ahead": "vllm"}
 TABLE = replace(
     flat_ends_table(gpu_token_s=2e-8, cpu_token_s=1.5e-7, cpu_start_s=1e-5),
     hand_over=Curve((1, 1001), (2e-5, 1.2e-4)),
@@ -52,6 +56,8 @@ class Workload:
     ``believed`` is the table that schedulers predict from, if it is not the machine's. With ``host_blocks`` the CPU
     tier has more pools, on hosts that die and return, and the hardware is the fake one. Requests that leave a cohort
     together free their blocks in no fixed order; where that happens, swaps are described without ``numbered_blocks``.
+    With ``num_texts`` prompts begin with what earlier requests asked and were answered, which may be cached in the
+    ``cached_tiers``. ``runtime`` is what runs `vllm`.
     """
 
     table: ProfileTable = TABLE
@@ -69,6 +75,9 @@ class Workload:
     longest_output: int = 60
     host_blocks: tuple[int, ...] = ()
     numbered_blocks: bool = True
+    num_texts: int = 0
+    cached_tiers: tuple[Tier, ...] = ()
+    runtime: Runtime = OWN_ENGINE
     strategy: dict[str, Any] = field(default_factory=lambda: {"disable_admission_control": True})
 
 
@@ -122,6 +131,25 @@ WORKLOADS = {
         max_num_seqs=16, max_num_batched_tokens=32, iterations=120, arrival_share=0.5, abort_share=0.3,
         best_effort_share=0.5, numbered_blocks=False,
     ),
+    "prefixes-on-gpu": Workload(
+        num_gpu_blocks=50, num_cpu_blocks=60, num_texts=3, cached_tiers=(Tier.GPU,), arrival_share=0.5
+    ),
+    "prefixes-in-both-tiers": Workload(
+        num_gpu_blocks=40, num_cpu_blocks=50, num_texts=3, cached_tiers=tuple(Tier), arrival_share=0.5,
+        longest_prompt=200,
+    ),
+    "prefixes-and-deaths": Workload(
+        num_gpu_blocks=14, num_cpu_blocks=30, host_blocks=(35, 38), num_texts=3, cached_tiers=tuple(Tier),
+        longest_prompt=40, longest_output=20, max_num_seqs=16, max_num_batched_tokens=32, iterations=120,
+        best_effort_share=0.5,
+    ),
+    "withheld-blocks": Workload(
+        num_gpu_blocks=45, arrival_share=0.5, best_effort_share=0.7, longest_prompt=200, longest_output=40
+    ),
+    "planned-ahead": Workload(
+        num_gpu_blocks=60, max_num_seqs=6, num_texts=3, cached_tiers=(Tier.GPU,), runtime=vllm_runtime(6),
+        abort_share=0.1,
+    ),
 }  # fmt: skip
 
 
@@ -133,6 +161,10 @@ def applies(system: str, name: str) -> bool:
     if name in OTHER_TARGETS and system not in WITH_TARGETS:
         return False
     if system == "fastdecode" and not workload.num_cpu_blocks:
+        return False
+    if name in ONLY_OF and system != ONLY_OF[name]:
+        return False
+    if system == "fastdecode" and workload.cached_tiers == (Tier.GPU,):
         return False
     forced = workload.strategy.get("strategy")
     pipelines = forced == "asymmetric-pipelining" and system in ("neo", "fastdecode")
@@ -158,10 +190,11 @@ def run(
     """Serve the workload to its end; ``see`` is given every plan as it was made. Both pools must end empty."""
     engine = _engine(system, workload)
     watch_plans(engine, see)
+    texts: list[tuple[int, ...]] = [()] * workload.num_texts
     for number in range(workload.at_once):
-        _arrivals(engine, workload, rng, number)
+        _arrivals(engine, workload, rng, number, texts)
     for number in range(workload.at_once, workload.at_once + workload.iterations):
-        _arrivals(engine, workload, rng, number)
+        _arrivals(engine, workload, rng, number, texts)
         _deaths(engine, workload, rng)
         engine.step()
     for _ in range(100_000):
@@ -169,6 +202,7 @@ def run(
             break
         engine.step()
     assert not engine.has_unfinished(), engine.state()
+    engine.residents.begin_plan()  # one that is made beside an iteration frees what has ended before it
     all_used_blocks_are_freed(engine)
     return engine
 
@@ -176,30 +210,50 @@ def run(
 def _engine(system: str, workload: Workload) -> Engine:
     strategy = None if system in GPU_ONLY else StrategyConfig(**workload.strategy)
     pools = {"num_gpu_blocks": workload.num_gpu_blocks, "num_cpu_blocks": workload.num_cpu_blocks}
+    pools["cached_tiers"] = workload.cached_tiers
     if workload.host_blocks:
         limits = {"max_tokens": workload.max_num_batched_tokens, "max_num_seqs": workload.max_num_seqs}
         return fake_engine(system, **pools, **limits, host_blocks=workload.host_blocks, strategy=strategy)
     limits = {"max_num_batched_tokens": workload.max_num_batched_tokens, "max_num_seqs": workload.max_num_seqs}
     return build_simulated(
-        system, workload.table, LAYERS, **pools, **limits, strategy=strategy, scheduler_table=workload.believed
-    )
+        system, workload.table, LAYERS, **pools, **limits, strategy=strategy,
+        scheduler_table=workload.believed, runtime=workload.runtime,
+    )  # fmt: skip
 
 
-def _arrivals(engine: Engine, workload: Workload, rng: random.Random, number: int) -> None:
+def _arrivals(
+    engine: Engine, workload: Workload, rng: random.Random, number: int, texts: list[tuple[int, ...]]
+) -> None:
     # Always as many draws, so that the load is the same whatever a system refuses.
     arrives, aborts, which = rng.random() < workload.arrival_share, rng.random() < workload.abort_share, rng.random()
-    prompt, output = rng.randint(1, workload.longest_prompt), rng.randint(1, workload.longest_output)
+    prompt_len, output = rng.randint(1, workload.longest_prompt), rng.randint(1, workload.longest_output)
     best_effort = rng.random() < workload.best_effort_share
     if arrives:
+        prompt = _next_prompt(workload, rng, texts, output) if texts else (0,) * prompt_len
         sampling = SamplingParams(max_tokens=output, ignore_eos=True)
         service_class = ServiceClass.BEST_EFFORT if best_effort else ServiceClass.LATENCY_SENSITIVE
         try:
-            engine.add(engine.make_request(f"r{number}", (0,) * prompt, sampling, service_class=service_class))
+            engine.add(engine.make_request(f"r{number}", prompt, sampling, service_class=service_class))
         except RequestRefused:
             return
     alive = unfinished(engine)
     if aborts and alive:
         engine.abort(alive[int(which * len(alive))].request_id)
+
+
+def _next_prompt(
+    workload: Workload, rng: random.Random, texts: list[tuple[int, ...]], output_len: int
+) -> tuple[int, ...]:
+    """A prompt that begins as one of the texts does. The text then goes on with it and with its output."""
+    which, own = rng.randrange(len(texts)), rng.choices(range(2, VOCABULARY), k=workload.longest_prompt)
+    num_own, share = rng.randint(1, workload.longest_prompt // 4), rng.choice((0.0, 0.5, 1.0, 1.0))
+    num_shared = min(int(share * len(texts[which])), workload.longest_prompt - num_own)
+    prompt = (*texts[which][:num_shared], *own[:num_own])
+    answer = (PLACEHOLDER_TOKEN,) * output_len
+    if workload.host_blocks:
+        answer = expected_output(prompt, output_len, ignore_eos=True)
+    texts[which] = (*prompt, *answer)
+    return prompt
 
 
 def _deaths(engine: Engine, workload: Workload, rng: random.Random) -> None:

@@ -39,7 +39,12 @@ def described(plan: IterationPlan, numbered_blocks: bool = True) -> tuple:
         [(item.request.request_id, item.start, item.num_tokens, item.tier.value) for item in plan.prefills],
         [(cohort.cohort_id, *_rule(cohort.rule), [r.request_id for r in cohort.requests]) for cohort in plan.cohorts],
         [
-            (swap.request.request_id, swap.source.value, blocks(swap.source_blocks), blocks(swap.target_blocks))
+            (
+                swap.request.request_id if swap.request is not None else None,
+                swap.source.value,
+                blocks(swap.source_blocks),
+                blocks(swap.target_blocks),
+            )
             for swap in plan.swaps
         ],
         sorted(plan.leaving),
