@@ -59,6 +59,15 @@ class FakeOps(Ops):
         self.cuda.launch(lambda ids, rows: rows.copy_(embedding[ids]), token_ids, out)
         return out
 
+    def make_draw(self) -> Draw:
+        def draw(logits, chosen, likeliest, settings) -> torch.Tensor:
+            self.cuda.kernels.launch_as_triton("make_draw", None, logits, chosen, likeliest, settings)
+            tokens = torch.empty_like(chosen)
+            self.cuda.launch(draw_by_attempts, logits, chosen, likeliest, settings, tokens)
+            return tokens
+
+        return draw
+
     def gather_contexts(self, kv_layer, contexts) -> torch.Tensor:
         if kv_layer.device != DEVICE:
             return super().gather_contexts(kv_layer, contexts)

@@ -23,6 +23,7 @@ LIMIT_S = 600  # of each process; alone on a core it takes about half a minute
 PROCESSES = {
     "interpreted": (
         "interpreted",
+        "interpreted_draws",
         "interpreted_experts",
         "interpreted_faults",
         "interpreted_model",
