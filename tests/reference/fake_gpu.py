@@ -18,9 +18,10 @@ import swiftllm.runtime.processors
 import swiftllm.runtime.torch_backend
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.ops.interface import Ops
+from swiftllm.ops.interface import Draw, Ops
 from swiftllm.ops.varlen import efficient_attention, flash_attention, takes_flash
 from swiftllm.runtime.cores import core_divisions
+from tests.reference.draw_by_attempts import draw_by_attempts
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_kernels import CAPABILITY, with_triton
 from tests.reference.fake_streams import DEVICE, FakeWorker, Hazard
@@ -61,7 +62,7 @@ class FakeOps(Ops):
 
     def make_draw(self) -> Draw:
         def draw(logits, chosen, likeliest, settings) -> torch.Tensor:
-            self.cuda.kernels.launch_as_triton("make_draw", None, logits, chosen, likeliest, settings)
+            self.cuda.kernels.launch_as_triton("draw", logits, chosen, likeliest, settings)
             tokens = torch.empty_like(chosen)
             self.cuda.launch(draw_by_attempts, logits, chosen, likeliest, settings, tokens)
             return tokens

@@ -143,7 +143,18 @@ class TritonOps(Ops):
         return GroupedExperts(weights, self.silu_and_mul, self._has_tensor_cores, launch)
 
     def make_draw(self) -> Draw:
-        return _draw
+        return self.draw
+
+    def draw(
+        self, logits: torch.Tensor, chosen: torch.Tensor, likeliest: torch.Tensor, settings: torch.Tensor
+    ) -> torch.Tensor:
+        """See :meth:`make_draw`."""
+        tokens, size = torch.empty_like(chosen), logits.shape[1]
+        if len(chosen):
+            tile = min(next_power_of_2(size), MOST_TILE)
+            tensors, sizes = (logits, chosen, likeliest, settings, tokens), (len(chosen), size, tile)
+            launch(draw_kernel, (len(chosen),), *tensors, _row_stride(logits), *sizes, num_warps=_row_warps(tile))
+        return tokens
 
     def _multiply_codes(
         self, x: torch.Tensor, matrix: QuantisedMatrix, bias: torch.Tensor | None, out: torch.Tensor | None
@@ -376,18 +387,6 @@ def launch(
     # Fused multiply-adds are explicit because Triton's default is about to change.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fused}
     kernel[grid](*arguments, **options, maxnreg=max_registers)
-
-
-def _draw(logits: torch.Tensor, chosen: torch.Tensor, likeliest: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
-    tokens, size = torch.empty_like(chosen), logits.shape[1]
-    if len(chosen):
-        tile = min(next_power_of_2(size), MOST_TILE)
-        tensors = logits, chosen, likeliest, settings, tokens
-        launch(
-            draw_kernel, (len(chosen),), *tensors, _row_stride(logits), len(chosen), size, tile,
-            num_warps=_row_warps(tile),
-        )  # fmt: skip
-    return tokens
 
 
 def _copy_blocks(pool: torch.Tensor, staging: torch.Tensor, blocks: torch.Tensor, gather: bool) -> None:
