@@ -204,7 +204,7 @@ def check_sampling(device: torch.device) -> None:
             logits = (3.0 * torch.randn(32, columns)).to(dtype)
             on_device = logits.to(device)
             requests = [Request(str(row), (1,), SamplingParams(seed=row, **hows[row % 4])) for row in range(32)]
-            sampler = Sampler(device=open_device(device.type))
+            sampler = Sampler(device=open_device(device.type), draw=select_ops(device, dtype).make_draw())
             tokens = sampler.sample(on_device, requests)
             for rows in (range(5), range(9, 30, 3), [31]):
                 some = sampler.sample(on_device[list(rows)], [requests[row] for row in rows])

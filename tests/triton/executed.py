@@ -7,11 +7,13 @@ beside Triton's interpreter, which runs the kernels' Python, and sees what is wr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
 import torch
 from triton.runtime.jit import JITFunction
+from ttsem import harness, minimize, sanitize, validate
 
 import swiftllm.ops.triton.ops as triton_ops
 from pacpu import int8
@@ -24,12 +26,14 @@ from swiftllm.sampling.sampler import Sampler
 from tests.reference.paged_attention import paged_attention, store_new_tokens
 from tests.reference.tolerances import assert_close
 from tests.triton.interpreted_experts import assert_near, expected, random_experts
-from tests.triton.interpreted_quantised import product, random_matrix
-from ttsem import harness, sanitize, validate
+from tests.triton.interpreted_quantised import random_matrix
 
 HOST, REFERENCE, EPS = torch.device("cpu"), Ops(), 1e-5
 TARGETS = [(75, torch.float16), (86, torch.bfloat16), (90, torch.float16), (86, torch.float32)]
 EXACTLY = {"rtol": 0, "atol": 0}
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Triton has no tensor cores")
 
 
 class Execution:
@@ -135,7 +139,6 @@ def check_decodes(ops: TritonOps, dtype: torch.dtype) -> None:
         assert_close(out[full], attended, dtype)
 
 
-@pytest.mark.filterwarnings("ignore:Triton has no tensor cores")
 def check_quantised(ops: TritonOps, dtype: torch.dtype) -> None:
     ops.most_quantised_rows = 20
     matrix, bias = random_matrix(72, 640, 64, dtype, torch.float16, ordered=True), torch.randn(72).to(dtype)
@@ -144,7 +147,6 @@ def check_quantised(ops: TritonOps, dtype: torch.dtype) -> None:
     for count in (3, 20, 21):  # multiplied by codes, and written out in full
         x = torch.randn(count, 640).to(dtype)
         assert_close(linear(x), x.double() @ dense.t() + bias.double(), dtype)
-    assert product(x, matrix, bias).shape == (21, 72)
 
 
 def check_experts(ops: TritonOps, dtype: torch.dtype) -> None:
@@ -181,7 +183,6 @@ def all_kernels() -> set[str]:
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 
 
-@pytest.mark.filterwarnings("ignore:Triton has no tensor cores")
 @pytest.mark.parametrize("execution, dtype", TARGETS, ids=str, indirect=["execution"])
 def test_kernels_stay_in_their_tensors_do_not_race_and_are_right(execution, dtype, monkeypatch):
     monkeypatch.setattr(triton_ops, "MOST_TILE", 128)
@@ -190,3 +191,31 @@ def test_kernels_stay_in_their_tensors_do_not_race_and_are_right(execution, dtyp
     names = {record.fn_name for record in execution.launches}
     left_out = {name for name, is_launched in OF_A_CAPABILITY.items() if not is_launched(execution.capability, dtype)}
     assert names == all_kernels() - left_out
+
+
+def mismatches(record: harness.LaunchRecord, capability: int) -> list[str]:
+    """The compiler's passes that are given something else to compile than the first one, by what it computes."""
+    stages = validate.split_dump(harness.dump_for_launch(record, harness.target_for("cpu", capability)))
+    texts = [minimize.strip_locs(text) for _, text in stages]
+    changed = [place for place in range(len(stages)) if place == 0 or texts[place] != texts[place - 1]]
+    report = validate.validate_stages(record, [stages[place] for place in changed])
+    verdicts = [result.verdict for result in report.passes]
+    print(record.fn_name, {verdict: verdicts.count(verdict) for verdict in verdicts})
+    assert verdicts[-1] == "unsupported" and report.passes[-1].message == "past lowering"  # LLVM's dialect begins
+    assert set(verdicts[:-1]) <= {"match", "approx", "mismatch"} and len(verdicts) > 5, verdicts
+    return [f"{result.pass_name}: {result.message}" for result in report.passes if result.verdict == "mismatch"]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("execution, dtype", TARGETS[:3], ids=str, indirect=["execution"])
+def test_no_pass_of_the_compiler_changes_what_a_kernel_computes(execution, dtype, check, monkeypatch):
+    """Of each kernel the launch with the fewest programs, after every pass that changes it, up to the last one before
+    LLVM."""
+    monkeypatch.setattr(triton_ops, "MOST_TILE", 128)
+    check(execution.ops, dtype)
+    monkeypatch.undo()
+    smallest: dict[str, harness.LaunchRecord] = {}
+    for record in sorted(execution.launches, key=lambda record: math.prod(record.grid), reverse=True):
+        smallest[record.fn_name] = record
+    for name, record in smallest.items():
+        assert mismatches(record, execution.capability) == [], name
