@@ -21,6 +21,8 @@ Linear = Callable[..., torch.Tensor]
 """From ``x [rows, in]`` to ``[rows, out]``. Where graphs are captured, it also accepts ``out=``."""
 Crossing = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """See :meth:`Ops.make_crossing`."""
+Draw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""See :meth:`Ops.make_draw`."""
 
 LEAST_WINDOWED_ROWS = 512  # of a piece of a chunk with a window: fewer rows would be many calls
 MASK_ELEMENTS_AT_ONCE = 1 << 22  # of rows and tokens; up to 13 bytes each
@@ -165,6 +167,16 @@ class Ops:
 
         A function of ``attention_out [rows, num_heads * head_dim]``, ``residual [rows, hidden_size]``, which it
         overwrites, and the rows' angles (see :meth:`rotary_`); returns the projection.
+        """
+        return None
+
+    def make_draw(self) -> Draw | None:
+        """A draw of tokens, all attempts in one call that the host does not wait for; None where there is no such call.
+
+        A function of ``logits [rows, vocab_size]``; ``chosen``, int64 ``[n]``: the rows to draw from; ``likeliest``,
+        int64 ``[rows]``: the first highest logit of each row; and ``settings``, float64 ``[3, n]``: uniform number of
+        the first attempt, temperature and top_p. Returns tokens, int64 ``[n]``, as the torch functions of
+        :mod:`swiftllm.sampling.draws` draw them from the same weights.
         """
         return None
 

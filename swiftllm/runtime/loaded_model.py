@@ -51,7 +51,7 @@ class LoadedModel:
         longest = model_config.longest_request(config.max_model_len)
         self.processors, self.model_config, self.placement = processors, model_config, placement
         self.model = LlamaModel(sizes, weights, processors.ops, longest, processors.residual_dtype)
-        self.sampler = Sampler(config.seed, hardware)
+        self.sampler = Sampler(config.seed, hardware, processors.ops.make_draw())
         self.prompt_scorer = PromptScorer(model_config.vocab_size, hardware)
         self.kv_formats = tier_formats(config, dtype)
         self.bytes_per_block = block_bytes(self.kv_formats, sizes, config.block_size)

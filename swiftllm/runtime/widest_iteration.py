@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -81,8 +82,10 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
 
     model.weights.enter(sizes.num_layers - 1)
     logits = model.leave(attention_out[: config.max_num_seqs], residual[: config.max_num_seqs])
-    how = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1, repetition_penalty=1.1, seed=0, logprobs=MAX_LOGPROBS)
-    with suppress(LogitsNotFinite):  # of numbers that mean nothing
-        sampler.sample(logits, [Request(str(row), (0,), how) for row in range(len(logits))])
+    how = SamplingParams(temperature=1.0, top_p=0.5, seed=0)
+    adjusted = replace(how, min_p=0.1, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
+    for way in (how, adjusted):
+        with suppress(LogitsNotFinite):  # of numbers that mean nothing
+            sampler.sample(logits, [Request(str(row), (0,), way) for row in range(len(logits))])
     sampler.take_logprobs()
     del on_their_way

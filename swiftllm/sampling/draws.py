@@ -4,6 +4,8 @@ A row's probabilities become integer weights: ``exp((logit - highest) / temperat
 these in float64 are exact in any order. So inverting the cumulative distribution at one uniform number per row gives
 the same token in any batch, on any device. Tokens are ordered by probability, equals by their ids. That strict order
 decides which tokens top-k and top-p keep.
+
+``swiftllm/ops/triton/draws.py`` draws from all tokens and from the nucleus in one kernel a row, by the same steps.
 """
 
 from __future__ import annotations
@@ -12,11 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from pacpu.rows import argmax
+from swiftllm.ops.draw_rules import LEAST_EXPONENT, WEIGHT_OF_THE_LIKELIEST
 
-# The weights of 2**18 tokens sum to at most 2**52, and float64 holds every integer up to 2**53. A token 2**34 times
-# less likely than the likeliest has weight zero and is never drawn.
-WEIGHT_OF_THE_LIKELIEST = 2.0**34
-LEAST_EXPONENT = -40.0  # weights are zero from -34 ln 2 on
 CHUNKS = (512, 256, 128, 64)  # columns reduced to one sum or maximum before single columns are searched
 ID_BITS = 32  # low bits of a place hold the token's id, high bits the distance from the highest logit
 

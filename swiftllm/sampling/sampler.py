@@ -12,6 +12,8 @@ from swiftllm.core.request import Request, TokenLogprob
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.device.device import Device
 from swiftllm.device.host import HostDevice
+from swiftllm.ops.draw_rules import UNIFORM_BITS, uniform_of
+from swiftllm.ops.interface import Draw
 from swiftllm.sampling.draws import draw_from_all, draw_from_nucleus, draw_from_top_k, most_likely
 from swiftllm.sampling.logprobs import fetch_lists, score_tokens, token_logprobs
 from swiftllm.sampling.penalties import adjust_logits, drop_improbable
@@ -22,6 +24,7 @@ BYTES_PER_LOGIT = 24  # at the peak of a draw, about
 CPU_LOGITS, GPU_LOGITS = 1 << 19, 1 << 22
 LEAST_TOP_K = 64  # smaller values are processed together with this one
 GREEDY = 1  # count of likeliest tokens that stands for greedy decoding, without a draw
+AT_ONCE = -1  # stands for a draw from all or from the nucleus in one call
 MAX_TEMPERATURE = 1e30  # the distribution is flat long before, and float32 does not overflow
 
 
@@ -43,11 +46,13 @@ class Sampler:
     So the sampler keeps no state between iterations, and a token that is computed again is drawn again the same.
     """
 
-    def __init__(self, seed: int = 0, device: Device | None = None) -> None:
+    def __init__(self, seed: int = 0, device: Device | None = None, draw: Draw | None = None) -> None:
         """``seed``, together with the request's id, seeds requests without a seed of their own.
-        ``device`` holds the logits; default: the host."""
+        ``device`` holds the logits; default: the host. ``draw`` draws from all tokens and from the nucleus, on that
+        device; without it torch does, attempt by attempt."""
         self._seed = seed
         self._device = device or HostDevice()
+        self._draw = draw
         self._logits_at_once = CPU_LOGITS if self._device.torch_device.type == "cpu" else GPU_LOGITS
         self._logprobs: dict[str, TokenLogprob] = {}
 
@@ -66,8 +71,7 @@ class Sampler:
         chosen = [row for row, request in enumerate(requests) if not request.sampling.takes_likeliest]
         highest = logits.gather(1, likeliest[:, None])[:, 0].float()
         if chosen:
-            tokens = self._choose(logits, requests, chosen, likeliest)
-            (found,) = fetch_lists(self._device.compute, highest)
+            tokens, found = self._choose(logits, requests, chosen, likeliest, highest)
         else:
             tokens, found = fetch_lists(self._device.compute, likeliest, highest)
         if not all(map(math.isfinite, found)):
@@ -84,35 +88,49 @@ class Sampler:
         return taken
 
     def _choose(
-        self, logits: torch.Tensor, requests: Sequence[Request], chosen: list[int], likeliest: torch.Tensor
-    ) -> list[int]:
-        """Tokens of all rows. Rows in ``chosen`` are drawn together, in as many attempts as needed."""
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[Request],
+        chosen: list[int],
+        likeliest: torch.Tensor,
+        highest: torch.Tensor,
+    ) -> tuple[list[int], list[float]]:
+        """Tokens and highest logits of all rows. Rows in ``chosen`` are drawn together, in as many attempts as
+        needed."""
         tokens, found, attempt = likeliest.clone(), [0] * len(requests), 0
         while chosen:
             by_way: dict[tuple[int | None, bool], list[int]] = {}
             for row in chosen:
-                by_way.setdefault(_way(requests[row].sampling, logits.shape[1]), []).append(row)
+                by_way.setdefault(_way(requests[row].sampling, logits.shape[1], self._draw is not None), []).append(row)
             for (count, is_adjusted), rows in by_way.items():
-                for block in self._blocks(rows, logits.shape[1]):
+                # What draws at once reads the logits where they are, and takes no memory.
+                is_whole = count == AT_ONCE and not is_adjusted
+                for block in [rows] if is_whole else self._blocks(rows, logits.shape[1]):
                     index, where = self._upload(block), [requests[row] for row in block]
-                    rejected = self._upload([~found[row] for row in block])[:, None] if attempt else None
-                    if is_adjusted:
+                    if is_whole:
+                        own, likely = logits, likeliest
+                    elif is_adjusted:
                         own, likely = self._adjust(logits.index_select(0, index).float(), where)
                     else:
-                        own, likely = self._select(logits, block), likeliest.index_select(0, index)[:, None]
-                    new = self._attempt(own, likely, where, count, attempt, rejected)
-                    tokens.index_copy_(0, index, new[:, 0])
-            (found,) = fetch_lists(self._device.compute, tokens)
+                        own, likely = self._select(logits, block), likeliest.index_select(0, index)
+                    if count == AT_ONCE:
+                        places = index if is_whole else torch.arange(len(block), device=index.device)
+                        new = self._draw(own, places, likely, self._settings(where, attempt)[:3])
+                    else:
+                        rejected = self._upload([~found[row] for row in block])[:, None] if attempt else None
+                        new = self._attempt(own, likely[:, None], where, count, attempt, rejected)[:, 0]
+                    tokens.index_copy_(0, index, new)
+            found, maxima = fetch_lists(self._device.compute, tokens, highest)
             chosen = [row for row in chosen if found[row] < 0]
             attempt += 1
-        return found
+        return found, maxima
 
     def _adjust(self, logits: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
         """Apply biases, penalties and ``min_p`` to float32 ``logits`` in place. Returns these and the likeliest tokens
-        ``[rows, 1]``."""
+        ``[rows]``."""
         adjust_logits(logits, requests, self._device.compute)
-        likeliest = most_likely(logits)[:, None]
-        drop_improbable(logits, likeliest, requests, self._device.compute)
+        likeliest = most_likely(logits)
+        drop_improbable(logits, likeliest[:, None], requests, self._device.compute)
         return logits, likeliest
 
     def _attempt(
@@ -127,12 +145,7 @@ class Sampler:
         """Tokens ``[rows, 1]`` of requests with the same ``count``; a negative one is a rejected attempt."""
         if count == GREEDY:
             return likeliest
-        settings = [
-            (self._uniform(request, attempt), min(how.temperature, MAX_TEMPERATURE), how.top_p, how.top_k)
-            for request, how in ((request, request.sampling) for request in requests)
-        ]
-        columns = self._device.compute.send(torch.tensor(settings, dtype=torch.float64).T.contiguous())
-        uniform, temperature, top_p, top_k = columns[:, :, None]
+        uniform, temperature, top_p, top_k = self._settings(requests, attempt)[:, :, None]
         highest = logits.gather(1, likeliest).float()
         common = logits, highest, temperature.float()
         if count is None:
@@ -144,12 +157,20 @@ class Sampler:
         # After an overflow or NaN in the model there is no distribution to draw from.
         return torch.where(highest.isfinite(), token, likeliest)
 
+    def _settings(self, requests: Sequence[Request], attempt: int) -> torch.Tensor:
+        """float64 ``[4, rows]`` on the device: uniform number of the attempt, temperature, top_p and top_k."""
+        settings = [
+            (self._uniform(request, attempt), min(how.temperature, MAX_TEMPERATURE), how.top_p, how.top_k)
+            for request, how in ((request, request.sampling) for request in requests)
+        ]
+        return self._device.compute.send(torch.tensor(settings, dtype=torch.float64).T.contiguous())
+
     def _uniform(self, request: Request, attempt: int) -> float:
         """A uniform number in [0, 1) for one attempt at a request's next token."""
         seed = request.sampling.seed
         stream = f"{self._seed}:{request.request_id}" if seed is None else seed
-        digest = hashlib.blake2b(f"{stream}/{request.output_len}/{attempt}".encode(), digest_size=8).digest()
-        return (int.from_bytes(digest, "little") >> 11) / 2**53
+        digest = hashlib.blake2b(f"{stream}/{request.output_len}/0".encode(), digest_size=8).digest()
+        return uniform_of((int.from_bytes(digest, "little") >> (64 - UNIFORM_BITS)) / 2**UNIFORM_BITS, attempt)
 
     def _score(self, logits: torch.Tensor, requests: Sequence[Request], tokens: list[int]) -> None:
         counts = [request.sampling.logprobs for request in requests]
@@ -168,16 +189,18 @@ class Sampler:
         return self._device.compute.send(torch.tensor(numbers, dtype=torch.int64))
 
 
-def _way(sampling: SamplingParams, vocab_size: int) -> tuple[int | None, bool]:
+def _way(sampling: SamplingParams, vocab_size: int, has_draw: bool) -> tuple[int | None, bool]:
     """How a row is drawn; rows with equal results are processed together.
 
-    Returns how many of the likeliest tokens a draw considers (0: the nucleus, None: all), and whether the model's
-    logits are changed first. Counts are rounded up to few values, so that many rows share one.
+    Returns how many of the likeliest tokens a draw considers (0: the nucleus, None: all, AT_ONCE: either), and whether
+    the model's logits are changed first. Counts are rounded up to few values, so that many rows share one.
     """
     if sampling.is_greedy:
         count = GREEDY
     elif 0 < sampling.top_k < vocab_size:
         count = min(max(LEAST_TOP_K, 1 << (sampling.top_k - 1).bit_length()), vocab_size)
+    elif has_draw:
+        count = AT_ONCE
     else:
         count = 0 if sampling.top_p < 1.0 else None
     return count, sampling.adjusts_logits

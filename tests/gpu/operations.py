@@ -426,19 +426,19 @@ def untimed_library() -> LibraryProducts:
     return LibraryProducts(lambda work, device: next(times))
 
 
-def check_sampling(device: torch.device) -> None:
+@of_each_form
+def check_sampling(device: torch.device, dtype: torch.dtype, ops: Ops) -> None:
     """A row's token is the same alone and in a batch, and the one a CPU draws: up to the rounding of an exponential,
     which moves a draw across the edge of a token once in a million."""
     hows = [{}, {"temperature": 1.0}, {"temperature": 1.2, "top_p": 0.8}, {"temperature": 0.9, "top_k": 40}]
     for columns in (128, 50_257, 128_256):
-        for dtype in dtypes(device):
-            logits = (3.0 * torch.randn(32, columns)).to(dtype)
-            on_device = logits.to(device)
-            requests = [Request(str(row), (1,), SamplingParams(seed=row, **hows[row % 4])) for row in range(32)]
-            sampler = Sampler(device=open_device(device.type))
-            tokens = sampler.sample(on_device, requests)
-            for rows in (range(5), range(9, 30, 3), [31]):
-                some = sampler.sample(on_device[list(rows)], [requests[row] for row in rows])
-                assert some == [tokens[row] for row in rows], (columns, dtype)
-            expected = Sampler().sample(logits, requests)
-            assert sum(map(int.__ne__, tokens, expected)) <= 1, (columns, dtype, tokens, expected)
+        logits = (3.0 * torch.randn(32, columns)).to(dtype)
+        on_device = logits.to(device)
+        requests = [Request(str(row), (1,), SamplingParams(seed=row, **hows[row % 4])) for row in range(32)]
+        sampler = Sampler(device=open_device(device.type), draw=ops.make_draw())
+        tokens = sampler.sample(on_device, requests)
+        for rows in (range(5), range(9, 30, 3), [31]):
+            some = sampler.sample(on_device[list(rows)], [requests[row] for row in rows])
+            assert some == [tokens[row] for row in rows], (columns, dtype)
+        expected = Sampler().sample(logits, requests)
+        assert sum(map(int.__ne__, tokens, expected)) <= 1, (columns, dtype, tokens, expected)

@@ -19,9 +19,10 @@ import swiftllm.runtime.torch_backend
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.experts import Experts
-from swiftllm.ops.interface import Linear, Ops
+from swiftllm.ops.interface import Draw, Linear, Ops
 from swiftllm.ops.varlen import efficient_attention, flash_attention, takes_flash
 from swiftllm.runtime.cores import core_divisions
+from tests.reference.draw_by_attempts import draw_by_attempts
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_kernels import CAPABILITY, with_triton
 from tests.reference.fake_streams import DEVICE, FakeWorker, Hazard
@@ -82,6 +83,15 @@ class FakeOps(Ops):
         out = torch.empty(len(token_ids), embedding.shape[1], dtype=embedding.dtype, device=DEVICE)
         self.cuda.launch(lambda ids, rows: rows.copy_(embedding[ids]), token_ids, out)
         return out
+
+    def make_draw(self) -> Draw:
+        def draw(logits, chosen, likeliest, settings) -> torch.Tensor:
+            self.cuda.kernels.launch_as_triton("draw", logits, chosen, likeliest, settings)
+            tokens = torch.empty_like(chosen)
+            self.cuda.launch(draw_by_attempts, logits, chosen, likeliest, settings, tokens)
+            return tokens
+
+        return draw
 
     def gather_contexts(self, kv_layer, contexts) -> torch.Tensor:
         if kv_layer.device != DEVICE:

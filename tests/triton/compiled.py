@@ -23,6 +23,7 @@ from pacpu import int8
 from swiftllm.ops.interface import ContextBlocks
 from swiftllm.ops.triton import attention as triton_attention
 from swiftllm.ops.triton import cache as triton_cache
+from swiftllm.ops.triton import draws as triton_draws
 from swiftllm.ops.triton import int8_blocks as triton_int8
 from swiftllm.ops.triton import rows as triton_rows
 from swiftllm.ops.triton.ops import DOT_SHARED_BYTES, LANES_SHARED_BYTES, TritonOps
@@ -56,6 +57,7 @@ class Shape:
     intermediate_size: int
 
 
+VOCAB = 128_256
 LLAMA_8B = Shape(32, 8, 128, 4096, 14336)
 SMOLLM2 = Shape(9, 3, 64, 576, 1536)
 # The other sizes of groups go through attention alone; 7B: Llama-2-7B, 70B: one of eight shards of Llama-3-70B.
@@ -136,6 +138,8 @@ def everything(ops: TritonOps, shape: Shape, dtype: torch.dtype, rows: int = 3) 
     codes = torch.empty(2, rows, kv_heads, int8.head_bytes(16, head_dim), dtype=torch.uint8)
     ops.quantise_blocks(pool, slots, codes)
     ops.dequantise_blocks(codes, pool, slots)
+    settings = torch.empty(3, rows, dtype=torch.float64)
+    ops.draw(torch.empty(rows, VOCAB, dtype=dtype), slots, slots, settings)
     decode(ops, shape, dtype)
     decode(ops, shape, dtype, blocks=7)
 
@@ -181,5 +185,5 @@ def test_kernels_fit_their_gpu(compiled, capability, dtype, tmp_path):
 
 
 def all_kernels() -> set[str]:
-    modules = (triton_attention, triton_cache, triton_int8, triton_rows)
+    modules = (triton_attention, triton_cache, triton_draws, triton_int8, triton_rows)
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}

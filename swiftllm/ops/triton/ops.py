@@ -1,7 +1,8 @@
 """Operations for rows on an NVIDIA GPU: Triton between the GEMMs, torch for the GEMMs and for prefill attention.
 
-Only this module launches the kernels of ``rows``, ``cache``, ``int8_blocks``, ``attention`` and ``quantised``. It
-chooses tile sizes and warps from shapes, dtype and compute capability alone, never by measuring at run time.
+Only this module launches the kernels of ``rows``, ``cache``, ``int8_blocks``, ``attention``, ``quantised`` and
+``draws``. It chooses tile sizes and warps from shapes, dtype and compute capability alone, never by measuring at run
+time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from triton import cdiv, next_power_of_2
 from pacpu import rows as host_rows
 from pacpu.int8 import TILE_TOKENS
 from swiftllm.ops.experts import Experts, ExpertWeights
-from swiftllm.ops.interface import ChunkLens, ContextBlocks, Linear, Ops, multiply
+from swiftllm.ops.interface import ChunkLens, ContextBlocks, Draw, Linear, Ops, multiply
 from swiftllm.ops.library import GroupedProduct, LibraryProducts, how_to_install, installed_version
 from swiftllm.ops.quantised_matrix import BLOCK_INPUTS, QuantisedMatrix
 from swiftllm.ops.triton.attention import (
@@ -25,6 +26,7 @@ from swiftllm.ops.triton.attention import (
     decode_partials_lanes_kernel,
 )
 from swiftllm.ops.triton.cache import copy_blocks_kernel, gather_contexts_kernel, store_kv_kernel
+from swiftllm.ops.triton.draws import MOST_TILE, draw_kernel
 from swiftllm.ops.triton.grouped import GroupedExperts
 from swiftllm.ops.triton.int8_blocks import dequantise_blocks_kernel, quantise_blocks_kernel
 from swiftllm.ops.triton.quantised import (
@@ -146,6 +148,20 @@ class TritonOps(Ops):
         how = self.silu_and_mul, self._has_tensor_cores, launch
         own = GroupedExperts(weights, *how)
         return own if self._library is None else self._library.choose_experts(weights, own, of_products)
+
+    def make_draw(self) -> Draw:
+        return self.draw
+
+    def draw(
+        self, logits: torch.Tensor, chosen: torch.Tensor, likeliest: torch.Tensor, settings: torch.Tensor
+    ) -> torch.Tensor:
+        """See :meth:`make_draw`."""
+        tokens, size = torch.empty_like(chosen), logits.shape[1]
+        if len(chosen):
+            tile = min(next_power_of_2(size), MOST_TILE)
+            tensors, sizes = (logits, chosen, likeliest, settings, tokens), (len(chosen), size, tile)
+            launch(draw_kernel, (len(chosen),), *tensors, _row_stride(logits), *sizes, num_warps=_row_warps(tile))
+        return tokens
 
     def _multiply_codes(
         self, x: torch.Tensor, matrix: QuantisedMatrix, bias: torch.Tensor | None, out: torch.Tensor | None
