@@ -28,6 +28,8 @@ class AttentionHosts:
         deaths: hosts that were lost so far.
     """
 
+    may_die = True
+
     def __init__(
         self,
         local: CpuTier,

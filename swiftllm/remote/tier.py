@@ -49,6 +49,8 @@ class RemoteCpuTier:
         threads: of attention there.
     """
 
+    may_die = True
+
     def __init__(self, find_address: FindAddress, secret: bytes, shape: KVShape, most_blocks: int) -> None:
         """Connect to the host; more than ``most_blocks`` would be of no use.
 

@@ -34,7 +34,12 @@ class CpuTier(Protocol):
     ``arrived`` is when an input may be read; the caller does not change the input afterwards. Once an output is
     written, ``send_back`` is called on any thread; then the ticket is ready. On another host any call, and a ticket's
     ``wait``, may raise :class:`swiftllm.engine.backend.HostDied`.
+
+    Attributes:
+        may_die: whether blocks may be lost in that way.
     """
+
+    may_die: bool
 
     def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, window: int | None = None) -> Any:
         """The ``rows`` of an :class:`AttentionTask`: of int32 ``[rows, max_blocks]`` and ``[rows]``. With a ``window``
@@ -102,6 +107,8 @@ class LocalCpuTier:
         runner: carries out the tasks.
         worker: the one that attends and writes.
     """
+
+    may_die = False
 
     def __init__(self, runner: TaskRunner, make_worker: MakeWorker = InlineWorker) -> None:
         self.runner = runner

@@ -6,7 +6,9 @@ it is in order with the attention that reads it. What goes to a GPU is gathered 
 threads. Where the tier is int8, blocks cross in its format: the GPU makes codes before they leave, and elements when
 they come back. Rows of prompts cross as elements, and the tier makes codes of them.
 
-Swaps go layer by layer too, and the lane's layer waits for its own part alone: see :meth:`KVTransfers.await_swaps`.
+Swaps go layer by layer too. Beside a GPU only the first part begins at once, and each other one when the lane is at
+the layer before, so that launches of copies do not hold up those of the lane. The lane's layer waits for its own part
+alone: see :meth:`KVTransfers.begin_swaps` and :meth:`KVTransfers.await_swaps`.
 """
 
 from __future__ import annotations
@@ -61,9 +63,11 @@ class _Blocks:
 
 @dataclass
 class _Moved:
-    """A part of the swaps: some layers of all blocks. ``tickets`` are of what the host gathers."""
+    """A part of the swaps: some layers of all blocks. ``pieces`` have not begun to move; ``tickets`` are of what the
+    host gathers."""
 
     layers: range
+    pieces: Sequence[_Blocks]
     tickets: list[Ticket] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
@@ -86,34 +90,59 @@ class KVTransfers:
         """Begin to copy blocks between the tiers, as if in the order given: a later swap may fill blocks that an
         earlier one emptied, and takes none that an earlier one filled.
 
-        What is done to the CPU tier afterwards finds the copies, and may overwrite the sources. So may work on the
-        device, layer by layer, after :meth:`await_swaps`.
+        What is done to a layer of the CPU tier after :meth:`begin_swaps` finds the copies, and may overwrite the
+        sources. So may work on the device after :meth:`await_swaps`.
         """
         if not swaps:
             return
         self.await_swaps()
-        self._device.swap.wait(self._device.compute.mark())  # earlier writes of sources and reads of targets are done
+        # Earlier writes of sources and reads of targets are done. Later ones begin or await swaps of their layer first.
+        self._device.swap.wait(self._device.compute.mark())
         num_layers, num_blocks = len(self._pools.tensors[Tier.GPU]), sum(len(swap.source_blocks) for swap in swaps)
         layer_bytes = self._pools.plan.bytes_per_block[Tier.GPU] // num_layers
         at_once = max(1, CHUNK_BYTES // max(1, num_blocks * layer_bytes))  # layers
         pieces = list(self._pieces(swaps, max(1, CHUNK_BYTES // (at_once * layer_bytes))))
-        for first in range(0, num_layers, at_once):
-            moved = _Moved(range(first, min(first + at_once, num_layers)))
-            self._moved.append(moved)  # first: what has begun is waited for even if the rest raises
-            for piece in pieces:
-                move = self._move_out if piece.source is Tier.GPU else self._move_in
-                move(piece, moved)
+        layers = [range(first, min(first + at_once, num_layers)) for first in range(0, num_layers, at_once)]
+        self._moved.extend(_Moved(some, pieces) for some in layers)
+        # A host's own copies gain nothing by waiting. Of a tier that may die it must be known here what has moved.
+        begins_at_once = self._device.torch_device.type == "cpu" or self.cpu_tier.may_die
+        for moved in list(self._moved)[: None if begins_at_once else 1]:
+            self._begin(moved)
 
     @property
     def has_swaps(self) -> bool:
         """Whether :meth:`await_swaps` was not yet called for all layers of the last swaps."""
         return bool(self._moved)
 
+    def begin_swaps(self, layer: int) -> None:
+        """Begin the part of the last swaps that this layer belongs to: what is done to the layer in the CPU tier later
+        finds the copies. Waits for nothing but pinned memory."""
+        place = self._pools.groups.place_of[layer]
+        for moved in self._moved:
+            if place in moved.layers:
+                self._begin(moved)
+
+    def _begin(self, moved: _Moved) -> None:
+        """Launch what has not begun of a part. If that raises, the parts that have not begun are given up."""
+        pieces, moved.pieces = moved.pieces, ()
+        try:
+            for piece in pieces:
+                move = self._move_out if piece.source is Tier.GPU else self._move_in
+                move(piece, moved)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        for moved in self._moved:
+            moved.pieces = ()
+
     def await_swaps(self, layer: int | None = None) -> None:
         """Later work on the device finds what swaps put into the layers up to this one (None: into all), and may
         overwrite what they took out. The host waits until what it gathers for them is on its way."""
         last = None if layer is None else self._pools.groups.place_of[layer]
         while self._moved and (last is None or self._moved[0].layers.start <= last):
+            self._begin(self._moved[0])  # still among them: what has begun is waited for even if the rest raises
             moved = self._moved.popleft()
             for ticket in moved.tickets:
                 ticket.wait()
@@ -121,7 +150,8 @@ class KVTransfers:
                 self._device.compute.wait(event)
 
     def forget_swaps(self) -> None:
-        """The same for swaps that may have failed."""
+        """The same for swaps that may have failed, of what has begun of them."""
+        self._give_up()
         while self._moved:
             with contextlib.suppress(Exception):
                 self.await_swaps()
@@ -173,6 +203,7 @@ class KVTransfers:
                     return
 
     def _load(self, layer: int, call: int, group: PrefillGroup) -> ContextLoad:
+        self.begin_swaps(layer)
         groups, pool = self._pools.groups, self._pools.tensors[Tier.GPU]
         contexts, place = group.calls[groups.group_of[layer]][call].contexts, groups.place_of[layer]
         heads, head_dim = pool.shape[2], pool.shape[-1]
@@ -225,14 +256,15 @@ class KVTransfers:
         for source, run in groupby(swaps, key=lambda swap: swap.source):
             # Of a target that is filled twice only the last source counts: copies of one piece have no order.
             sources_of = dict(pair for swap in run for pair in zip(swap.target_blocks, swap.source_blocks, strict=True))
-            pairs = list(sources_of.items())
-            for first in range(0, len(pairs), size):
-                targets, sources = torch.tensor(pairs[first : first + size]).T.contiguous()
-                if source is Tier.GPU:
-                    sources = self._device.swap.send(sources)
-                else:
-                    targets = self._device.swap.send(targets)
-                yield _Blocks(source, sources, targets)
+            if not sources_of:
+                continue
+            targets, sources = torch.tensor(list(sources_of.items())).T.contiguous()
+            if source is Tier.GPU:
+                sources = self._device.swap.send(sources)
+            else:
+                targets = self._device.swap.send(targets)
+            for piece in zip(sources.split(size), targets.split(size), strict=True):
+                yield _Blocks(source, *piece)
 
     def _layers(self, layers: range) -> torch.Tensor:
         return self._pools.tensors[Tier.GPU][layers.start : layers.stop]

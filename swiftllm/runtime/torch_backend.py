@@ -234,6 +234,8 @@ class TorchBackend:
             addressed = kv_layer, lane.decodes.block_tables[group], lane.decodes.seq_lens, lane.attention_out[rows]
             how = self._scale, self.layer_groups.windows[group], self.model.sinks(layer)
             self._ops.decode_attention(*new, *addressed, *how)
+        if layer + 1 < self.num_layers:  # while the device computes, the next part of the swaps is on its way
+            self._transfers.begin_swaps(layer + 1)
         self._pacer.wait()  # before the executor asks which cohorts are ready
 
     @torch.inference_mode()
@@ -295,6 +297,7 @@ class TorchBackend:
     @torch.inference_mode()
     def submit_cpu_attention(self, layer: int, cohort: CohortBatch) -> Ticket:
         hardware = self.hardware
+        self._transfers.begin_swaps(layer)
         hardware.to_host.wait(hardware.compute.mark())
         if not cohort.opened:
             of_groups = zip(cohort.block_tables, self.layer_groups.windows, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -28,7 +28,7 @@ class BackendDriver:
         self.free = {Tier.GPU: list(range(backend.num_gpu_blocks)), Tier.CPU: list(range(backend.num_cpu_blocks))}
         for blocks in self.free.values():
             rng.shuffle(blocks)
-        self.left: list[int] = []  # blocks of the GPU tier that swaps emptied
+        self.left: dict[Tier, list[int]] = {Tier.GPU: [], Tier.CPU: []}  # blocks that swaps emptied
         self.tables: dict[str, list[int]] = {}
         backend.block_tables = self.tables
 
@@ -45,6 +45,21 @@ class BackendDriver:
 
         A lane alone crosses all layers ``in_one_go`` where the backend can.
         """
+        try:
+            tokens = self._cross(items, riders)
+        finally:
+            for blocks in self.left.values():
+                blocks.clear()
+        backend = self.backend
+        logprobs = backend.take_logprobs()
+        for request in [item.request for item in items] + list(riders):
+            if request.request_id in tokens:
+                request.append_token(tokens[request.request_id], 0.0)
+            if request.request_id in logprobs:
+                request.logprobs.append(logprobs[request.request_id])
+        return tokens
+
+    def _cross(self, items: Sequence[LaneItem], riders: Sequence[Request]) -> Mapping[str, int]:
         backend = self.backend
         lane = backend.open_lane(items)
         tokens = backend.whole_iteration(lane) if self.in_one_go and not riders else None
@@ -56,17 +71,11 @@ class BackendDriver:
                 if riders:
                     ticket = backend.submit_cpu_attention(layer + 1, cohort)
                 backend.gpu_attention(layer + 1, lane)
-                self._poison_left(layer + 1)
+                self._poison_left(layer + 1, Tier.GPU)
+                self._poison_left(min(layer + 2, last), Tier.CPU)
                 if riders:
                     ticket.wait()
             tokens = dict(backend.boundary(last, [lane, cohort]))
-            self.left.clear()
-        logprobs = backend.take_logprobs()
-        for request in [item.request for item in items] + list(riders):
-            if request.request_id in tokens:
-                request.append_token(tokens[request.request_id], 0.0)
-            if request.request_id in logprobs:
-                request.logprobs.append(logprobs[request.request_id])
         return tokens
 
     def prefill(self, requests: Sequence[Request], chunk: int | None = None) -> dict[str, int]:
@@ -89,9 +98,9 @@ class BackendDriver:
         return self.run(gpu, [r for r in requests if r.tier is Tier.CPU])
 
     def move(self, requests: Sequence[Request]) -> None:
-        """Swap the requests to the other tier and poison what they leave behind as soon as others might fill it: in the
-        CPU tier at once, through the backend; in the GPU tier once the lane has come to the layer."""
-        assert not self.left, "an iteration comes first"
+        """Swap the requests to the other tier. What they leave behind is poisoned as soon as others might fill it: in
+        the GPU tier once the lane has come to the layer, in the CPU tier once the lane has come to the one before."""
+        assert not any(self.left.values()), "an iteration comes first"
         swaps = []
         for request in requests:
             source, old = request.tier, self.tables[request.request_id]
@@ -101,19 +110,19 @@ class BackendDriver:
             request.tier = source.other
         self.backend.swap(swaps)
         for swap in swaps:
-            if swap.source is Tier.GPU:
-                self.left.extend(swap.source_blocks)
-            else:
-                pool, blocks = self.backend.kv_pools.tensors[Tier.CPU], torch.tensor(swap.source_blocks)
-                shape = pool.shape[0], len(blocks), *pool.shape[2:]
-                content = torch.full(shape, poison_of(pool), dtype=pool.dtype)
-                write = BlocksWrite(range(len(pool)), content, blocks)
-                self.backend.cpu_tier.write(write, HostDevice.compute.mark())
+            self.left[swap.source].extend(swap.source_blocks)
             self.free[swap.source].extend(swap.source_blocks)
+        self._poison_left(0, Tier.CPU)
 
-    def _poison_left(self, layer: int) -> None:
-        if self.left:
-            self.backend.kv_pools.layers[Tier.GPU][layer][self.left] = torch.nan
+    def _poison_left(self, layer: int, tier: Tier) -> None:
+        blocks = self.left[tier]
+        if blocks and tier is Tier.GPU:
+            self.backend.kv_pools.layers[tier][layer][blocks] = torch.nan
+        elif blocks:
+            pool, place = self.backend.kv_pools.tensors[tier], self.backend.layer_groups.place_of[layer]
+            content = torch.full((1, len(blocks), *pool.shape[2:]), poison_of(pool), dtype=pool.dtype)
+            write = BlocksWrite(range(place, place + 1), content, torch.tensor(blocks))
+            self.backend.cpu_tier.write(write, HostDevice.compute.mark())
 
 
 def tokens_of_both_tiers(backend: TorchBackend, prompt: Sequence[int], chunk: int, num_tokens: int) -> list[list[int]]:

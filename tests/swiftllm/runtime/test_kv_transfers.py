@@ -5,19 +5,20 @@ from __future__ import annotations
 import random
 import threading
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
 import swiftllm.runtime.kv_transfers
 from swiftllm.config import EngineConfig
-from swiftllm.core.plan import LaneItem
-from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.runtime.torch_backend import open_torch_backend
-from swiftllm.runtime.workers import BlocksRead, CpuTask, CpuWorker, InlineWorker, TaskRunner
+from swiftllm.runtime.workers import BlocksRead, BlocksWrite, CpuTask, CpuWorker, InlineWorker, TaskRunner
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
-from tests.reference.fake_streams import FakeWorker
+from tests.reference.fake_streams import FakeTicket, FakeWorker
 from tests.reference.host_copies import counted_host_copies
 
 LAYERS = 3
@@ -136,3 +137,106 @@ def test_a_swap_that_fails_is_told_to_the_lane_and_nothing_is_under_way_after_re
     fresh = driver.admit("again", prompt(20, 0), Tier.CPU, SamplingParams(max_tokens=4))
     assert driver.prefill([fresh], 7) == {"again": request.output_token_ids[0]}
     driver.backend.close()
+
+
+def noted_copies(driver: BackendDriver, log: list[str]) -> None:
+    """Note the calls that move whole blocks to and from the CPU tier by their layer, and those of the lane."""
+    backend, tier = driver.backend, driver.backend.cpu_tier
+
+    def noted(name: str, call):
+        def noting(first, *rest):
+            log.append(f"{name} {first}")
+            return call(first, *rest)
+
+        return noting
+
+    def noted_task(call):
+        def noting(task, *rest):
+            if isinstance(task, (BlocksRead, BlocksWrite)):
+                log.append(f"copy {task.layers.start}")
+            return call(task, *rest)
+
+        return noting
+
+    backend.boundary, backend.gpu_attention = noted("boundary", backend.boundary), noted("enter", backend.gpu_attention)
+    tier.read, tier.write = noted_task(tier.read), noted_task(tier.write)
+
+
+def decode_item(request: Request) -> LaneItem:
+    return LaneItem(request, request.num_tokens - 1, 1, Tier.GPU, False)
+
+
+GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+@pytest.mark.parametrize("source", Tier)
+def test_parts_of_a_swap_begin_between_the_launches_of_the_lane(model_dir, monkeypatch, source):
+    """Only the first one before the lane, which no part but its layer's holds up, however little may be staged."""
+    log, waits, wait = [], [], FakeTicket.wait
+
+    def noted_wait(ticket: FakeTicket) -> float:
+        waits.append(ticket)
+        return wait(ticket)
+
+    with fake_gpu(0, can_capture=False) as cuda:
+        driver = make_driver(model_dir, partial(FakeWorker, cuda))
+        moving = driver.admit("r", prompt(40, 0), source, GREEDY)
+        staying = driver.admit("s", prompt(9, 1), Tier.GPU, GREEDY)
+        driver.prefill([moving, staying])
+        tier, blocks = driver.backend.kv_pools.tensors[Tier.GPU], driver.tables["r"]
+        of_layer = tier[0, 0].nbytes * len(blocks)
+        monkeypatch.setattr("swiftllm.runtime.cpu_tier.MAX_STAGED_BYTES", of_layer)
+        noted_copies(driver, log)
+        monkeypatch.setattr(FakeTicket, "wait", noted_wait)
+        swap = Swap(moving, source, tuple(blocks), tuple(driver.free[source.other][: len(blocks)]))
+        driver.backend.swap([swap])
+        assert not waits and set(log) == {"copy 0"}
+        driver.run([decode_item(staying)])
+    calls = [name for name, _ in groupby(log)]
+    assert calls == [
+        "copy 0", "boundary -1", "enter 0", "copy 1", "boundary 0", "enter 1", "copy 2", "boundary 1", "enter 2",
+        "boundary 2",
+    ]  # fmt: skip
+    assert log.count("copy 1") == len(blocks)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cohort_ahead_of_the_lane_finds_what_was_swapped(model_dir, seed):
+    def token(driver: BackendDriver) -> int:
+        request = driver.admit("r", prompt(40, 0), Tier.GPU, GREEDY)
+        driver.prefill([request])
+        driver.move([request])
+        backend = driver.backend
+        cohort = backend.open_cohort([request])
+        for layer in range(LAYERS):
+            backend.boundary(layer - 1, [cohort])
+            backend.submit_cpu_attention(layer, cohort).wait()
+        return backend.boundary(LAYERS - 1, [cohort])["r"]
+
+    expected = token(make_driver(model_dir))
+    with fake_gpu(seed, can_capture=False) as cuda:
+        assert token(make_driver(model_dir, partial(FakeWorker, cuda))) == expected
+
+
+def test_parts_that_have_not_begun_are_given_up_after_a_failure(model_dir):
+    log = []
+    with fake_gpu(0, can_capture=False) as cuda:
+        driver = make_driver(model_dir, partial(FakeWorker, cuda))
+        request = driver.admit("r", prompt(20, 0), Tier.GPU, GREEDY)
+        noted_copies(driver, log)
+        driver.backend.swap([Swap(request, Tier.GPU, (0, 1), (2, 3))])
+        driver.backend.recover()
+        driver.backend.await_swaps()
+    assert log == ["copy 0", "copy 0"]
+
+
+def test_what_another_host_may_lose_moves_at_once(model_dir):
+    """So that its death leaves nothing of an earlier plan's swaps unknown."""
+    log = []
+    with fake_gpu(0, can_capture=False) as cuda:
+        driver = make_driver(model_dir, partial(FakeWorker, cuda))
+        driver.backend.cpu_tier.may_die = True
+        request = driver.admit("r", prompt(20, 0), Tier.GPU, GREEDY)
+        noted_copies(driver, log)
+        driver.backend.swap([Swap(request, Tier.GPU, (0,), (2,))])
+    assert log == [f"copy {layer}" for layer in range(LAYERS)]
