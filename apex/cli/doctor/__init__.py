@@ -156,9 +156,7 @@ def cpu_kernels() -> Iterator[Finding]:
     pacpu, problem = try_import("pacpu")
     if pacpu is None:
         build = f"{SETUP}, or `python setup.py build_ext --inplace`" if IS_SOURCE_TREE else SETUP
-        # Where the extension's file is missing, Python reports a circular import.
-        reason = "not built" if problem and "circular import" in problem else problem
-        yield Finding("pacpu", f"{reason}: {build}", "missing")
+        yield Finding("pacpu", f"{problem}: {build}", "missing")
         return
     kernels = pacpu.kernels()
     yield Finding("kernels", ", ".join(kernels) or f"none: {SETUP}", "ok" if kernels else "missing")
@@ -327,7 +325,8 @@ def quantisation(model: Path) -> str:
 def try_import(name: str) -> tuple[ModuleType | None, str | None]:
     """A module, or the reason why it cannot be imported."""
     try:
-        return importlib.import_module(name), None
+        module = importlib.import_module(name)
+        return (module, None) if getattr(module, "is_built", True) else (None, "not built")
     except ModuleNotFoundError as error:
         return None, "not installed" if error.name == name else str(error)
     except Exception as error:  # a broken installation may raise anything, and the report must go on

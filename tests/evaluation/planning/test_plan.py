@@ -165,7 +165,7 @@ def test_the_plan_is_printed_before_anything_runs(on_card, monkeypatch):
     assert "setting apex-a10: A10G + Llama-3.1-8B, float16" in text
     assert "GB of KV cache in host memory instead of 120 GB" in text and "random weights" in text
     assert re.search(
-        r"NVIDIA A10G: 21\.8 GiB; weights 14\.96 GiB.* 1,650 KV blocks 3\.22 GiB of at most 2,\d\d\d", text
+        r"NVIDIA A10G: 21\.8 GiB; weights 14\.96 GiB.* 1,650 KV blocks 3\.22 GiB of at most \d,\d\d\d", text
     )
     assert "SIMULATED tok/s" in text and "vllm (server)" in text
     for prediction in plan.predictions:
