@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PACKAGES = ("swiftllm", "apex", "pacpu", "evaluation", "configs", "scripts", "benchmarks", "tests")
+PACKAGES = ("swiftllm", "apex", "pacpu", "evaluation", "configs", "scripts", "benchmarks", "tests", "examples")
 MOST_WORDS = 32_000
 
 CODE_BLOCK = re.compile(r"^```.*?^```$|(?:^ {4}[^\n]*\n)+", re.DOTALL | re.MULTILINE)
