@@ -43,7 +43,10 @@ $(error there is no room $(ROOM): there are $(sort $(notdir $(ROOM_FOLDERS:/=)))
 endif
 endif
 
+# A small room ends before two processes have imported what they need.
+PROCESSES := $(if $(ROOM),,-n 2 --dist worksteal)
+
 # One torch thread: more threads on a busy machine are ten times slower, not faster. What is imported first is compiled
 # and kept, as pip compiled nothing.
 test: $(if $(ROOM),setup,$(if $(VENV),lint,setup))  ## lint, then run the tests; ROOM=kv runs those of a room; ARGS=--all-cases every case
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n 2 --dist worksteal $(TESTED) $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest $(PROCESSES) $(TESTED) $(ARGS)
