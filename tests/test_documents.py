@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PACKAGES = ("swiftllm", "apex", "pacpu", "evaluation", "configs", "scripts", "benchmarks", "tests")
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PACKAGES = ("swiftllm", "apex", "pacpu", "evaluation", "configs", "scripts", "benchmarks", "tests", "examples")
 MOST_WORDS = 32_000
+LOOKED_UP = ROOT / "docs/options.md"  # made from the commands; nobody reads it from beginning to end
 
 CODE_BLOCK = re.compile(r"^```.*?^```$|(?:^ {4}[^\n]*\n)+", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -58,4 +59,4 @@ def test_pages_that_the_code_names_exist() -> None:
 
 
 def test_the_documents_stay_short() -> None:
-    assert sum(len(page.read_text().split()) for page in PAGES) < MOST_WORDS
+    assert sum(len(page.read_text().split()) for page in PAGES if page != LOOKED_UP) < MOST_WORDS

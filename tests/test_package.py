@@ -21,7 +21,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ("apex", "evaluation", "pacpu", "swiftllm")
 EXTRAS = {"humming": "t4", "ray": "ray"}  # imported packages that only an extra brings
-DEVELOPMENT = {"gguf", "hypothesis", "openai", "pybind11", "pytest", "pytest-xdist", "ruff", "setuptools", "uv"}
+DEVELOPMENT = {
+    *("gguf", "hypothesis", "openai", "pybind11", "pyright", "pytest", "pytest-xdist", "ruff", "setuptools", "uv"),
+}
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from apex.cli.parser import parse_options
 
 Command = TypeVar("Command")
 
+# `--num-gpu-blocks 64`, not `--engine.num-gpu-blocks 64`; `--synchronous` without a `--no-synchronous`.
+MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 HIDDEN = tyro.conf.Suppress[int].__metadata__[0]  # marks fields that are not options
 
 
@@ -37,9 +39,7 @@ def parse_command(command: type[Command], prog: str, arguments: Sequence[str]) -
     """
     path = config_path(arguments)
     default = {} if path is None else {"default": with_values(command, read_config_file(path, command))}
-    # `--num-gpu-blocks 64`, not `--engine.num-gpu-blocks 64`; `--synchronous` without a `--no-synchronous`.
-    markers = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-    return parse_options(command, prog, list(arguments), markers, **default)
+    return parse_options(command, prog, list(arguments), MARKERS, **default)
 
 
 def config_path(arguments: Sequence[str]) -> Path | None:

@@ -1,10 +1,10 @@
-"""A scheduler from outside the tree: the example of docs/architecture.md, run as a reader would run it."""
+"""A scheduler from outside the tree: examples/custom_scheduler.py, run as a reader would run it."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +18,8 @@ REPO = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def example(tmp_path) -> Path:
-    text = (REPO / "docs/architecture.md").read_text().split("## Add a scheduler")[1]
-    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
-    assert code.count("\n") < 40
-    (tmp_path / "ride_along.py").write_text(code)
+    """A folder that holds the example, away from the tree."""
+    shutil.copy(REPO / "examples/custom_scheduler.py", tmp_path)
     return tmp_path
 
 
@@ -34,12 +32,19 @@ def apex(folder: Path, plugins: str, *arguments: str) -> subprocess.CompletedPro
 def test_a_scheduler_of_a_users_own_is_simulated_beside_the_papers(example):
     sizes = ("--num-requests", "60", "--input-len", "300", "--output-len", "30", "--num-gpu-blocks", "400")
     answer = apex(
-        example, "ride_along", "simulate", "--system", "swiftllm", "ride-along", *sizes, "--output", "out.json"
+        example, "custom_scheduler", "simulate", "--system", "swiftllm", "ride-along", *sizes, "--output", "out.json"
     )
     assert answer.returncode == 0, answer.stderr
     records = {record["system"]: record for record in json.loads((example / "out.json").read_text())}
     assert records["ride-along"]["completed"] == 60 and records["ride-along"]["cpu_busy_fraction"] > 0
     assert records["swiftllm"]["cpu_busy_fraction"] == 0
+
+
+def test_run_as_a_file_it_simulates_itself():
+    answer = subprocess.run([sys.executable, "examples/custom_scheduler.py"], capture_output=True, text=True, cwd=REPO,
+                            env={**os.environ, "PYTHONPATH": str(REPO)}, check=False)  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    assert "\nride-along " in answer.stdout and "\nneo " in answer.stdout
 
 
 def test_a_plugin_that_cannot_be_imported_is_named(tmp_path):

@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.golden import help, plans, record, settings, tokens
+from tests.golden import help, options, plans, record, settings, tokens
 from tests.reference.tiny_model import make_tiny_llama
 
 
@@ -30,3 +30,6 @@ if __name__ == "__main__":
         if not path.exists() or path.read_text() != printed:
             print("help of", name, "changed")
             path.write_text(printed)
+    changed = not options.PATH.exists() or options.PATH.read_text() != options.page()
+    print("page of options changed:", changed)
+    options.PATH.write_text(options.page())

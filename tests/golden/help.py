@@ -36,7 +36,7 @@ def text(name: str) -> str:
     """What a command prints for ``--help``; it must end with 0."""
     command, *arguments = COMMANDS[name]
     out = io.StringIO()
-    with _terminal(COMMANDS[name], 100 if name in WITHOUT_PATHS else 10_000), redirect_stdout(out):
+    with terminal(COMMANDS[name], 100 if name in WITHOUT_PATHS else 10_000), redirect_stdout(out):
         try:
             if command == "apex":
                 from apex.cli import main
@@ -49,7 +49,11 @@ def text(name: str) -> str:
             status = end.code
     assert not status, f"{name} --help ends with {status}"
     lines = ("---" if set(line) == {" ", "-"} else line.rstrip() for line in out.getvalue().splitlines())
-    printed = "\n".join(lines) + "\n"
+    return without_paths("\n".join(lines) + "\n")
+
+
+def without_paths(printed: str) -> str:
+    """The text, with names in place of paths of this machine."""
     for here, everywhere in ((ROOT, "REPOSITORY"), (cache_dir(), "CACHE"), (Path.home(), "HOME")):
         printed = printed.replace(str(here), everywhere)
     return printed
@@ -60,7 +64,7 @@ def path_of(name: str) -> Path:
 
 
 @contextmanager
-def _terminal(arguments: list[str], columns: int) -> Iterator[None]:
+def terminal(arguments: list[str], columns: int) -> Iterator[None]:
     path = [str(ROOT / Path(arguments[0]).parent), *sys.path]  # as of a file, which puts the repository there
     sys.modules.pop("here", None)
     environ = {"COLUMNS": str(columns), "LINES": "50", "TERM": "dumb", "NO_COLOR": "1"}
