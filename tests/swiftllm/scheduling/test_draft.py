@@ -1,4 +1,4 @@
-"""What a draft takes back, and what a prompt that starts takes from others: blocks, and a seat."""
+"""What a draft takes back, whom a prompt that starts pushes out, and who is computed again when a host dies."""
 
 from __future__ import annotations
 
@@ -110,8 +110,9 @@ def test_a_policy_may_say_that_there_is_no_time_to_move_a_request() -> None:
 def test_copies_under_way_when_a_host_dies_are_forgotten_and_its_requests_computed_again() -> None:
     engine = fake_engine("swiftllm", num_gpu_blocks=20, num_cpu_blocks=3, host_blocks=(20,), cached_tiers=tuple(Tier))
     kv, residents = engine.kv, engine.residents
-    requests = [add(engine, name, 13 + index) for index, name in enumerate(("on the host", "stays"))]
-    engine.step()
+    requests = [add(engine, name, 13 + index) for index, name in enumerate(("on the host", "half filled", "stays"))]
+    while not all(request.tier is Tier.GPU for request in requests):
+        engine.step()
     residents.begin_plan()
     residents.move(requests[0], Tier.CPU)
     copied = engine.make_request("copied", [5] * 10, SamplingParams(max_tokens=9))
@@ -122,7 +123,8 @@ def test_copies_under_way_when_a_host_dies_are_forgotten_and_its_requests_comput
     copy = Swap(None, Tier.CPU, (0, 1), tuple(kv.block_tables[copied.request_id][:2]))
     kv.free_blocks(copied)
     assert kv.num_findable(copied) == 2
-    lost = residents.forget_hosts([1], [copy])
-    assert lost == [requests[0]] and [request.num_preemptions for request in requests] == [1, 0]
-    assert kv.num_findable(copied) == 0 and requests[0].tier is None
+    filling = Swap(requests[1], Tier.CPU, (2,), (kv.block_tables["half filled"][-1],))
+    lost = residents.forget_hosts([1], [copy, filling])
+    assert lost == requests[:2] and [request.num_preemptions for request in requests] == [1, 1, 0]
+    assert kv.num_findable(copied) == 0 and [request.tier for request in requests] == [None, None, Tier.GPU]
     kv.check_blocks()
