@@ -53,6 +53,8 @@ class Residents:
         self.rules = rules
         kv.most_copies = limits.max_num_batched_tokens // kv.block_size  # as many as an iteration fills
         self.num_preemptions = self.iteration = 0
+        self.recomputed: list[Request] = []
+        self._gpu_blocks_promised = 0  # to CPU requests that move back as soon as they are at rest
         self.cohorts = Cohorts()
         self.may_swap_out: Callable[[Request], bool] = lambda request: True
         """Whether the plan being made has time to move a request to the CPU tier; a policy may set it."""
@@ -66,12 +68,6 @@ class Residents:
         self.decoding = {Tier.GPU: ArrivalQueue(), Tier.CPU: ArrivalQueue()}  # the running requests that decode
         self.fetches = Fetches(self.kv)
         self.look_ahead = LookAhead(self.kv)
-        self._forget_moves()
-
-    def _forget_moves(self) -> None:
-        self.kv.begin_plan()
-        self.recomputed: list[Request] = []
-        self._gpu_blocks_promised = 0  # to CPU requests that move back as soon as they are at rest
 
     # -- adding and removing requests -------------------------------------------------------------------------------
 
@@ -153,7 +149,8 @@ class Residents:
 
     def begin_plan(self) -> None:
         self.iteration += 1
-        self._forget_moves()
+        self.kv.begin_plan()
+        self.recomputed, self._gpu_blocks_promised = [], 0
         self.fetches.begin_plan()
         if self.rules.plans_ahead:
             self.look_ahead.begin_plan(is_running=any(self.running.values()))
@@ -179,9 +176,7 @@ class Residents:
                 request.num_uncomputed = 1
                 self.prefilling.remove_request(request)
                 self.decoding[request.tier].insert_request(request)
-        touched = list(filter(None, map(self.requests.get, tokens)))
-        if len(touched) < len(tokens):  # requests were aborted after the plan was made
-            tokens = {request.request_id: tokens[request.request_id] for request in touched}
+        touched = [self.requests[request_id] for request_id in tokens]
         ended = append_tokens(touched, tokens.values(), now_s)
         for request in ended:
             self._retire(request)

@@ -87,6 +87,16 @@ def test_neo_pipelines_only_if_more_requests_a_second_come_of_it(
     assert sum(batch_sizes(plan).values()) == (num_cpu if strategy is Strategy.PIPELINING else 0)
 
 
+def test_neo_stays_on_the_gpu_where_pipelining_is_just_as_fast() -> None:
+    """A token takes 2^-20 s in either batch, attention and the ends take nothing: the rates are equal to the bit."""
+    table = flat_table(gpu_token_s=0.0, cpu_token_s=0.0)
+    table = replace(table, linear=Curve((1, 1025), (2**-20, 1025 * 2**-20)), ends=Curve((1, 2), (0.0, 0.0)))
+    for forced, strategy in ({}, Strategy.GPU_ONLY), ({"strategy": "asymmetric-pipelining"}, Strategy.PIPELINING):
+        plan = decide(engine_of("neo", table, **forced), gpu(4, 10), cpu(4, 10))
+        assert plan.strategy is strategy
+        assert plan.predicted["iteration_s"] == LAYERS * (8 if forced else 4) * 2**-20
+
+
 def test_neo_forced_to_pipeline_does_so_at_a_loss() -> None:
     engine = engine_of("neo", flat_table(cpu_token_s=1e-6), strategy="asymmetric-pipelining")
     assert decide(engine, gpu(20, 10), cpu(1, 10)).strategy is Strategy.PIPELINING
@@ -281,6 +291,13 @@ def test_apex_starts_no_more_requests_than_the_cpu_attends_to_in_an_iteration(di
     assert plan.strategy is Strategy.OVERLAP and batch_sizes(plan) == {HOP: taken}
     (cohort,) = plan.cohorts
     assert set(cohort.requests) == set(ready[-taken:])
+
+
+@pytest.mark.parametrize(("most", "cohorts"), [(1, 1), (2, 2), (3, 2)])
+def test_a_cohort_starts_beside_one_under_way_where_two_are_allowed(most: int, cohorts: int) -> None:
+    engine = engine_of("apex", TENTH, strategy="asynchronous-overlap", max_cohorts=most)
+    engine.residents.cohorts.start(requests(1, 10, Tier.CPU, "partial"))
+    assert len(decide(engine, gpu(1, 1000), cpu(2, 10)).cohorts) == cohorts
 
 
 def test_a_request_that_alone_is_late_starts_all_the_same() -> None:

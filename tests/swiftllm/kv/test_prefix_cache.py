@@ -295,3 +295,44 @@ def test_blocks_that_a_swap_of_this_plan_fills_are_no_source_of_another() -> Non
     assert [(swap.source, len(swap.source_blocks)) for swap in kv.swaps] == [(GPU, 3)]
     assert late.num_uncomputed == 2
     kv.check_blocks()
+
+
+def test_a_request_enters_the_pool_that_has_most_of_its_prefix() -> None:
+    kv, prefix = KVCacheManager(0, 8, SIZE, (8, 8), cached_tiers=tuple(Tier)), list(range(12))
+    blocker = compute(kv, request_of(kv, [90] * 25, CPU, name="fills this host"))
+    there = compute(kv, request_of(kv, [*prefix, 1, 1], CPU, name="goes to another host"))
+    pool = kv.pool_of(there)
+    assert pool is not kv.pool_of(blocker)
+    kv.free_blocks(blocker)
+    kv.free_blocks(there)
+    again, other = request_of(kv, [*prefix, 2, 2], CPU, name="again"), request_of(kv, [80] * 13, CPU, name="other")
+    for request in (again, other):
+        compute(kv, request)
+    assert kv.pool_of(again) is pool and again.cached_tokens == {CPU: 12, GPU: 0}
+    assert kv.pool_of(other) is kv.pools(CPU)[0]
+
+
+@pytest.mark.parametrize("tier", Tier)
+def test_whether_copying_pays_is_asked_of_the_tier_that_is_read(tier: Tier) -> None:
+    kv, text, asked = KVCacheManager(8, 8, SIZE, cached_tiers=tuple(Tier)), list(range(14)), []
+    kv.free_blocks(compute(kv, request_of(kv, text, tier)))
+    kv.copying_pays = lambda source, num_blocks: asked.append((source, num_blocks)) or False
+    request = compute(kv, request_of(kv, text, tier.other))
+    assert asked == [(tier, 3)] and request.cached_tokens is None and not kv.swaps
+
+
+def test_what_a_swap_of_this_plan_fills_is_not_saved_when_it_is_evicted() -> None:
+    """The block is on its way from the CPU tier, whose own copy may be gone by then; it is not there to be read yet."""
+    kv, prefix = KVCacheManager(4, 6, SIZE, cached_tiers=tuple(Tier)), list(range(12))
+    kv.free_blocks(compute(kv, request_of(kv, prefix, CPU)))
+    kv.most_copies = 10
+    kv.begin_plan()
+    arriving = request_of(kv, [*prefix, 50, 51])
+    kv.start(arriving, 14)
+    kv.free_blocks(arriving)
+    passing = request_of(kv, [60] * 24, CPU)
+    kv.start(passing, 24)  # takes all blocks of the CPU tier, the prefix's too
+    kv.free_blocks(passing)
+    kv.start(request_of(kv, [70] * 16, name="evicts"), 16)
+    assert [(swap.source, len(swap.source_blocks)) for swap in kv.swaps] == [(CPU, 3)]
+    kv.check_blocks()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.host_pools import pool_has_room, victims_for
+from swiftllm.scheduling.host_pools import Fetches, pool_has_room, victims_for
 from swiftllm.scheduling.look_ahead import LookAhead
 
 SIZE = 4
@@ -37,6 +39,39 @@ def test_who_makes_room_in_a_pool_is_in_that_pool() -> None:
     assert victims_for(kv, 2, only) == only and victims_for(kv, 3, only) is None
     kv.free_blocks(requests[-1])
     assert victims_for(kv, 2, requests[:-1]) == []
+
+
+class Fetcher:
+    """Fetches at once, and notes what is asked for and what is dropped."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, ...]] = []
+        self.dropped: list[tuple[int, ...]] = []
+
+    def fetch(self, blocks: Sequence[int]) -> None:
+        self.asked.append(tuple(blocks))
+
+    def has_fetched(self, blocks: Sequence[int]) -> bool:
+        return tuple(blocks) in self.asked
+
+    def drop_fetched(self, blocks: Sequence[int]) -> None:
+        self.dropped.append(tuple(blocks))
+
+
+def test_what_a_plan_does_not_ask_for_again_is_dropped_and_nothing_else() -> None:
+    kv = KVCacheManager(0, 1, SIZE, (8,))
+    fetcher = kv.host_pools.fetcher = Fetcher()
+    wanted, unwanted = started(kv, "wanted", 3), started(kv, "unwanted", 2)
+    first, second = (tuple(kv.block_tables[name]) for name in ("wanted", "unwanted"))
+    fetches = Fetches(kv)
+    assert not fetches.are_here(wanted) and not fetches.are_here(unwanted)
+    fetches.begin_plan()
+    assert fetches.are_here(wanted) and fetcher.dropped == []
+    fetches.begin_plan()
+    assert fetcher.dropped == [second]
+    fetches.give_up(wanted)
+    fetches.begin_plan()
+    assert fetcher.dropped == [second, first] and fetcher.asked == [first, second]
 
 
 def test_beside_an_iteration_a_plan_knows_neither_arrivals_nor_ends() -> None:
