@@ -15,7 +15,7 @@ from itertools import pairwise
 from math import ceil
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 TABLE_VERSION = 6
 
@@ -36,7 +36,8 @@ class Curve:
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
-    _slopes: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    if TYPE_CHECKING:  # set by __post_init__, and no field: a table's identity is made of fields
+        _slopes: tuple[float, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         if len(self.sizes) < 2 or list(self.sizes) != sorted(set(self.sizes)):
@@ -152,7 +153,7 @@ class ProfileTable:
     prefill_attention_cpu_tier: Surface | None = None
 
     def as_json(self) -> str:
-        return json.dumps({"version": TABLE_VERSION, **asdict(self, dict_factory=_stated)}, indent=1)
+        return json.dumps({"version": TABLE_VERSION, **asdict(self)}, indent=1)
 
     @staticmethod
     def load(path: Path, identity: Mapping[str, str]) -> ProfileTable:
@@ -176,11 +177,6 @@ class ProfileTable:
             raise ProfileMismatch(f"{path} was measured on something else ({details}): run `apex profile` here")
         times: dict[str, Any] = {name: _from_json(value) for name, value in raw.items()}
         return ProfileTable(found, **times)
-
-
-def _stated(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The fields of a table, a surface or a curve, but for what follows from the others."""
-    return {name: value for name, value in fields if name != "_slopes"}
 
 
 def _from_json(value: dict[str, Any] | float | None) -> Curve | Surface | float | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import log2
+from typing import TYPE_CHECKING
 
 from apex.perf.model import FREE, Curve, PerfModel, ProfileTable, total_s
 
@@ -24,9 +25,9 @@ class TimeGrid:
     """
 
     points: tuple[tuple[float, ...], ...] = field(repr=False)
-    sizes: list[float] = field(init=False, repr=False, compare=False)
-    """The first sizes of the points, ascending."""
-    _below: list[float | TimeGrid] = field(init=False, repr=False, compare=False)
+    if TYPE_CHECKING:  # set by __post_init__, and no fields: a table's identity is made of fields
+        sizes: list[float] = field(init=False)
+        _below: list[float | TimeGrid] = field(init=False)
 
     def __post_init__(self) -> None:
         """Raises ValueError: a size has a single value, through which no line goes."""
