@@ -12,6 +12,7 @@ import re
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,7 +22,7 @@ os.environ["MPLBACKEND"] = "agg"
 """Figures are files, wherever they are drawn: a shell of Jupyter names a package that this Python may lack, and then
 matplotlib cannot even be imported."""
 
-if hasattr(sys.stdout, "reconfigure"):  # not in a notebook; standard error has its own way
+if isinstance(sys.stdout, TextIOWrapper):  # not in a notebook; standard error has its own way
     sys.stdout.reconfigure(errors="replace")
     """Letters that a terminal of ASCII or Latin-1 has not are question marks."""
 
@@ -33,7 +34,7 @@ IMPORTED_AS = {"pyyaml": "yaml"}
 
 def pinned_modules(requirements: str) -> dict[str, str]:
     """The packages that a requirements file pins, each with the name by which it is imported."""
-    names = re.findall(r"^([\w.-]+)==", requirements, re.MULTILINE)
+    names: list[str] = re.findall(r"^([\w.-]+)==", requirements, re.MULTILINE)
     return {name: IMPORTED_AS.get(name.lower(), name.lower().replace("-", "_")) for name in names}
 
 

@@ -30,7 +30,8 @@ def memory_limits(root: Path) -> Iterator[tuple[int, int]]:
     """Of each group that limits memory: the limit, and the bytes in use that stay. ``root``: of the file system."""
     for tree, (limit_files, used_file, droppable) in MEMORY_FILES.items():
         for group in _groups(root, tree):
-            counts = dict(line.partition(" ")[::2] for line in _read(group / "memory.stat").splitlines())
+            lines = [line.partition(" ") for line in _read(group / "memory.stat").splitlines()]
+            counts = {name: count for name, _, count in lines}
             limits = [_read(group / name) for name in limit_files]
             limits.append(counts.get("hierarchical_memory_limit", ""))  # version 1: of groups above the tree's top, too
             if known := [int(limit) for limit in limits if limit.isdecimal()]:

@@ -98,7 +98,7 @@ class LLM:
                 if output is None:
                     self.engine.abort(request_id)
             raise
-        return [self._with_text(output) for output in final.values()]
+        return [self._with_text(output) for output in final.values() if output is not None]
 
     def _encode(self, text: str) -> list[int]:
         if self.engine.tokenizer is None:
@@ -128,7 +128,7 @@ def _list_of_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be a text, a list of texts or lists of token ids, not {type(prompts).__name__}")
-    several = [prompts] if isinstance(prompts, str) else list(prompts)
+    several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
     if several and isinstance(several[0], Integral):
         return [several]
     for prompt in several:

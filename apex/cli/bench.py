@@ -118,7 +118,8 @@ class Bench(SystemsCommand):
 
     def workload(self) -> UniformLoad:
         """The requests, with mean lengths where there are two classes."""
-        return UniformLoad(len(self.sizes), *map(fmean, zip(*self.sizes, strict=True)))
+        input_lens, output_lens = zip(*self.sizes, strict=True)
+        return UniformLoad(len(self.sizes), fmean(input_lens), fmean(output_lens))
 
     def _measure(self, engine: Engine, strategy: StrategyConfig) -> BenchRun:
         with input_errors():
@@ -131,12 +132,12 @@ class Bench(SystemsCommand):
         replay_requests(engine, warm_up, stall_timeout_s=STALL_TIMEOUT_S)
         engine.reset_prefix_cache()
         description = engine.describe()
-        on_cpu = engine.backend.device.type == "cpu"
+        on_cpu = description["device_type"] == "cpu"
         clock = "" if on_cpu else "; times are the host's, which launches ahead of the GPU"
         replay = self.replay(engine, requests, self._setting(engine) + clock, stall_timeout_s=STALL_TIMEOUT_S)
         values = {
             "system": description["system"],
-            "backend": f"torch-{engine.backend.device.type}",
+            "backend": f"torch-{description['device_type']}",
             "gpu": None if on_cpu else description["device"],
             "model": model_name(description["model"]),
             "dtype": description["dtype"],
@@ -152,7 +153,7 @@ class Bench(SystemsCommand):
         """Prompts that begin differently: random tokens, or the text of a file read round and round."""
         if self.prompt_file is None:
             draw = random.Random(self.engine.seed)
-            size = engine.backend.model_config.vocab_size
+            size = engine.vocab_size
             return [tuple(draw.randrange(size) for _ in range(length)) for length in lengths]
         if engine.tokenizer is None:
             raise ValueError("the model folder has no tokenizer (tokenizer.json) to read --prompt-file with")

@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def print_overview() -> None:
     """Print the commands, one a line, and which to begin with."""
-    summaries = {verb: inspect.getdoc(command).partition("\n")[0] for verb, command in COMMANDS.items()}
+    summaries = {verb: (inspect.getdoc(command) or "").partition("\n")[0] for verb, command in COMMANDS.items()}
     summaries |= {verb: summary for verb, (_, summary) in OPTIONAL_VERBS.items()}
     console = stdout_console()
     console.print("usage: apex COMMAND ...\n\nLLM serving for GPUs whose memory is too small for the KV cache:")

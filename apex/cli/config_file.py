@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -19,7 +19,7 @@ Command = TypeVar("Command")
 
 # `--num-gpu-blocks 64`, not `--engine.num-gpu-blocks 64`; `--synchronous` without a `--no-synchronous`.
 MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-HIDDEN = tyro.conf.Suppress[int].__metadata__[0]  # marks fields that are not options
+HIDDEN = get_args(tyro.conf.Suppress[int])[1]  # marks fields that are not options
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def read_config_file(path: Path, command: type) -> dict[str, Any]:
 def option_types(command: type) -> Iterator[tuple[str, Any]]:
     """Names and types of a command's options, including those of its groups."""
     for item, kind in shown_fields(command):
-        if dataclasses.is_dataclass(kind):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             yield from option_types(kind)
         elif item.name != "config":
             yield item.name, kind
@@ -125,7 +125,7 @@ def with_values(command: type[Command], values: Mapping[str, Any]) -> Command:
     """
     given = {}
     for item, kind in shown_fields(command):
-        if dataclasses.is_dataclass(kind):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             given[item.name] = with_values(kind, values)
         elif item.name in values:
             given[item.name] = values[item.name]

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from apex.placement.budget import UniformLoad
     from swiftllm.engine.engine import Engine
 
-SystemName = Literal[tuple(systems())]
+    SystemName = str
+else:
+    SystemName = Literal[tuple(systems())]
 ModelName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
 ProfileFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 OutputFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
@@ -56,6 +58,7 @@ def check_output_folder(flag: str, folder: Path | None) -> None:
         raise InputError(f"{flag}: the folder {folder} cannot be made or written to ({error.strerror})") from None
 
 
+@dataclass(frozen=True)
 class Unchecked:
     """First base of flag groups, which skips the checks of the second one, a configuration class.
 

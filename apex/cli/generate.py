@@ -74,6 +74,7 @@ class Generate(ConfigFile):
 
     def _print_one(self, engine: Engine) -> int:
         """Print the only output as it is generated."""
+        assert engine.tokenizer is not None, "prompts are texts"
         stream, done = engine.tokenizer.stream(), 0
         for output in outputs_of(engine):
             print(stream.push(output.new_token_ids), end="", flush=True)
@@ -83,6 +84,7 @@ class Generate(ConfigFile):
 
     def _print_all(self, engine: Engine, prompts: Sequence[str]) -> int:
         """Print all outputs at the end, each below its prompt."""
+        assert engine.tokenizer is not None, "prompts are texts"
         total, done, texts = len(prompts) * self.sampling.max_tokens, 0, {}
         with progress_bar("generating") as report:
             for output in outputs_of(engine):

@@ -27,6 +27,7 @@ def without_empty_hints(info: StructTypeInfo) -> StructConstructorSpec | None:
         return None
     spec = ConstructorRegistry.get_struct_spec(replace(info, markers=(*info.markers, SEEN)))
     no_hint = tyro.conf.arg(help_behavior_hint="")
+    assert isinstance(spec, StructConstructorSpec), f"{info.type} is a dataclass"
     fields = [
         replace(field, type=Annotated[field.type, no_hint]) if field.default is None or field.default == () else field
         for field in spec.fields

@@ -139,7 +139,7 @@ def why_not(error: OSError) -> str:
         errno.EACCES: "ports below 1024 are the system's: give another",
         errno.EADDRNOTAVAIL: "this machine has no such address: 127.0.0.1 is itself, 0.0.0.0 all its interfaces",
     }
-    return advice.get(error.errno, error.strerror or str(error))
+    return advice.get(error.errno or 0, error.strerror or str(error))
 
 
 def start_message(client: EngineClient, settings: ServerSettings, defaults: Mapping[str, float]) -> str:

@@ -17,6 +17,7 @@ from apex.replay.loop import check_requests
 from apex.replay.records import REFUSED, Replay, ReplayRequest
 from apex.simulator.build import build_simulated
 from apex.simulator.prediction.bound import decode_bound
+from apex.simulator.virtual.backend import SimulatedBackend
 from apex.simulator.virtual.runtime import VLLM, VLLM_DEFAULTS, vllm_runtime
 from apex.strategy import StrategyConfig
 from swiftllm.config import CpuKVDtype, EngineConfig
@@ -143,6 +144,7 @@ class Simulate(SystemsCommand):
         else:
             print(workload)
             for system, machine_placed in placed.items():
+                assert machine_placed is not None, "weights have their memory"
                 print(f"{system}: {machine_placed.timed.describe()}; {counts[system]}")
         # Prompts share no prefix: vLLM's cache would find it.
         prompts = [(i % VOCABULARY,) * n for i, (n, _) in enumerate(self.sizes)]
@@ -241,7 +243,9 @@ class Simulate(SystemsCommand):
     def _measure(
         self, engine: Engine, requests: Sequence[ReplayRequest], machine: PredictedMachine, strategy: StrategyConfig
     ) -> tuple[dict[str, Any], Replay]:
-        replay = self.replay(engine, requests, machine.description, simulated=True, wait=engine.backend.sleep)
+        backend = engine.backend
+        assert isinstance(backend, SimulatedBackend)
+        replay = self.replay(engine, requests, machine.description, simulated=True, wait=backend.sleep)
         description = engine.describe()
         record = {
             "system": description["system"],
@@ -258,7 +262,7 @@ class Simulate(SystemsCommand):
             "request_rate": self.request_rate,
             "cpu_attention_gb_s": float(machine.table.identity["cpu_attention_gb_s"]),
             **self.figures(replay, strategy),
-            "extrapolated": sorted(engine.backend.extrapolated),
+            "extrapolated": sorted(backend.extrapolated),
         }
         return record, replay
 
@@ -277,5 +281,5 @@ def all_refused_line(system: str, replay: Replay) -> str:
     """Why a system has no figures: every request was refused. Empty if one was not."""
     if not all(record.refused for record in replay.records):
         return ""
-    reason = replay.records[0].failure.removeprefix(REFUSED)
+    reason = (replay.records[0].failure or "").removeprefix(REFUSED)
     return f"{system} refused every request, the first one because: {reason}"

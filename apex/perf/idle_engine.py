@@ -14,7 +14,7 @@ from swiftllm.systems import Platform, build, find_system
 
 
 class _NoWork:
-    """A backend whose operations return at once."""
+    """What decodes on the GPU alone ask of a backend. Its operations return at once."""
 
     worker_restarts = 0
 
@@ -49,7 +49,8 @@ def idle_engine(num_layers: int, requests: int) -> Engine:
     backend = _NoWork(num_layers)
     limits = SchedulerLimits(requests, requests, 1 << 20)
     kv = KVCacheManager(2 * requests, 0, limits.max_model_len)
-    engine = build(find_system("swiftllm"), Platform(backend, limits, kv, {}, vocab_size=1))
+    platform = Platform(backend, limits, kv, {}, vocab_size=1)  # pyright: ignore[reportArgumentType]  # not all of it
+    engine = build(find_system("swiftllm"), platform)
     endless = SamplingParams(max_tokens=limits.max_model_len - 1, ignore_eos=True)
     for i in range(requests):
         engine.add(engine.make_request(str(i), (0,), endless))

@@ -9,12 +9,13 @@ import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import reduce
 from itertools import pairwise
 from math import ceil
 from operator import add
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 TABLE_VERSION = 6
 
@@ -35,6 +36,8 @@ class Curve:
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
+    if TYPE_CHECKING:  # set by __post_init__, and no field: a table's identity is made of fields
+        _slopes: tuple[float, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         if len(self.sizes) < 2 or list(self.sizes) != sorted(set(self.sizes)):
@@ -172,14 +175,19 @@ class ProfileTable:
         if differing:
             details = "; ".join(f"{k}: table {found.get(k)!r}, here {identity.get(k)!r}" for k in sorted(differing))
             raise ProfileMismatch(f"{path} was measured on something else ({details}): run `apex profile` here")
-        return ProfileTable(found, **{name: _from_json(value) for name, value in raw.items()})
+        times: dict[str, Any] = {name: _from_json(value) for name, value in raw.items()}
+        return ProfileTable(found, **times)
 
 
-def _from_json(value: dict | float | None) -> Curve | Surface | float | None:
-    if value is None or isinstance(value, float):
+def _from_json(value: dict[str, Any] | float | None) -> Curve | Surface | float | None:
+    if not isinstance(value, dict):
         return value
     if "curves" in value:
-        return Surface(tuple(value["firsts"]), tuple(_from_json(curve) for curve in value["curves"]))
+        return Surface(tuple(value["firsts"]), tuple(map(_curve_from_json, value["curves"])))
+    return _curve_from_json(value)
+
+
+def _curve_from_json(value: Mapping[str, Any]) -> Curve:
     return Curve(tuple(value["sizes"]), tuple(value["seconds"]))
 
 
@@ -258,7 +266,7 @@ class PerfModel:
         alone_s = [self._surface(name, surface, n, c) for n, c in chunks]
         return max(max(alone_s), total_s(alone_s) - self.table.prefill_shared_s * (len(chunks) - 1))
 
-    def gpu_attention_s(self, requests: int, context_tokens: int) -> float:
+    def gpu_attention_s(self, requests: int, context_tokens: float) -> float:
         """One layer's decode attention in the lane (T_g); the context is summed over the requests."""
         if requests <= 0:
             return 0.0

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import log2
+from typing import TYPE_CHECKING
 
 from apex.perf.model import FREE, Curve, PerfModel, ProfileTable, total_s
 
@@ -24,6 +25,9 @@ class TimeGrid:
     """
 
     points: tuple[tuple[float, ...], ...] = field(repr=False)
+    if TYPE_CHECKING:  # set by __post_init__, and no fields: a table's identity is made of fields
+        sizes: list[float] = field(init=False)
+        _below: list[float | TimeGrid] = field(init=False)
 
     def __post_init__(self) -> None:
         """Raises ValueError: a size has a single value, through which no line goes."""
@@ -43,14 +47,18 @@ class TimeGrid:
 
     def sizes_after(self, first: float) -> list[float]:
         """The second sizes that were measured with a first one."""
-        return self._below[self.sizes.index(first)].sizes
+        below = self._below[self.sizes.index(first)]
+        assert isinstance(below, TimeGrid), "points of one size"
+        return below.sizes
 
     def __call__(self, *sizes: float) -> float:
         first, *rest = sizes
         i = bisect_right(self.sizes, first, 1, len(self.sizes) - 1) - 1
         low, high = self._below[i], self._below[i + 1]
-        if rest:
-            low, high = low(*rest), high(*rest)
+        if isinstance(low, TimeGrid):
+            low = low(*rest)
+        if isinstance(high, TimeGrid):
+            high = high(*rest)
         return low + (first - self.sizes[i]) / (self.sizes[i + 1] - self.sizes[i]) * (high - low)
 
 

@@ -20,6 +20,7 @@ LEAST_ROOM = 3
 """Tokens of a tier in which prefills are timed: chunks of two lengths, with and without a past."""
 
 Size = int | tuple[int, int]
+"""A number, or for some operations a pair of numbers."""
 Operations = dict[str, dict[Size, TimedOperation]]
 Seconds = dict[str, dict[Size, float]]
 
@@ -79,7 +80,7 @@ def _operations(bench: Workbench, max_tokens: int, grid: SizeGrid) -> Operations
     gpu, cpu = (_decode_sizes(bench, tier, grid) for tier in (Tier.GPU, Tier.CPU))
     shortest = {requests: min(c for r, c in cpu if r == requests) for requests, _ in cpu}
     tiers = [tier for tier in (Tier.GPU, Tier.CPU) if bench.room(tier) >= LEAST_ROOM] or [bench.larger_tier]
-    of_tiers = [
+    of_tiers: list[dict[Size, TimedOperation]] = [
         {size: bench.prefill_attention([size], tier) for size in _prefill_sizes(bench, tier, max_tokens, grid)}
         for tier in tiers
     ]
@@ -120,11 +121,12 @@ def _decode_sizes(bench: Workbench, tier: Tier, grid: SizeGrid) -> list[tuple[in
 
 def table_from_seconds(seconds: Seconds, identity: Mapping[str, str]) -> ProfileTable:
     """The profile table of measured seconds, by operation and size."""
-    first, last, linear = seconds["first"], seconds["last"], _curve(seconds["linear"])
+    first, last, linear = _by_number(seconds["first"]), _by_number(seconds["last"]), _curve(seconds["linear"])
     # Both end boundaries, less the one layer of linear work that they add up to.
-    ends = {rows: max(0.0, first[rows] + last[rows] - linear(rows)) for rows in first}
+    ends: dict[Size, float] = {rows: max(0.0, first[rows] + last[rows] - linear(rows)) for rows in first}
     prefill, in_cpu_tier = _surface(seconds["prefill_attention"]), seconds["prefill_attention_cpu_tier"]
-    shared = [(n * prefill(new, 0) - lane_s) / (n - 1) for (n, new), lane_s in seconds["prefill_lane"].items()]
+    lanes = _by_pair(seconds["prefill_lane"])
+    shared = [(n * prefill(new, 0) - lane_s) / (n - 1) for (n, new), lane_s in lanes.items()]
     return ProfileTable(
         dict(identity),
         linear=linear,
@@ -143,16 +145,25 @@ def table_from_seconds(seconds: Seconds, identity: Mapping[str, str]) -> Profile
 
 def _curve(seconds: Mapping[Size, float]) -> Curve:
     """A curve; :data:`FREE` for what could not be measured because a tier is too small."""
-    sizes = sorted(seconds)
+    sizes = sorted(_by_number(seconds))
     return Curve(tuple(sizes), tuple(seconds[size] for size in sizes)) if sizes else FREE
 
 
 def _surface(seconds: Mapping[Size, float]) -> Surface:
-    firsts = sorted({first for first, _ in seconds})
+    by_pair = _by_pair(seconds)
+    firsts = sorted({first for first, _ in by_pair})
     if not firsts:
         return Surface((1, 2), (FREE, FREE))
-    curves = [_curve({second: s for (f, second), s in seconds.items() if f == first}) for first in firsts]
+    curves = [_curve({second: s for (f, second), s in by_pair.items() if f == first}) for first in firsts]
     return Surface(tuple(firsts), tuple(curves))
+
+
+def _by_number(seconds: Mapping[Size, float]) -> dict[int, float]:
+    return {size: s for size, s in seconds.items() if isinstance(size, int)}
+
+
+def _by_pair(seconds: Mapping[Size, float]) -> dict[tuple[int, int], float]:
+    return {size: s for size, s in seconds.items() if isinstance(size, tuple)}
 
 
 def sizes_up_to(sizes: Sequence[int], most: int) -> list[int]:

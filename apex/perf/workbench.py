@@ -18,8 +18,8 @@ import torch
 from apex.perf.idle_engine import idle_engine
 from swiftllm.core.plan import RIDE, STEP, CohortPlan, IterationPlan, LaneItem, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.engine.backend import Batch
 from swiftllm.engine.executor import Executor
+from swiftllm.runtime.batch import CohortBatch, LaneBatch
 from swiftllm.runtime.torch_backend import TorchBackend
 
 TimedOperation = Callable[[], float]
@@ -93,7 +93,7 @@ class Workbench:
         items = [LaneItem(self._request(new + cached, tier), cached, new, tier, True) for new, cached in chunks]
         lane, last = self._lane(items), 0
 
-        def lane_before(layer: int) -> Batch:
+        def lane_before(layer: int) -> LaneBatch:
             nonlocal lane, last
             if layer == 0:
                 lane = self._opened(items)
@@ -110,7 +110,7 @@ class Workbench:
         lane = self._lane(items)
         return self._attention(lambda layer: lane, requests, lane)
 
-    def _attention(self, lane_before: Callable[[int], Batch], rows: int, sweeper: Batch) -> TimedOperation:
+    def _attention(self, lane_before: Callable[[int], LaneBatch], rows: int, sweeper: LaneBatch) -> TimedOperation:
         """Time attention after a boundary, which replaces the caches' contents as in a run; the mean over the groups of
         layers.
 
@@ -258,19 +258,19 @@ class Workbench:
     def _single_rows(self, rows: int) -> list[LaneItem]:
         return [item for _ in range(rows) for item in self._prefill_items(1)]
 
-    def _opened(self, items: Sequence[LaneItem]) -> Batch:
+    def _opened(self, items: Sequence[LaneItem]) -> LaneBatch:
         """A lane before the first layer."""
         lane = self.backend.open_lane(items)
         self.backend.boundary(-1, [lane])
         return lane
 
-    def _lane(self, items: Sequence[LaneItem]) -> Batch:
+    def _lane(self, items: Sequence[LaneItem]) -> LaneBatch:
         """A lane after the first layer's attention."""
         lane = self._opened(items)
         self.backend.gpu_attention(0, lane)
         return lane
 
-    def _cohort(self, requests: int, context: int) -> Batch:
+    def _cohort(self, requests: int, context: int) -> CohortBatch:
         cohort = self.backend.open_cohort([self._request(context, Tier.CPU) for _ in range(requests)])
         self.backend.boundary(-1, [cohort])
         return cohort
@@ -282,7 +282,7 @@ class Workbench:
         layers = range(max(1, self.backend.num_layers - 1 if stop is None else stop))
         return itertools.cycle(sorted(layers, key=lambda layer: self.layer_groups.place_of[layer]))
 
-    def _boundary(self, lane: Batch, layers: Iterator[int], rows: int) -> TimedOperation:
+    def _boundary(self, lane: LaneBatch, layers: Iterator[int], rows: int) -> TimedOperation:
         """The lane at one of these boundaries after the other. Short ones are crossed three times, and two count.
 
         The first time brings the code back into the caches, and the lane to where captured graphs expect it.
@@ -299,7 +299,7 @@ class Workbench:
 
         return sample
 
-    def _crossing(self, layer: int, lane: Batch) -> Callable[[], None]:
+    def _crossing(self, layer: int, lane: LaneBatch) -> Callable[[], object]:
         """The lane at a boundary whose weights are there: times of boundaries leave out their way to the device.
 
         Streamed ones stay until another boundary is crossed.

@@ -44,22 +44,39 @@ class UniformLoad:
 class CostModel(Protocol):
     """What the search asks of hardware and model, be they simulated or measured. All sizes are bytes."""
 
-    boundary_bytes: Sequence[float]
-    """Of the boundaries from -1 on."""
-    other_bytes: float
-    """Vocabulary and norms, which stay on the GPU."""
-    layer_groups: LayerGroups
-    kv_bytes_per_token: float
-    """In all layers of a group, on the GPU."""
-    cpu_kv_bytes_per_token: float
-    """In all layers of a group, in the CPU tier."""
-    rates: Rates
+    @property
+    def boundary_bytes(self) -> Sequence[float]:
+        """Of the boundaries from -1 on."""
+        ...
+
+    @property
+    def other_bytes(self) -> float:
+        """Vocabulary and norms, which stay on the GPU."""
+        ...
+
+    @property
+    def layer_groups(self) -> LayerGroups: ...
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """In all layers of a group, on the GPU."""
+        ...
+
+    @property
+    def cpu_kv_bytes_per_token(self) -> float:
+        """In all layers of a group, in the CPU tier."""
+        ...
+
+    @property
+    def rates(self) -> Rates: ...
 
     def costs(self, rows: float) -> list[BoundaryCost]:
         """Of the boundaries, for an iteration of ``rows``."""
+        ...
 
     def other_s(self, on_gpu: float, context: float, requests: float) -> float:
         """GPU time of an iteration beside its boundaries: attention of ``on_gpu`` requests, logits of ``requests``."""
+        ...
 
     def gpu_kv_bytes(self, weight_bytes: float) -> float:
         """GPU memory for KV cache beside so many bytes of weights.
@@ -67,6 +84,7 @@ class CostModel(Protocol):
         Raises:
             ValueError: there is none, or not enough for the blocks asked for.
         """
+        ...
 
     def cpu_kv_bytes(self, off_gpu_bytes: float) -> float:
         """Host memory for KV cache beside so many bytes of weights.
@@ -74,6 +92,7 @@ class CostModel(Protocol):
         Raises:
             ValueError: the host does not hold them, or the blocks asked for beside them.
         """
+        ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +113,8 @@ def best_budget(model: CostModel, workload: UniformLoad, *, offloads: bool, cpu_
     Raises:
         ValueError: none is possible; the message says why the smallest is not.
     """
-    estimates, refused = [], None
+    estimates: list[Estimate] = []
+    refused: ValueError | None = None
     for number in range(len(model.boundary_bytes) + 1):
         weight_bytes = model.other_bytes + number * max(model.boundary_bytes)
         try:
@@ -102,6 +122,7 @@ def best_budget(model: CostModel, workload: UniformLoad, *, offloads: bool, cpu_
         except ValueError as error:
             refused = refused or error
     if not estimates:
+        assert refused is not None
         raise refused
     # Where rates differ by rounding alone the first counts, which leaves most to KV cache.
     return max(estimates, key=lambda estimate: round(estimate.tokens_per_s, 9))

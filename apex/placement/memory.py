@@ -34,6 +34,7 @@ class EngineMemory:
         residual_dtype = resolve_residual_dtype(config.model, dtype)
         budget = estimate_memory(config, model, dtype, residual_dtype=residual_dtype, **sizes)
         self.boundary_bytes = boundary_bytes(model, dtype)
+        assert budget.weights is not None, "an estimate has them"
         self.weight_bytes, self.other_bytes = budget.weight_bytes, budget.weights.staying
         self.embedding_bytes = embedding_bytes(model, dtype)
         self.block_bytes = budget.bytes_per_block

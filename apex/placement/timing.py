@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -100,13 +101,13 @@ def attention_bytes_per_s(
     """Bytes of K and V a second that decode attention reads: on the device, and by the CPU in the host's memory, where
     their format is ``on_host``."""
 
-    def on_cpu(*arguments: object) -> None:
+    def on_cpu(*arguments: Any) -> None:
         pacpu.paged_attention(*arguments, num_threads=threads, kernel=kernel)
 
     exact, host = KVFormat.exact(dtype), torch.device("cpu")
-    return tuple(
-        _attention_rate(model, dtype, device, *how)
-        for how in ((device.torch_device, ops.decode_attention, exact), (host, on_cpu, on_host))
+    return (
+        _attention_rate(model, dtype, device, device.torch_device, ops.decode_attention, exact),
+        _attention_rate(model, dtype, device, host, on_cpu, on_host),
     )
 
 

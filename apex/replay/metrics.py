@@ -67,6 +67,7 @@ def meets_targets(record: RequestRecord, targets: Targets) -> bool:
 
 def per_token_latency_s(record: RequestRecord | RequestSummary) -> float:
     """Latency of the whole request, waiting included, over its output tokens (APEX, caption of Fig. 6)."""
+    assert record.last_token_s is not None, "a request without a token"
     return (record.last_token_s - record.arrival_s) / record.output_len
 
 
@@ -102,13 +103,14 @@ def class_metrics(records: Sequence[RequestRecord], window_s: float) -> Metrics:
 def window_metrics(records: Sequence[RequestRecord], window_s: float) -> Metrics:
     """What requests got in the first ``window_s`` seconds, whether they ended or not."""
     arrived = [record for record in records if record.arrival_s < window_s]
+    ends_s = [record.last_token_s for record in arrived if record.completed]
     times = [[time_s for time_s in record.token_times_s if time_s <= window_s] for record in arrived]
     num_tokens = sum(map(len, times))
     first = [seen[0] - record.arrival_s for record, seen in zip(arrived, times, strict=True) if seen]
     gaps = [(seen[-1] - seen[0]) / (len(seen) - 1) for seen in times if len(seen) > 1]
     return {
         "arrived": len(arrived),
-        "completed": sum(record.completed and record.last_token_s <= window_s for record in arrived),
+        "completed": sum(end_s is not None and end_s <= window_s for end_s in ends_s),
         "output_tokens": num_tokens,
         "tokens_per_s": num_tokens / window_s if window_s else None,
         **distribution_metrics("ttft_s", first),

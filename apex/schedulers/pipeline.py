@@ -13,6 +13,9 @@ from apex.schedulers.cpu_decodes import CpuDecodeQueue, CpuDecodes, longest_run
 from apex.schedulers.inequality import pipelined_layer_s
 from swiftllm.core.request import Request
 
+Window = tuple[Callable[[int, int], float], float]
+"""The seconds of a batch by its size and its context, and the seconds into which they must fit."""
+
 
 @dataclass
 class CpuBatch:
@@ -61,8 +64,8 @@ class Pipeline:
         """Whether the lane never waits for CPU attention."""
         return all(self.hides(batch, batch.size, batch.context_tokens) for batch in self.batches)
 
-    def _windows(self, batch: CpuBatch) -> list[tuple[Callable[[int, int], float], float]]:
-        """What must fit into what, in seconds: T_c0 into T_l1 + T_ga0 for batch-0, T_c1 into T_l0 for batch-1.
+    def _windows(self, batch: CpuBatch) -> list[Window]:
+        """What must fit into what: T_c0 into T_l1 + T_ga0 for batch-0, T_c1 into T_l0 for batch-1.
 
         Where weights are streamed, the lane waits for a layer's before batch-0's boundary. So batch-1's attention is
         also hidden if it ends with the wait: T_c1 + T_l1 + T_ga0 within the time between layers. One window is enough.
@@ -71,10 +74,13 @@ class Pipeline:
         cpu_attention_s = model.cpu_attention_s
         if batch is first:
             return [(cpu_attention_s, model.linear_s(second.size) + self._lane_attention_s)]
-        windows = [(cpu_attention_s, model.linear_s(self.load.tokens + first.size))]
+        windows: list[Window] = [(cpu_attention_s, model.linear_s(self.load.tokens + first.size))]
         if model.stream_s:
-            wait_s = model.stream_s - self._lane_attention_s
-            windows.append((lambda size, context: cpu_attention_s(size, context) + model.linear_s(size), wait_s))
+
+            def with_boundary_s(size: int, context: int) -> float:
+                return cpu_attention_s(size, context) + model.linear_s(size)
+
+            windows.append((with_boundary_s, model.stream_s - self._lane_attention_s))
         return windows
 
     def iteration_s(self) -> float:

@@ -171,6 +171,7 @@ class PaperSetting:
         lines = []
         for kernel, system in systems.items():
             rate = self.cpu_attention_gb_s(system)
+            assert rate is not None, "they decode on the CPU"
             stated = self.figures.get(f"{kernel}{OF_GPU}")
             why = (
                 f"{stated.status}: {stated.origin}" if stated else f"its share of what {self.host} reads, measured here"

@@ -194,7 +194,8 @@ def box_text(span: Span, num_layers: int, room: float) -> str:
     if span.kind in (Kind.WAIT, Kind.SWAP_WAIT, Kind.OTHER):
         return ""
     letters = "+".join(tag.letter for tag in span.cohorts)
-    layer = {-1: "E", num_layers - 1: "L"}.get(span.layer) if span.kind in (Kind.LINEAR, Kind.STEP) else None
+    ends: dict[int | None, str] = {-1: "E", num_layers - 1: "L"}
+    layer = ends.get(span.layer) if span.kind in (Kind.LINEAR, Kind.STEP) else None
     layer = layer or str("" if span.layer is None else span.layer)
     if span.kind is Kind.SWAP:
         texts = [f"{span.work.requests} requests", str(span.work.requests)]
@@ -225,7 +226,9 @@ def mark_iterations(ax: Axes, iterations: Sequence[Iteration], zero_s: float) ->
 
 
 def width_points(ax: Axes) -> float:
-    return ax.figure.get_size_inches()[0] * 72 * ax.get_position().width
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    return figure.get_size_inches()[0] * 72 * ax.get_position().width
 
 
 # -- texts ------------------------------------------------------------------------------------------------------------
@@ -265,7 +268,7 @@ def draw_legend(figure: Figure, timeline: Timeline, height: float) -> None:
     if timeline.polls:
         handles.append(Line2D([], [], color=INK, marker="x", linestyle="", label="cohort not ready: lane goes on"))
     where = {"loc": "lower left", "bbox_to_anchor": (0.004, 0.34 / height), "ncols": len(handles)}
-    ems = sum(LETTER_EMS * len(handle.get_label()) + LEGEND_ENTRY_EMS for handle in handles)
+    ems = sum(LETTER_EMS * len(str(handle.get_label())) + LEGEND_ENTRY_EMS for handle in handles)
     size = min(LEGEND_POINTS, 72 * WIDTH_INCHES / ems)  # several cohorts need more room than one
     figure.legend(handles=handles, **where, frameon=False, fontsize=size, handlelength=1.4, columnspacing=1.6)
 

@@ -48,9 +48,9 @@ class LiveTimeline:
                 self._backend.begin_notes(self._num_iterations)
             return
         backend, notes = self._backend, self._backend.notes
-        if notes.result is None:
+        if notes.outcome is None:
             detach(self._engine.executor, backend)
-            notes.plan, notes.result = plan, result
+            notes.outcome = plan, result
         # CPU attention may outlast the iteration, and until it is done its times may change.
         if all(ticket.inner.ready() for ticket in (*notes.carried, *notes.tickets)):
             self._backend, lane = None, notes.spans

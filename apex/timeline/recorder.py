@@ -45,14 +45,15 @@ class TimelineRecorder:
     def run(self, plan: IterationPlan) -> StepResult:
         """Carry out the plan, and record what happened."""
         notes = self._backend.begin_notes(self._count)
-        notes.plan, notes.result = plan, self._run(plan)
+        result = self._run(plan)
+        notes.outcome = plan, result
         # A ticket that outlasts the iteration counts; one that was only collected does not.
         notes.uses_cpu = bool(notes.tickets) or any(t.index in self._backend.outstanding for t in notes.carried)
         self._count += 1
         self._recent.append(notes)
         if len(self._recent) == self._recent.maxlen:
             self._consider()
-        return notes.result
+        return result
 
     def _consider(self) -> None:
         if self._start is not None:

@@ -14,18 +14,28 @@ from weakref import WeakValueDictionary
 from apex.timeline.spans import CohortTag, Iteration, Kind, Poll, Span, SpanWork
 from swiftllm.core.plan import IterationPlan, LaneItem, StepResult, Swap
 from swiftllm.core.request import Request
-from swiftllm.engine.backend import Backend, Batch, SwapTimes, Ticket
+from swiftllm.engine.backend import Batch, ExecutorBackend, SwapTimes, Ticket, TicketTimes
 from swiftllm.engine.executor import CohortRun, Executor
 
 
 @dataclass(eq=False)
 class RecordedBatch:
-    """A lane (no ``tag``) or a cohort of the wrapped backend, and the indexes of the spans that last moved it."""
+    """A lane of the wrapped backend, and its size."""
 
     inner: Batch
     work: SpanWork
-    requests: tuple[Request, ...] = ()
-    tag: CohortTag | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.inner.num_rows
+
+
+@dataclass(eq=False)
+class RecordedCohort(RecordedBatch):
+    """A cohort of the wrapped backend, and the indexes of the spans that last moved it."""
+
+    requests: tuple[Request, ...]
+    tag: CohortTag
     boundary: int | None = None
     ticket: int | None = None
 
@@ -60,8 +70,11 @@ class RecordedTicket:
         self.backend.outstanding.pop(self.index, None)
         return seconds
 
+    def times(self) -> TicketTimes:
+        return self.inner.times()
+
     def spans(self, indexes: Iterator[int]) -> Iterator[Span]:
-        times = self.inner.times()
+        times = self.times()
         where = {"layer": self.layer, "work": self.batch_work, "cohorts": (self.tag,)}
         if times.to_host is not None:
             yield Span(next(indexes), Kind.TO_HOST, *times.to_host, self.iteration, **where, after=self.after)
@@ -76,7 +89,7 @@ class RecordedTicket:
 class Notes:
     """The record of one iteration; ``carried`` are the tickets under way when it began.
 
-    ``plan``, ``result`` and ``uses_cpu`` are set once it is over.
+    ``outcome``, its plan and result, and ``uses_cpu`` are set once it is over.
     """
 
     iteration: int
@@ -85,9 +98,18 @@ class Notes:
     spans: list[Span] = field(default_factory=list)
     tickets: list[RecordedTicket] = field(default_factory=list)
     polls: list[Poll] = field(default_factory=list)
-    plan: IterationPlan | None = None
-    result: StepResult | None = None
+    outcome: tuple[IterationPlan, StepResult] | None = None
     uses_cpu: bool = False
+
+    @property
+    def plan(self) -> IterationPlan:
+        assert self.outcome is not None, "the iteration is not over"
+        return self.outcome[0]
+
+    @property
+    def result(self) -> StepResult:
+        assert self.outcome is not None, "the iteration is not over"
+        return self.outcome[1]
 
     @property
     def is_steady(self) -> bool:
@@ -112,7 +134,7 @@ class Notes:
 class RecordingBackend:
     """Wraps any backend and records its operations and their times. It has what an executor calls, and no more."""
 
-    def __init__(self, inner: Backend) -> None:
+    def __init__(self, inner: ExecutorBackend) -> None:
         self.inner = inner
         self.notes = Notes(0)
         self.outstanding: dict[int, RecordedTicket] = {}
@@ -120,7 +142,7 @@ class RecordingBackend:
         self.indexes = itertools.count()
         self._swaps: SwapTimes | None = None  # those that the lane may have to wait for
         self._cohort_numbers = itertools.count()
-        self._slots: WeakValueDictionary[int, RecordedBatch] = WeakValueDictionary()
+        self._slots: WeakValueDictionary[int, RecordedCohort] = WeakValueDictionary()
 
     @property
     def num_layers(self) -> int:
@@ -158,30 +180,30 @@ class RecordingBackend:
         self.record_span(Kind.OTHER, start_s, None, work)
         return RecordedBatch(batch, work)
 
-    def open_cohort(self, requests: Sequence[Request]) -> RecordedBatch:
+    def open_cohort(self, requests: Sequence[Request]) -> RecordedCohort:
         start_s = self.now()
         cohort = self._tagged(self.inner.open_cohort(requests), requests)
         self.record_span(Kind.OTHER, start_s, None, cohort.work, (cohort.tag,))
         return cohort
 
-    def drop_rows(self, cohort: RecordedBatch, request_ids: frozenset[str]) -> RecordedBatch:
+    def drop_rows(self, cohort: RecordedCohort, request_ids: frozenset[str]) -> RecordedCohort:
         batch = self.inner.drop_rows(cohort.inner, request_ids)
         staying = tuple(request for request in cohort.requests if request.request_id not in request_ids)
         return self._hold_slot(replace(cohort, inner=batch, work=_cohort_work(staying), requests=staying))
 
-    def _tagged(self, batch: Batch, requests: Sequence[Request]) -> RecordedBatch:
+    def _tagged(self, batch: Batch, requests: Sequence[Request]) -> RecordedCohort:
         slot = next(slot for slot in itertools.count() if slot not in self._slots)
         tag = CohortTag(next(self._cohort_numbers), slot)
-        return self._hold_slot(RecordedBatch(batch, _cohort_work(requests), tuple(requests), tag))
+        return self._hold_slot(RecordedCohort(batch, _cohort_work(requests), tuple(requests), tag))
 
-    def _hold_slot(self, cohort: RecordedBatch) -> RecordedBatch:
+    def _hold_slot(self, cohort: RecordedCohort) -> RecordedCohort:
         self._slots[cohort.tag.slot] = cohort  # a weak reference: free again once the executor drops the cohort
         return cohort
 
     def boundary(self, layer: int, batches: Sequence[RecordedBatch]) -> Mapping[str, int]:
         start_s = self.now()
         tokens = self.inner.boundary(layer, [batch.inner for batch in batches])
-        cohorts = [batch for batch in batches if batch.tag is not None]
+        cohorts = [batch for batch in batches if isinstance(batch, RecordedCohort)]
         if len(cohorts) < len(batches):
             self.lane_layer = layer + 1
         kind = Kind.LINEAR if len(cohorts) < len(batches) else Kind.STEP
@@ -202,7 +224,7 @@ class RecordingBackend:
     def whole_iteration(self, lane: RecordedBatch) -> None:
         """Declined, so that the executor goes layer by layer and each operation is recorded."""
 
-    def submit_cpu_attention(self, layer: int, cohort: RecordedBatch) -> RecordedTicket:
+    def submit_cpu_attention(self, layer: int, cohort: RecordedCohort) -> RecordedTicket:
         start_s = self.now()
         inner = self.inner.submit_cpu_attention(layer, cohort.inner)
         self.record_span(Kind.OTHER, start_s, layer, cohort.work, (cohort.tag,))
@@ -210,7 +232,7 @@ class RecordingBackend:
         self.notes.tickets.append(ticket)
         return ticket
 
-    def _recorded(self, inner: Ticket, layer: int, cohort: RecordedBatch) -> RecordedTicket:
+    def _recorded(self, inner: Ticket, layer: int, cohort: RecordedCohort) -> RecordedTicket:
         index = cohort.ticket = next(self.indexes)
         after = () if cohort.boundary is None else (cohort.boundary,)
         ticket = RecordedTicket(self, inner, index, self.notes.iteration, layer, cohort.work, cohort.tag, after)
@@ -245,7 +267,7 @@ def _cohort_work(requests: Sequence[Request]) -> SpanWork:
 
 def attach(executor: Executor, requests: Mapping[str, Request]) -> RecordingBackend:
     """Record the executor from its next iteration on. ``requests`` are the residents', by id."""
-    backend = executor.backend = RecordingBackend(executor.backend)
+    executor.backend = backend = RecordingBackend(executor.backend)
     for cohort in executor.cohorts:
         backend.adopt_cohort(cohort, [requests[i] for i in cohort.request_ids if i in requests])
     return backend
@@ -257,5 +279,7 @@ def detach(executor: Executor, backend: RecordingBackend) -> None:
         return
     executor.backend = backend.inner
     for cohort in executor.cohorts:
-        cohort.batch = cohort.batch.inner
-        cohort.ticket = cohort.ticket and cohort.ticket.inner
+        if isinstance(cohort.batch, RecordedCohort):
+            cohort.batch = cohort.batch.inner
+        if isinstance(cohort.ticket, RecordedTicket):
+            cohort.ticket = cohort.ticket.inner

@@ -143,7 +143,8 @@ def span_name(span: Span, num_layers: int) -> str:
     """A short name: operation, layer and cohorts."""
     letters = "+".join(tag.letter for tag in span.cohorts)
     if span.kind in (Kind.LINEAR, Kind.STEP):
-        what = {-1: "embedding", num_layers - 1: "logits"}.get(span.layer, f"linear {span.layer}")
+        ends: dict[int | None, str] = {-1: "embedding", num_layers - 1: "logits"}
+        what = ends.get(span.layer, f"linear {span.layer}")
         if span.kind is Kind.STEP:
             return f"{letters}: {what}"
         return f"{what} + {letters}" if letters else what

@@ -243,7 +243,9 @@ class Request:
         """One bit for each token of the vocabulary, the lowest first: whether the request's grammar lets it come next.
         It follows from the output alone."""
         if self._progress is None:
-            self._progress = self.sampling.grammar.start()
+            grammar = self.sampling.grammar
+            assert grammar is not None, "a request without a grammar"
+            self._progress = grammar.start()
         return self._progress.allowed(self.output_token_ids)
 
     def append_token(self, token_id: int, now_s: float) -> None:
@@ -291,7 +293,7 @@ class RequestOutput(NamedTuple):  # created for each token; a frozen dataclass t
     """The output of one engine step for one request."""
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     new_token_ids: tuple[int, ...]
     finish_reason: str | None
     """``stop``, ``length`` or ``abort``; None while the request runs."""

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 MIN_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 20
@@ -21,6 +21,7 @@ class GrammarProgress(Protocol):
 
     def allowed(self, output: Sequence[int]) -> bytes:
         """One bit for each token of the vocabulary, the lowest first: whether it may come after ``output``."""
+        ...
 
 
 class Grammar(Protocol):
@@ -28,6 +29,7 @@ class Grammar(Protocol):
 
     def start(self) -> GrammarProgress:
         """An output that has no tokens yet."""
+        ...
 
 
 class Biases(tuple[tuple[int, float], ...]):
@@ -87,7 +89,9 @@ class SamplingParams:
     """The same for the prompt's tokens after the first."""
 
     def __post_init__(self) -> None:
-        whole = {name: whole_number(name, getattr(self, name)) for name in ("max_tokens", "min_tokens", "top_k")}
+        whole: dict[str, object] = {
+            name: whole_number(name, getattr(self, name)) for name in ("max_tokens", "min_tokens", "top_k")
+        }
         for name in ("seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             whole[name] = None if value is None else whole_number(name, value)
@@ -131,6 +135,12 @@ class SamplingParams:
         return other
 
     @property
+    def biases(self) -> Biases:
+        """``logit_bias`` as it is stored."""
+        assert isinstance(self.logit_bias, Biases)
+        return self.logit_bias
+
+    @property
     def is_greedy(self) -> bool:
         """Whether the temperature is too small for any but the likeliest token, and for a division in float32."""
         return self.temperature < MIN_TEMPERATURE
@@ -171,7 +181,7 @@ def token_ids(name: str, values: object) -> tuple[int, ...]:
     return tuple(whole_number(name, value) for value in values)
 
 
-def whole_number(name: str, value: object) -> int:
+def whole_number(name: str, value: SupportsIndex) -> int:
     """``value`` as an int. Integers of any type are accepted, numpy's included.
 
     Raises:
@@ -183,7 +193,7 @@ def whole_number(name: str, value: object) -> int:
         raise ValueError(f"{name}={value!r} must be a whole number") from None
 
 
-def _bias_pairs(biases: object) -> Biases:
+def _bias_pairs(biases: Mapping[int, float] | Iterable[tuple[int, float]]) -> Biases:
     try:
         pairs = dict(biases).items()
     except (TypeError, ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from swiftllm.core.plan import LaneItem, Swap
 from swiftllm.core.request import Request, TokenLogprob
@@ -64,15 +64,18 @@ class Ticket(Protocol):
 
     def ready(self) -> bool:
         """Whether the result is available; never blocks."""
+        ...
 
     def wait(self) -> float:
         """Block until the result is available. Returns the seconds that the CPU worker computed.
 
         Raises what the CPU worker raised.
         """
+        ...
 
     def times(self) -> TicketTimes:
         """Times of the task, for timelines. Call only once the result is available."""
+        ...
 
 
 class Batch(Protocol):
@@ -82,54 +85,78 @@ class Batch(Protocol):
     def num_rows(self) -> int: ...
 
 
-class Backend(Protocol):
-    """Layers are numbered 0..num_layers-1. Boundary ``i`` is the linear work between attention i and attention i+1.
-    Boundary -1 is the embedding and the first QKV. Boundary num_layers-1 ends in logits and sampled tokens."""
+LaneT = TypeVar("LaneT", bound=Batch)
+CohortT = TypeVar("CohortT", bound=Batch)
+
+
+class ExecutorBackend(Protocol[LaneT, CohortT]):
+    """What an executor asks for.
+
+    Layers are numbered 0..num_layers-1. Boundary ``i`` is the linear work between attention i and attention i+1.
+    Boundary -1 is the embedding and the first QKV. Boundary num_layers-1 ends in logits and sampled tokens.
+    """
 
     @property
     def num_layers(self) -> int: ...
 
-    @property
-    def worker_restarts(self) -> int:
-        """How often the CPU worker was restarted."""
-
     def now(self) -> float:
         """Seconds of the backend's clock: real time, or virtual time in a simulation."""
+        ...
 
     def swap(self, swaps: Sequence[Swap]) -> SwapTimes | None:
         """Begin to copy blocks between the tiers; what is asked of this backend afterwards finds them copied, and may
         reuse the source blocks. A lane's attention waits for the part of its layer. Returns the times of the copies
         where they are known beforehand."""
+        ...
 
-    def open_lane(self, items: Sequence[LaneItem]) -> Batch: ...
+    def open_lane(self, items: Sequence[LaneItem]) -> LaneT: ...
 
-    def open_cohort(self, requests: Sequence[Request]) -> Batch:
+    def open_cohort(self, requests: Sequence[Request]) -> CohortT:
         """A cohort before boundary -1, which is to compute the last known token of each request."""
+        ...
 
-    def drop_rows(self, cohort: Batch, request_ids: frozenset[str]) -> Batch:
+    def drop_rows(self, cohort: CohortT, request_ids: frozenset[str]) -> CohortT:
         """The cohort without these requests. Call only while the cohort has no outstanding ticket."""
+        ...
 
-    def boundary(self, layer: int, batches: Sequence[Batch]) -> Mapping[str, int]:
+    def boundary(self, layer: int, batches: Sequence[LaneT | CohortT]) -> Mapping[str, int]:
         """Compute boundary ``layer`` for all batches, with concatenated GEMMs, so that weights are read once.
 
         The last boundary returns the sampled tokens by request id; all others return nothing. The last boundary also
         appends to ``Request.prompt_logprobs`` for the chunks of requests that ask for them.
         """
+        ...
 
-    def gpu_attention(self, layer: int, lane: Batch) -> None:
+    def gpu_attention(self, layer: int, lane: LaneT) -> None:
         """Attention of one layer for the lane, prefills and decodes. Stores the new K and V in each item's tier."""
 
-    def whole_iteration(self, lane: Batch) -> Mapping[str, int] | None:
+    def whole_iteration(self, lane: LaneT) -> Mapping[str, int] | None:
         """Compute all boundaries and attentions of an iteration without cohorts. Returns the sampled tokens.
 
         None: not possible for this lane, and nothing was computed. The executor then goes layer by layer.
         """
+        ...
 
-    def submit_cpu_attention(self, layer: int, cohort: Batch) -> Ticket:
+    def submit_cpu_attention(self, layer: int, cohort: CohortT) -> Ticket:
         """Submit one layer's decode attention of a cohort, including its K/V store, to the CPU worker."""
+        ...
+
+
+class Backend(ExecutorBackend[LaneT, CohortT], Protocol[LaneT, CohortT]):
+    """The same, and what an engine asks for."""
+
+    @property
+    def worker_restarts(self) -> int:
+        """How often the CPU worker was restarted."""
+        ...
+
+    def holds_weights(self, layer: int) -> bool:
+        """Whether boundary ``layer`` can be crossed now without a copy of its weights for that alone."""
+        ...
 
     def take_logprobs(self) -> Mapping[str, TokenLogprob]:
         """Log-probabilities of the tokens sampled since the last call, by id of the requests that ask for them."""
+        ...
 
     def recover(self) -> None:
         """Reset after an iteration that raised. Afterwards no work is under way and no K and V are valid.

@@ -36,13 +36,16 @@ class HostWatch(Protocol):
 
     def take_died(self) -> list[int]:
         """Hosts that have died since the last call."""
+        ...
 
     def take_returned(self) -> list[int]:
         """Hosts that had died and are back, or replaced."""
+        ...
 
     @property
     def num_connected(self) -> int:
         """Other hosts that are in use."""
+        ...
 
 
 @dataclass
@@ -266,8 +269,8 @@ class Engine:
         self.executor.abandon()
         self.backend.take_logprobs()
         plan, self._running_plan = self._running_plan, None
-        in_swap = plan is not None and death is not None and death.in_swap
-        lost = self.residents.forget_hosts(hosts, plan.swaps if in_swap else ())
+        unfinished = plan.swaps if plan is not None and death is not None and death.in_swap else ()
+        lost = self.residents.forget_hosts(hosts, unfinished)
         self._stats.host_deaths += len(hosts)
         self._stats.recomputed_after_host_deaths += len(lost)
         logger.warning("host %s of the CPU tier is gone: %d requests are computed again", hosts, len(lost))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from swiftllm.core.plan import RIDE, CohortPlan, IterationPlan, Rule, StepResult
-from swiftllm.engine.backend import Backend, Batch, HostDied, Ticket
+from swiftllm.engine.backend import Batch, ExecutorBackend, HostDied, Ticket
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class Executor:
     A cohort lives from the plan that first names it until its token is done, which may take many plans.
     """
 
-    def __init__(self, backend: Backend, may_step: Callable[[int], bool] = lambda boundary: True) -> None:
+    def __init__(self, backend: ExecutorBackend, may_step: Callable[[int], bool] = lambda boundary: True) -> None:
         """``may_step``: whether a cohort that is not waited for may cross this boundary without the lane now.
 
         It may not where the weights would be streamed for it alone.

@@ -181,7 +181,7 @@ class BlockAllocator:
     def _evict(self, count: int) -> None:
         """Free the least recently used cached blocks."""
         blocks = [self._cached.pop_first() + self.first for _ in range(count)]
-        names = [self._names[block - self.first] for block in blocks]
+        names = [name for block in blocks if (name := self._names[block - self.first]) is not None]  # all have one
         for block, name in zip(blocks, names, strict=True):
             del self._blocks[name]
             self._names[block - self.first] = None

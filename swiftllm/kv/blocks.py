@@ -54,7 +54,8 @@ class KVCacheManager:
         self.block_size = block_size
         self.names = BlockNames(block_size) if cached_tiers else None
         self.host_pools = HostPools((num_cpu_blocks, *host_blocks), caches=Tier.CPU in cached_tiers)
-        local, gpu = self.host_pools.pools[0], BlockAllocator(num_gpu_blocks, caches=Tier.GPU in cached_tiers)
+        self._gpu_pool = gpu = BlockAllocator(num_gpu_blocks, caches=Tier.GPU in cached_tiers)
+        local = self.host_pools.pools[0]
         self.allocators: dict[Tier, BlockAllocator | HostPools] = {
             Tier.GPU: gpu,
             Tier.CPU: self.host_pools if host_blocks else local,
@@ -98,6 +99,7 @@ class KVCacheManager:
 
     def pool_of(self, request: Request) -> BlockAllocator:
         """The pool of a request that holds blocks."""
+        assert request.tier is not None, "a waiting request"
         allocator = self.allocators[request.tier]
         if isinstance(allocator, HostPools):
             return allocator.pool_of(self.block_tables[request.request_id][0])
@@ -127,26 +129,29 @@ class KVCacheManager:
     def start(self, request: Request, num_tokens: int) -> None:
         """Give a request that enters its tier, which has room, blocks for ``num_tokens``: cached ones for the longest
         prefix of its tokens, and others. Its ``num_uncomputed`` tells how many tokens are left to compute."""
+        tier = request.tier
+        assert tier is not None, "a request that enters no tier"
         names, num_blocks = self._names_to_find(request), self.blocks_for(num_tokens)
-        pool = self._pool_with_room(request.tier, num_blocks, names)
+        pool = self._pool_with_room(tier, num_blocks, names)
         here, there = self._longest_prefix(names, pool)
+        source = self._other_pool(pool) if there else None
         pool.hold(here.values())
-        if there:
-            self._other_pool(pool).hold(there.values())  # making room in this pool must not take them
+        if source is not None:
+            source.hold(there.values())  # making room in this pool must not take them
         others = iter(pool.allocate(num_blocks - len(here)))
         table = [here[i] if i in here else next(others) for i in range(num_blocks)]
-        if there:
+        if source is not None:
             for i in there:
                 pool.name(table[i], names[i])
-            self._swap(None, request.tier.other, list(there.values()), [table[i] for i in there])
-            self._other_pool(pool).free(list(there.values()))
+            self._swap(None, tier.other, list(there.values()), [table[i] for i in there])
+            source.free(list(there.values()))
         pool.num_tables += 1
         self.block_tables[request.request_id] = table
         found = len(here) + len(there)
         request.num_kv_slots, request.num_named = self._slots_for(num_tokens), found
         request.num_uncomputed = request.num_tokens - found * self.block_size
         if not request.output_len:
-            by_tier = {request.tier: len(here) * self.block_size, request.tier.other: len(there) * self.block_size}
+            by_tier = {tier: len(here) * self.block_size, tier.other: len(there) * self.block_size}
             request.cached_tokens = by_tier if found else None
 
     def allocate_slots(self, request: Request, num_tokens: int) -> bool:
@@ -155,7 +160,11 @@ class KVCacheManager:
             return True
         missing = self.blocks_for(num_tokens) - self.blocks_for(request.num_kv_slots)
         table = self.block_tables.get(request.request_id)
-        pool = self._pool_with_room(request.tier, missing) if table is None else self.pool_of(request)
+        if table is None:
+            assert request.tier is not None, "a waiting request"
+            pool = self._pool_with_room(request.tier, missing)
+        else:
+            pool = self.pool_of(request)
         if missing > pool.num_free:
             return False
         if table is None:
@@ -210,7 +219,7 @@ class KVCacheManager:
         old_pool.num_tables -= 1
         new_pool.num_tables += 1
         copied = [i for i in range(len(old_blocks)) if i not in shared]
-        self._swap(request, request.tier, [old_blocks[i] for i in copied], [new_blocks[i] for i in copied])
+        self._swap(request, target.other, [old_blocks[i] for i in copied], [new_blocks[i] for i in copied])
         request.tier, request.num_named = target, 0
         self.publish(request)
 
@@ -312,7 +321,7 @@ class KVCacheManager:
 
     def _other_pool(self, pool: BlockAllocator) -> BlockAllocator | None:
         """The pool of the other tier from which cached blocks are copied to this one; those of other hosts stay."""
-        gpu, local = self.allocators[Tier.GPU], self.host_pools.pools[0]
+        gpu, local = self._gpu_pool, self.host_pools.pools[0]
         return {gpu: local, local: gpu}.get(pool)
 
     def _longest_prefix(self, names: Sequence[bytes], pool: BlockAllocator) -> tuple[dict[int, int], dict[int, int]]:
@@ -320,7 +329,7 @@ class KVCacheManager:
         here: dict[int, int] = {}
         there: dict[int, int] = {}
         other = self._other_pool(pool)
-        on_gpu = pool is self.allocators[Tier.GPU]
+        on_gpu = pool is self._gpu_pool
         too_early = () if on_gpu else self._arriving
         for i, name in enumerate(names if pool.caches else ()):
             if (block := pool.find(name)) is not None:
@@ -366,9 +375,9 @@ class KVCacheManager:
 
     def forget_copies(self, swap: Swap) -> None:
         """Forget the blocks that a swap fills: it is not known whether it did."""
-        pools, target = self.host_pools, self.allocators[Tier.GPU]
         for block in swap.target_blocks:
-            (pools.pool_of(block) if swap.source is Tier.GPU else target).forget([block])
+            pool = self.host_pools.pool_of(block) if swap.source is Tier.GPU else self._gpu_pool
+            pool.forget([block])
 
     def reset_cache(self) -> None:
         """Forget the names of all blocks."""
@@ -382,8 +391,8 @@ class KVCacheManager:
 
     def check_blocks(self) -> None:
         """Assert that each block is free, cached, or in as many tables as it has holders."""
-        pools, held = (self.allocators[Tier.GPU], *self.host_pools.pools), Counter()
-        for pool in pools:
+        held: Counter[int] = Counter()
+        for pool in (self._gpu_pool, *self.host_pools.pools):
             held += pool.check()
         assert held == Counter(chain.from_iterable(self.block_tables.values())), "a block is lost"
 

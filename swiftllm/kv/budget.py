@@ -48,7 +48,7 @@ class MemoryBudget:
         activation_bytes: at the peak of the widest iteration, with the buffers that stay.
         reserved_bytes: for the CUDA context, captured graphs, libraries and fragmentation; without a card, of the host.
         host_headroom_bytes: of the host beside a card, for the engine's process, its pinned buffers and all else.
-        weights: their sizes if they are placed elsewhere or quantised, for advice.
+        weights: their sizes if they are placed elsewhere or quantised, for advice; None of predicted machines.
     """
 
     device_bytes: float | None
@@ -109,6 +109,7 @@ class MemoryBudget:
         if num_gpu_blocks * self.bytes_per_block > room_bytes:
             most = self.max_gpu_blocks
             if self.weight_bytes + self.reserved_bytes > self.device_bytes:
+                assert self.weights is not None, "a budget without the sizes that advice is about"
                 advice = weights_advice(self.weights, self.usable_bytes, self.host_bytes)
                 remedy = f"The weights alone do not fit: {advice}"
             elif most == 0:
@@ -146,7 +147,8 @@ def choose_blocks(
     for name, number, limit in zip(("num_gpu_blocks", "num_cpu_blocks"), given, most, strict=True):
         if number is not None and number > limit:
             raise ValueError(f"{name}={number} exceeds the memory, which holds at most {limit}")
-    return tuple(default if number is None else number for number, default in zip(given, defaults, strict=True))
+    gpu, cpu = (default if number is None else number for number, default in zip(given, defaults, strict=True))
+    return gpu, cpu
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -169,15 +171,15 @@ def check_weights(
         InsufficientMemory: the weights alone exceed the device's free memory; the message says what to do.
     """
     needed = weight_bytes(model, dtype)
-    is_placed = placement is not None and not placement.is_all_resident
-    if is_placed:
+    placed = None if placement is None or placement.is_all_resident else placement
+    if placed is not None:
         sizes = boundary_bytes(model, dtype)
-        needed += int(placement.gpu_bytes(sizes)) - sum(sizes)
+        needed += int(placed.gpu_bytes(sizes)) - sum(sizes)
     if placement is not None and placement.embedding_on_host:
         needed -= embedding_bytes(model, dtype)
     if needed <= free_bytes:
         return
-    if is_placed:
+    if placed is not None:
         remedy = "take a smaller weights_gpu_memory, or auto"
     elif host_bytes is not None:
         remedy = f"free memory, or {weights_advice(WeightSizes.of(model, dtype), free_bytes, host_bytes)}"
@@ -248,9 +250,11 @@ def plan_blocks(
     Raises:
         InsufficientMemory: the blocks set in ``config``, or a single block, do not fit.
     """
-    gpu_bytes, cpu_bytes = device_bytes, host_bytes * CPU_TIER_SHARE
+    cpu_bytes = host_bytes * CPU_TIER_SHARE
     if device_bytes is None:
         gpu_bytes, cpu_bytes = min(EMBEDDED_GPU_TIER_BYTES, host_bytes / 4), min(EMBEDDED_CPU_TIER_BYTES, cpu_bytes)
+    else:
+        gpu_bytes = device_bytes
     of_gpu, of_cpu = bytes_per_block[Tier.GPU], bytes_per_block[Tier.CPU]
     gpu = blocks_in(gpu_bytes, of_gpu) if config.num_gpu_blocks is None else config.num_gpu_blocks
     cpu = blocks_in(cpu_bytes, of_cpu) if config.num_cpu_blocks is None else config.num_cpu_blocks

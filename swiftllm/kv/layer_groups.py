@@ -94,7 +94,8 @@ class LayerGroups:
         """The most tokens of a request with so many blocks."""
         if self.are_exact:
             return num_blocks * self.block_size
-        if None not in self.rings and num_blocks >= sum(self.rings):
+        rings = [ring for ring in self.rings if ring is not None]
+        if len(rings) == len(self.rings) and num_blocks >= sum(rings):
             return sys.maxsize
         return self.block_size * (
             bisect_right(range(num_blocks + 1), num_blocks, key=lambda n: self.blocks_for(n * self.block_size)) - 1

@@ -29,6 +29,7 @@ class BlockNames:
     def extend(self, request: Request, num_blocks: int) -> None:
         """Add to ``request.block_names`` until there are so many. All tokens of these blocks must be known."""
         names, size = request.block_names, self._block_size
+        assert names is not None, "a request that has no part in the cache"
         first = len(names)
         if first >= num_blocks:
             return

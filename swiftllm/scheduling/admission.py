@@ -58,7 +58,7 @@ class Admission:
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """The other part, which is the same for all prompts."""
-        self._check_tokens("logit_bias", [token for token, _ in sampling.logit_bias])
+        self._check_tokens("logit_bias", [token for token, _ in sampling.biases])
         self._check_tokens("stop_token_ids", sampling.stop_token_ids)
         self._check_tokens("bad_words", [token for word in sampling.bad_words for token in word])
         self._check_tokens("allowed_token_ids", sampling.allowed_token_ids or ())

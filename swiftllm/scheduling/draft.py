@@ -51,18 +51,19 @@ class Draft:
 
     def computes_block(self, request: Request, index: int) -> bool:
         """Whether this plan computes this block of a request's tokens for another request."""
-        names = request.block_names
-        return bool(self._computed_blocks) and index < len(names or ()) and names[index] in self._computed_blocks
+        names = request.block_names or ()
+        return bool(self._computed_blocks) and index < len(names) and names[index] in self._computed_blocks
 
     def add_prefill(self, request: Request, *, starts: bool = False) -> None:
         """Add a chunk: all uncomputed tokens of the request, or as many as the budget allows.
 
         ``starts``: the request waited until this plan.
         """
-        num_tokens = min(request.num_uncomputed, self.prompt_tokens_left)
+        num_tokens, tier = min(request.num_uncomputed, self.prompt_tokens_left), request.tier
+        assert tier is not None, "a prompt without blocks"
         if num_tokens > 0:
             start, size = request.num_computed_tokens, self.residents.kv.block_size
-            self.prefills.append(LaneItem(request, start, num_tokens, request.tier, True))
+            self.prefills.append(LaneItem(request, start, num_tokens, tier, True))
             if request.block_names is not None:
                 self._computed_blocks.update(request.block_names[start // size : (start + num_tokens) // size])
             self.tokens_left -= num_tokens

@@ -44,13 +44,18 @@ class Fetches:
         """The request loses its blocks."""
         for asked in (self._before, self._now):
             if (blocks := asked.pop(request.request_id, None)) is not None:
-                self._kv.host_pools.fetcher.drop_fetched(blocks)
+                self._drop(blocks)
 
     def begin_plan(self) -> None:
         """What the last plan did not ask for is given up."""
         for request_id in self._before.keys() - self._now.keys():
-            self._kv.host_pools.fetcher.drop_fetched(self._before[request_id])
+            self._drop(self._before[request_id])
         self._before, self._now = self._now, {}
+
+    def _drop(self, blocks: Sequence[int]) -> None:
+        fetcher = self._kv.host_pools.fetcher
+        assert fetcher is not None, "blocks that nobody has asked for"
+        fetcher.drop_fetched(blocks)
 
     def are_here(self, request: Request) -> bool:
         """Whether the blocks of a resting request of the CPU tier are on this host. If not, they are asked for."""

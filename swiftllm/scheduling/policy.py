@@ -16,8 +16,11 @@ class Policy:
     """Decides what the next iteration computes. It keeps what it learns, and no request: those are the residents'."""
 
     rules = Rules()
-    slo: Slo | None = None
-    """The targets that plans keep, in policies that have any."""
+
+    @property
+    def slo(self) -> Slo | None:
+        """The targets that plans keep, in policies that have any."""
+        return None
 
     def plan(self, residents: Residents) -> IterationPlan:
         """Plan the next iteration. Its blocks are allocated and the queues updated; the caller must run the plan."""

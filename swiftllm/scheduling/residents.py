@@ -175,7 +175,7 @@ class Residents:
             if request.num_uncomputed <= 1:  # one is left; or none, and the result has a new one
                 request.num_uncomputed = 1
                 self.prefilling.remove_request(request)
-                self.decoding[request.tier].insert_request(request)
+                self.decoding[item.tier].insert_request(request)
         touched = [self.requests[request_id] for request_id in tokens]
         ended = append_tokens(touched, tokens.values(), now_s)
         for request in ended:
@@ -256,7 +256,7 @@ class Residents:
         return [other for other in self.running[Tier.CPU].younger_than(request) if self.at_rest(other)]
 
     def move(self, request: Request, target: Tier) -> None:
-        source = request.tier
+        source = target.other
         self.kv.move_blocks(request, target)
         for queues in (self.running,) if request.is_prefilling else (self.running, self.decoding):
             queues[source].remove_request(request)
@@ -283,8 +283,10 @@ class Residents:
         self._note_tier(request)
 
     def _leave_running(self, request: Request) -> None:
-        self.running[request.tier].remove_request(request)
-        (self.prefilling if request.is_prefilling else self.decoding[request.tier]).remove_request(request)
+        tier = request.tier
+        assert tier is not None, "a waiting request"
+        self.running[tier].remove_request(request)
+        (self.prefilling if request.is_prefilling else self.decoding[tier]).remove_request(request)
 
     def at_rest(self, request: Request) -> bool:
         """Whether no CPU attention of the request is under way, so that its blocks may be moved."""

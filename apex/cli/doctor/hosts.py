@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from swiftllm.machine import GIB
 
@@ -12,7 +13,7 @@ ROW_OUT_BYTES, ROW_BACK_BYTES, TOKEN_BYTES = (32 + 2 * 8) * 128 * 2, 32 * 128 * 
 CONTEXT = 1000
 
 
-def host_lines(addresses: str) -> Iterator[tuple[str, str, str]]:
+def host_lines(addresses: str) -> Iterator[tuple[str, str, Literal["ok", "note"]]]:
     """What was looked at, what was found, and a status of the report, for addresses ``HOST:PORT`` with commas."""
     from swiftllm.remote.frames import parse_address, shared_secret
     from swiftllm.remote.probe import probe_host

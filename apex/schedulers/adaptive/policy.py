@@ -137,6 +137,12 @@ class Adaptive(Hybrid):
         strategies = [] if config.is_forced and cpu_decodes else [Strategy.GPU_ONLY]
         return strategies + [Strategy.PIPELINING] * config.pipelines + [Strategy.OVERLAP] * config.overlaps
 
+    @property
+    def _chosen(self) -> ChosenStrategy:
+        """The choice on which the plan being made rests."""
+        assert self._choice is not None, "prompts are limited before the plan is decided"
+        return self._choice
+
     # -- plans ------------------------------------------------------------------------------------------------------
 
     def _pipeline(self, load: LaneLoad, ready: CpuDecodes, under_way: Sequence[Cohort]) -> Pipeline | None:
@@ -148,9 +154,10 @@ class Adaptive(Hybrid):
             pipeline.split_evenly(ready)  # no lane to hide behind: the two batches hide each other
             return pipeline
         must = ready.overdue is not None and not self.config.overlaps
-        is_chosen = self._choice.strategy is Strategy.PIPELINING
+        is_chosen = self._chosen.strategy is Strategy.PIPELINING
         if not must and (not is_chosen or (partial and not pipeline.hides_cpu())):
             return None
+        assert self._chunk_sizes is not None  # as for the choice
         stepping, riding = best_split(
             self.times,
             self.model,
@@ -170,9 +177,9 @@ class Adaptive(Hybrid):
         self, draft: Draft, load: LaneLoad, ready: CpuDecodes, under_way: Sequence[Cohort]
     ) -> IterationPlan:
         """Cohorts under way go on, and one may start."""
-        residents, is_chosen = draft.residents, self._choice.strategy is Strategy.OVERLAP
-        cohorts = list(under_way)
-        most = self._choice.num_cohorts if is_chosen else 1
+        residents, choice, cohorts = draft.residents, self._chosen, list(under_way)
+        is_chosen = choice.strategy is Strategy.OVERLAP
+        most = choice.num_cohorts if is_chosen else 1
         size = -(-(len(ready) + sum(len(cohort.members) for cohort in under_way)) // most)
         if not under_way:
             self._left_out_s += lane_s(self.model, load)
@@ -186,7 +193,7 @@ class Adaptive(Hybrid):
         if not cohorts:
             return gpu_only(draft, self.model, load)
         plans = [cohort.plan(self._rule(len(cohort.members), load, is_chosen)) for cohort in cohorts]
-        steps_s = self.model.num_layers * self._choice.steps_per_layer_s  # of cohorts, in the steady state
+        steps_s = self.model.num_layers * choice.steps_per_layer_s  # of cohorts, in the steady state
         return draft.plan(plans, {"iteration_s": lane_s(self.model, load) + steps_s})
 
     def _rule(self, members: int, load: LaneLoad, is_chosen: bool) -> Rule:

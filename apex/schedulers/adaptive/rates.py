@@ -110,7 +110,7 @@ def pipelining_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats
         return values.reshape(len(cpu_decodes), -1)[np.arange(len(cpu_decodes)), best]
 
     none = np.zeros_like(cpu_decodes)
-    return Rate(*map(at_best, (rates, prompts, riding)), none, none)
+    return Rate(at_best(rates), at_best(prompts), at_best(riding), none, none)
 
 
 def overlap_rate(max_cohorts: int, times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> Rate:
@@ -138,6 +138,7 @@ def cohorts_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats, n
     steps_s, cpu_s = number * step_s, times.cpu_attention_s(size, load.cpu_context)
     gpu_attention_s, ends_s = times.gpu_attention_s(g, load.gpu_context), times.outside_layers_s(g) / layers
     prompts = load.prompt_tokens(g + cpu_decodes)
+    round_s = use = lane_layers = np.zeros_like(size)
     for _ in range(OVERLAP_ROUNDS):
         lane_s = np.maximum(times.layer_s(times.linear_s(g + prompts) + gpu_attention_s) + ends_s, LEAST_S)
         alone_s = cpu_s + lane_s / 2 + step_s

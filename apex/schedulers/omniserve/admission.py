@@ -9,7 +9,7 @@ from apex.perf.lane_load import LaneLoad, context_tokens
 from apex.perf.model import PerfModel
 from apex.schedulers.lengths import LengthsSeen
 from apex.schedulers.omniserve.lane import BEST_EFFORT, URGENT, prompt_lengths
-from apex.schedulers.omniserve.times import iteration_s, urgent_chunk_tokens, with_prompts
+from apex.schedulers.omniserve.times import PromptLeft, iteration_s, urgent_chunk_tokens, with_prompts
 from swiftllm.core.request import Request, Tier
 from swiftllm.core.slo import Slo
 from swiftllm.scheduling.residents import Residents
@@ -22,8 +22,8 @@ class Backlog:
     decodes: int
     decode_context: int
     """Context of the decodes, summed, in tokens."""
-    prompts: Sequence[tuple[int, int]]
-    """Tokens left and tokens cached of each prompt, in order of service, the request's own last."""
+    prompts: Sequence[PromptLeft]
+    """In order of service, the request's own last."""
     missing_blocks: int
     """GPU blocks that those who wait lack now."""
     missing_seats: int
@@ -85,7 +85,7 @@ def prefill_s(model: PerfModel, slo: Slo, backlog: Backlog, budget: int) -> floa
     Decodes are taken as constant: about as many end as prompts become decodes.
     """
     load, prompts = backlog.load, backlog.prompts
-    total = sum([left for left, *_ in prompts])
+    total = sum([prompt.tokens for prompt in prompts])
     most = max(1, budget - backlog.decodes)
     chunk = urgent_chunk_tokens(model, load, prompts, slo.iteration_s, most)
     full, rest = divmod(total, chunk)

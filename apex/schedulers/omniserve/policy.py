@@ -22,6 +22,7 @@ from apex.schedulers.omniserve.times import riders_s
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import FREE, HOP, CohortPlan, IterationPlan
 from swiftllm.core.request import FinishReason, Request, RequestRefusedForNow, Tier
+from swiftllm.core.slo import Slo
 from swiftllm.scheduling.cohorts import Cohort
 from swiftllm.scheduling.draft import Draft
 from swiftllm.scheduling.parts import gpu_decodes
@@ -44,10 +45,14 @@ class OmniServe(Predicting):
         super().__init__(model, config)
         if not config.overlaps:
             self.rules = GPU_ONLY
-        self.slo = config.slo
+        self._slo = config.slo
         self.lengths = LengthsSeen()
         self._length = IterationLength()
         self._turns = Turns(config.max_wait_iterations)
+
+    @property
+    def slo(self) -> Slo:
+        return self._slo
 
     def ended(self, request: Request) -> None:
         if request.service_class is URGENT and request.finish_reason is not FinishReason.ABORT:
@@ -126,7 +131,7 @@ class OmniServe(Predicting):
         residents, target_s = lane.residents, self.slo.iteration_s
         for request in lane.draft.decodes:
             request.last_served = residents.iteration
-        recalled = {swap.request.request_id for swap in residents.kv.moves}
+        recalled = {swap.request.request_id for swap in residents.kv.swaps if swap.request is not None}
         starting = [request for request in starting if request.request_id not in recalled]
         expected_s = lane.iteration_s(rows_by_boundary(riding, starting))
         cohorts = [*riding, residents.cohorts.start(starting)] if starting else riding

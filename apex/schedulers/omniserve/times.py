@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import starmap
 from typing import NamedTuple
 
 from apex.perf.lane_load import LaneLoad
@@ -72,11 +71,10 @@ def iteration_s(model: PerfModel, load: LaneLoad, riders: Mapping[int, int] | No
     return max(seconds, seconds - ahead_s + swap_s / model.num_layers, before_s + swap_s + behind_s)
 
 
-def with_prompts(load: LaneLoad, prompts: Sequence[tuple[int, int]], tokens: int) -> LaneLoad:
-    """The load with the next ``tokens`` of ``prompts``: (tokens left, tokens cached) of each, in order of service; a
-    :class:`PromptLeft` tells its tier, too."""
+def with_prompts(load: LaneLoad, prompts: Sequence[PromptLeft], tokens: int) -> LaneLoad:
+    """The load with the next ``tokens`` of ``prompts``, in order of service."""
     chunks, cpu_tier_chunks, goes_on = [], [], False
-    for left, cached, tier in starmap(PromptLeft, prompts):
+    for left, cached, tier in prompts:
         if tokens <= 0:
             break
         chunk = min(left, tokens)
@@ -110,7 +108,7 @@ def with_decodes(load: LaneLoad, decodes: int, context_tokens: int) -> LaneLoad:
 def most_prompt_tokens(
     model: PerfModel,
     load: LaneLoad,
-    prompts: Sequence[tuple[int, int]],
+    prompts: Sequence[PromptLeft],
     limit_s: float,
     most: int,
     riders: Mapping[int, int] | None = None,
@@ -120,11 +118,11 @@ def most_prompt_tokens(
 
     Args:
         load: the lane so far.
-        prompts: tokens left and tokens cached of each prompt, in order of service.
+        prompts: in order of service.
         limit_s: the longest iteration.
         most: the most tokens.
     """
-    most = min(most, sum([left for left, *_ in prompts]))
+    most = min(most, sum([prompt.tokens for prompt in prompts]))
     return longest_run(
         lambda tokens: iteration_s(model, with_prompts(load, prompts, tokens), riders, swapped), limit_s, most
     )
@@ -138,7 +136,7 @@ def chunk_of_no_cost(model: PerfModel, load: LaneLoad, most: int) -> int:
 def urgent_chunk_tokens(
     model: PerfModel,
     load: LaneLoad,
-    prompts: Sequence[tuple[int, int]],
+    prompts: Sequence[PromptLeft],
     limit_s: float,
     most: int,
     swapped: int = 0,

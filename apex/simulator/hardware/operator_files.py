@@ -110,7 +110,7 @@ def read_table(folder: Path, name: str, columns: Sequence[str]) -> list[Row]:
     return rows
 
 
-def number(path: Path, line: int, row: Mapping[str, object], column: str, least: float = 0.0) -> float:
+def number(path: Path, line: int, row: Mapping[str, str], column: str, least: float = 0.0) -> float:
     """A finite number of a row.
 
     Raises:

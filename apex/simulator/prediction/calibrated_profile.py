@@ -108,8 +108,9 @@ def hardware_profile(
         linear = with_quantised_weights(linear, gpu, shard, itemsize, scheme)
     if shape.num_experts:
         linear = with_experts(linear, gpu, shard, itemsize, scheme)
-    if tensor_parallel > 1:
-        linear = with_all_reduces(linear, link, shape.hidden_size, itemsize, tensor_parallel)
+    joined = link if tensor_parallel > 1 else None
+    if joined is not None:
+        linear = with_all_reduces(linear, joined, shape.hidden_size, itemsize, tensor_parallel)
     identity = {
         "kind": "calibrated, for simulation",
         "device": gpu.name,
@@ -123,7 +124,7 @@ def hardware_profile(
         "dtype": dtype,
         **({} if scheme is None else {"weights": quantised_origin(gpu, scheme)}),
         "tensor_parallel": str(tensor_parallel),
-        **({"link": link.name} if tensor_parallel > 1 else {}),
+        **({} if joined is None else {"link": joined.name}),
         "block_size": str(block_size),
         "linear": _linear_origin(gpu, shard),
         "gpu_attention": gpu.figures["decode_attention_fraction"].status,

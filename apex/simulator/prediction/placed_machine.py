@@ -85,7 +85,7 @@ class WeightPlacer:
         self.layer_groups = LayerGroups.of(model, block_size)
         self.kv_bytes_per_token = self._budget.bytes_per_block // block_size
         self.cpu_kv_bytes_per_token = self._budget.host_block_bytes // block_size
-        self.boundary_bytes = boundary_bytes(model, getattr(torch, machine.dtype))
+        self.boundary_bytes = tuple(boundary_bytes(model, getattr(torch, machine.dtype)))
         self._embedding_bytes = embedding_bytes(model, getattr(torch, machine.dtype))
         self.other_bytes = self._budget.weight_bytes - sum(self.boundary_bytes) - self._embedding_bytes
         out_bytes_per_row = shape.num_heads * shape.head_dim * itemsize

@@ -42,7 +42,7 @@ def with_quantised_weights(
     most = linear.sizes[-1]
     row_s = (linear(most) - others_s(most)) / most / gpu["int4_multiply_fraction"]
 
-    def seconds(tokens: int) -> float:
+    def seconds(tokens: float) -> float:
         if tokens > MOST_QUANTISED_ROWS:
             return code_read_s + full_read_s + linear(tokens)  # read packed, written, and read as before
         return others_s(tokens) + hypot(ceil(tokens / ROWS_OF_A_READ) * code_read_s, tokens * row_s)

@@ -117,8 +117,11 @@ class SimulatedBackend:
         Raises:
             ValueError: weights are placed, and there is no interconnect over which to stream them.
         """
-        if weights is not None and interconnect is None:
-            raise ValueError("weights that are not all on the GPU need an interconnect")
+        streaming = None
+        if weights is not None:
+            if interconnect is None:
+                raise ValueError("weights that are not all on the GPU need an interconnect")
+            streaming = StreamingLink(interconnect.bytes_per_s)
         self.num_layers = model.num_layers
         self.clock_s = 0.0
         self.model = model
@@ -140,11 +143,12 @@ class SimulatedBackend:
         self._gpu_busy_s = 0.0
         self._cpu_busy_s = 0.0
         self._to_host = Link()
-        self._to_gpu = Link() if weights is None else StreamingLink(interconnect.bytes_per_s)
+        self._to_gpu = Link() if streaming is None else streaming
         self._worker = SimulatedWorker(self._to_gpu, interconnect.dram_share if interconnect is not None else 0.0)
         self._swaps: SwapTimes | None = None  # what a lane may still have to wait for
-        self._weights = weights
-        self._stream = None if weights is None else WeightStream(weights, self._to_gpu, self._worker)
+        self._stream: WeightStream | None = None
+        if weights is not None and streaming is not None:
+            self._stream = WeightStream(weights, streaming, self._worker)
 
     @property
     def busy(self) -> BusyTimes:
@@ -154,7 +158,7 @@ class SimulatedBackend:
     @property
     def streamed_bytes(self) -> float:
         """Bytes of weights that were copied to the GPU so far."""
-        return 0.0 if self._stream is None else self._to_gpu.copied_bytes
+        return 0.0 if self._stream is None else self._stream.link.copied_bytes
 
     @property
     def extrapolated(self) -> frozenset[str]:
@@ -176,8 +180,8 @@ class SimulatedBackend:
         sampled = tuple(item.request.request_id for item in items if not item.is_prefill or item.samples)
         self._context_from_s = self.clock_s
         tokens, attention_s = self._runtime.padded(load.tokens), load.gpu_attention_s(self.model)
-        times = {"context_s": self._context_s(items), "stored_s": self._stored_s(items)}
-        return SimulatedBatch(tokens, attention_s, sampled, **times)
+        context_s, stored_s = self._context_s(items), self._stored_s(items)
+        return SimulatedBatch(tokens, attention_s, sampled, context_s=context_s, stored_s=stored_s)
 
     def _context_s(self, items: Sequence[LaneItem]) -> float:
         if self.model.table.prefill_attention_cpu_tier is not None:  # which has been measured with it
@@ -215,8 +219,8 @@ class SimulatedBackend:
             self._cross(layer, batches)
         else:
             self.clock_s = self._stream.enter(layer, self.clock_s)
-            if self._weights.placement.at(layer) is Place.CPU:
-                self._cross_on_cpu(layer, batches)
+            if self._stream.weights.placement.at(layer) is Place.CPU:
+                self._cross_on_cpu(layer, batches, self._stream.weights)
             else:
                 self._cross(layer, batches)
             self._stream.leave(self.clock_s)
@@ -246,15 +250,16 @@ class SimulatedBackend:
             sampled = sum(len(batch.sampled) for batch in batches)
             self._run(self._last_s(sampled, num_rows if self._runtime.all_rows_to_end else sampled))
 
-    def _cross_on_cpu(self, layer: int, batches: Sequence[SimulatedBatch]) -> None:
+    def _cross_on_cpu(self, layer: int, batches: Sequence[SimulatedBatch], weights: SimulatedWeights) -> None:
         """The CPU worker computes the boundary; the logits of the last one are the GPU's."""
         rows = sum(batch.num_rows if layer < self._last else len(batch.sampled) for batch in batches)
         if rows:
             link = self._interconnect
-            crossing_s = link.transfer_s(rows * self._weights.hidden_bytes_per_row)
+            assert link is not None, "there is one where weights are placed"
+            crossing_s = link.transfer_s(rows * weights.hidden_bytes_per_row)
             self._worker.return_outputs(self.clock_s)
             to_host = self._to_host.book_transfer(self.clock_s, crossing_s)
-            task = self._worker.submit(to_host[1], self._weights.cpu_s(layer, rows), crossing_s, to_host)
+            task = self._worker.submit(to_host[1], weights.cpu_s(layer, rows), crossing_s, to_host)
             self.collect_output(task)
         if layer == self._last:
             self._run(self.model.logits_s(rows))

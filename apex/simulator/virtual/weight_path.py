@@ -115,8 +115,8 @@ class WeightStream:
     """
 
     def __init__(self, weights: SimulatedWeights, link: StreamingLink, worker: SimulatedWorker) -> None:
-        self._weights = weights
-        self._link = link
+        self.weights = weights
+        self.link = link
         self._worker = worker
         link.slow_down = worker.slow_down
         layers = range(-1, weights.placement.num_layers)
@@ -139,7 +139,7 @@ class WeightStream:
         if layer not in self._after:
             return time_s
         if self._slots[0].layer != layer:
-            self._link.cancel()
+            self.link.cancel()
             self._slots.clear()
             self._fill_from(layer, time_s)
         self._current = layer
@@ -163,16 +163,16 @@ class WeightStream:
             layer = self._after[layer]
 
     def _copy(self, layer: int, earliest_s: float) -> None:
-        copy = _Copy(layer, earliest_s, self._weights.boundary_bytes[layer + 1])
+        copy = _Copy(layer, earliest_s, self.weights.boundary_bytes[layer + 1])
         self._slots.append(copy)
-        self._link.queue(copy)
+        self.link.queue(copy)
 
     def _arrival_s(self, copy: _Copy) -> float:
         """When a copy is complete, if nothing else is submitted before; outputs of the CPU go between its chunks."""
         while copy.done_s is None:
-            start_s = self._link.next_chunk_s()
+            start_s = self.link.next_chunk_s()
             self._worker.return_outputs(start_s)
-            if self._link.next_chunk_s() > start_s:
+            if self.link.next_chunk_s() > start_s:
                 continue  # outputs went first
-            self._link.advance(min(self._worker.next_done_s(), self._link.complete_s(copy)))
+            self.link.advance(min(self._worker.next_done_s(), self.link.complete_s(copy)))
         return copy.done_s

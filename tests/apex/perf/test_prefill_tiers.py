@@ -157,7 +157,7 @@ def test_a_lane_knows_the_tier_of_its_chunks() -> None:
 
 def test_prompts_that_may_go_on_are_predicted_in_their_tier() -> None:
     empty = LaneLoad(0, 0, 0, 0, ())
-    load = with_prompts(empty, [(30, 5), PromptLeft(40, 0, Tier.CPU), PromptLeft(9, 0)], 75)
+    load = with_prompts(empty, [PromptLeft(30, 5), PromptLeft(40, 0, Tier.CPU), PromptLeft(9, 0)], 75)
     assert load.chunks == ((30, 5), (40, 0), (5, 0)) and load.cpu_tier_chunks == ((40, 0),)
 
 

@@ -19,8 +19,8 @@ from tests.reference.fake_engine import fake_engine
 from tests.reference.linear_profile import flat_ends_table
 
 
-def decoding(request_id: str, num_tokens: int) -> Request:
-    return Request(request_id, (1,) * num_tokens, SamplingParams(max_tokens=9))
+def decoding(request_id: str, num_tokens: int, tier: Tier = Tier.CPU) -> Request:
+    return Request(request_id, (1,) * num_tokens, SamplingParams(max_tokens=9), tier=tier)
 
 
 def steps(rng: random.Random, most: int, shape: str) -> list[float]:
@@ -98,7 +98,7 @@ def test_a_load_without_a_prefill_is_that_of_a_draft_without_it() -> None:
     draft = Draft(fake_engine("swiftllm", num_gpu_blocks=9, num_cpu_blocks=9, max_tokens=100).residents)
     draft.add_decodes([decoding("a", 5), decoding("b", 7)])
     for name, num_tokens in (("c", 10), ("d", 20), ("e", 20)):
-        draft.add_prefill(decoding(name, num_tokens))
+        draft.add_prefill(decoding(name, num_tokens, Tier.GPU))
     load, item = LaneLoad.from_draft(draft), draft.prefills[1]
     assert (load.tokens, load.requests, load.decodes, load.decode_context) == (52, 5, 2, 12)
     draft.put_off(item)
@@ -120,7 +120,7 @@ def test_the_even_split_counts_requests_under_way_as_context_of_batch_1() -> Non
 def test_a_draft_whose_budget_is_used_up_takes_no_further_chunk() -> None:
     draft = Draft(fake_engine("swiftllm", num_gpu_blocks=9, num_cpu_blocks=9, max_tokens=10).residents)
     for name in ("fills", "finds nothing left"):
-        draft.add_prefill(decoding(name, 10))
+        draft.add_prefill(decoding(name, 10, Tier.GPU))
     assert [(item.request.request_id, item.num_tokens) for item in draft.prefills] == [("fills", 10)]
 
 

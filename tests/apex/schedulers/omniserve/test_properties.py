@@ -176,7 +176,7 @@ def test_without_a_target_every_cpu_request_rides_once_an_iteration() -> None:
 @pytest.mark.parametrize("system", OMNISERVE)
 def test_with_no_time_nothing_rides(system: str) -> None:
     engine = engine_with_cpu_requests(system, tpot_slo_s=ENDLESS, ttft_slo_s=ENDLESS)
-    engine.policy.slo = type(engine.policy.slo)(ENDLESS, 1e-9, 0.0)
+    engine.policy._slo = type(engine.policy.slo)(ENDLESS, 1e-9, 0.0)
     for _ in range(60):
         engine.step()
         plan, result = engine.last_iteration

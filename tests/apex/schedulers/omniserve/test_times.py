@@ -11,6 +11,7 @@ from apex.perf.lane_load import LaneLoad
 from apex.perf.model import Curve, PerfModel, Surface
 from apex.schedulers.omniserve.admission import Backlog, blocks_s, first_token_s, prefill_s
 from apex.schedulers.omniserve.times import (
+    PromptLeft,
     chunk_of_no_cost,
     iteration_s,
     most_prompt_tokens,
@@ -76,7 +77,7 @@ def test_swaps_beside_the_layers_take_what_the_simulator_says(blocks: int) -> No
 
 
 def test_prompts_are_taken_in_order() -> None:
-    prompts = [(30, 5), (100, 0), (7, 0)]
+    prompts = [PromptLeft(30, 5), PromptLeft(100, 0), PromptLeft(7, 0)]
     assert with_prompts(DECODES, prompts, 0) == DECODES
     assert with_prompts(DECODES, prompts, 30).chunks == ((30, 5),)
     load = with_prompts(DECODES, prompts, 40)
@@ -125,7 +126,7 @@ def test_beside_an_empty_lane_a_rider_pays_for_the_weights() -> None:
 def random_load(rng: random.Random) -> tuple[LaneLoad, list[tuple[int, int]], dict[int, int]]:
     decodes = rng.randint(0, 40)
     load = LaneLoad(decodes, decodes, decodes, decodes * rng.randint(1, 400), ())
-    prompts = [(rng.randint(1, 400), rng.choice((0, rng.randint(0, 900)))) for _ in range(rng.randint(1, 5))]
+    prompts = [PromptLeft(rng.randint(1, 400), rng.choice((0, rng.randint(0, 900)))) for _ in range(rng.randint(1, 5))]
     riders = {boundary: rng.randint(1, 30) for boundary in rng.sample(range(-1, LAYERS), rng.randint(0, 11))}
     return load, prompts, riders
 
@@ -152,7 +153,7 @@ def test_the_most_prompt_tokens_are_the_most_that_fit() -> None:
         tokens = most_prompt_tokens(MODEL, load, prompts, limit_s, most, riders)
         fits = [
             count
-            for count in range(1, min(most, sum(left for left, _ in prompts)) + 1)
+            for count in range(1, min(most, sum(prompt.tokens for prompt in prompts)) + 1)
             if iteration_s(MODEL, with_prompts(load, prompts, count), riders) <= limit_s
         ]
         assert tokens == max(fits, default=0)
@@ -161,7 +162,9 @@ def test_the_most_prompt_tokens_are_the_most_that_fit() -> None:
 
 
 def backlog(**changes: object) -> Backlog:
-    none = Backlog(4, 2000, [(100, 0)], missing_blocks=0, missing_seats=0, prompt_blocks=500, mean_output=100.0)
+    none = Backlog(
+        4, 2000, [PromptLeft(100, 0)], missing_blocks=0, missing_seats=0, prompt_blocks=500, mean_output=100.0
+    )
     return replace(none, **changes)
 
 
@@ -170,7 +173,7 @@ def test_the_first_token_of_a_lone_prompt_takes_one_iteration() -> None:
 
     Only that row crosses the last three quarters of a layer.
     """
-    alone = Backlog(0, 0, [(100, 0)], missing_blocks=0, missing_seats=0, prompt_blocks=0, mean_output=100.0)
+    alone = Backlog(0, 0, [PromptLeft(100, 0)], missing_blocks=0, missing_seats=0, prompt_blocks=0, mean_output=100.0)
     expected = 10 * (1.1e-3 + 2e-4) - 0.75 * 99e-6 + 3.1e-3 + 0.202e-3
     assert first_token_s(MODEL, SLO, alone, budget=512) == pytest.approx(expected)
 
@@ -186,15 +189,15 @@ def test_many_prompts_take_iterations_filled_to_the_limit() -> None:
 
     assert chunk_s(217) <= SLO.iteration_s < chunk_s(218)
     expected = 4 * chunk_s(217) + chunk_s(132)
-    assert prefill_s(MODEL, SLO, backlog(prompts=[(1000, 0)]), budget=512) == pytest.approx(expected)
+    assert prefill_s(MODEL, SLO, backlog(prompts=[PromptLeft(1000, 0)]), budget=512) == pytest.approx(expected)
     # The token budget may allow less: 100 tokens beside four decodes.
-    assert prefill_s(MODEL, SLO, backlog(prompts=[(1000, 0)]), budget=104) == pytest.approx(10 * chunk_s(100))
+    assert prefill_s(MODEL, SLO, backlog(prompts=[PromptLeft(1000, 0)]), budget=104) == pytest.approx(10 * chunk_s(100))
 
 
 def test_prompts_end_beside_decodes_that_fill_the_target() -> None:
     """Chunk control gives them the tokens that cost no more than one, and admission control counts on these."""
     model = PerfModel(replace(TABLE, linear=Curve((1, 64, 1064), (1e-3, 1.1e-3, 3.1e-3))), LAYERS)
-    full = backlog(decode_context=20_000, prompts=[(1000, 0)])
+    full = backlog(decode_context=20_000, prompts=[PromptLeft(1000, 0)])
     assert iteration_s(model, full.load) > SLO.iteration_s and model.flat_linear_tokens == 64
     assert urgent_chunk_tokens(model, full.load, full.prompts, SLO.iteration_s, most=500) == 60
     times = [iteration_s(model, with_prompts(full.load, full.prompts, tokens)) for tokens in (60, 1000 % 60)]
@@ -208,7 +211,7 @@ def test_blocks_come_free_as_decodes_end() -> None:
     assert blocks_s(MODEL, SLO, backlog()) == 0.0
     assert blocks_s(MODEL, SLO, backlog(missing_blocks=250)) == pytest.approx(2.0)
     alone_s = first_token_s(MODEL, SLO, backlog(), budget=512)
-    waiting = backlog(missing_blocks=250, prompts=[(50, 0), (100, 0)])
+    waiting = backlog(missing_blocks=250, prompts=[PromptLeft(50, 0), PromptLeft(100, 0)])
     assert first_token_s(MODEL, SLO, waiting, budget=512) == pytest.approx(2.0 + alone_s)
     assert blocks_s(MODEL, SLO, backlog(missing_blocks=1, prompt_blocks=0)) == float("inf")
 
