@@ -227,7 +227,7 @@ def _templates(file: Path) -> str | dict[str, str]:
     Raises:
         DamagedFile: it holds none.
     """
-    given: Any = read_object(file).get("chat_template")
+    given = read_object(file).get("chat_template")
     if isinstance(given, list) and all(isinstance(one, Mapping) for one in given):
         given = {one.get("name"): one.get("template") for one in given}
     texts = given.values() if isinstance(given, dict) else [given]
