@@ -157,6 +157,7 @@ class CudaDevice:
 
     def mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor, runtime = torch.empty(shape, dtype=dtype), torch.cuda.cudart()
+        assert runtime is not None
         torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
         weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())
         return tensor

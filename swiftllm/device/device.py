@@ -19,6 +19,7 @@ class Event(Protocol):
 
     def done(self) -> bool:
         """Whether all work before the mark is done; never blocks."""
+        ...
 
     def synchronize(self) -> None:
         """Block until then; the calling thread sleeps, without the GIL.
@@ -33,6 +34,7 @@ class Stream(Protocol):
 
     def running(self) -> AbstractContextManager[object]:
         """Inside, torch works on this stream, and its allocations belong to it."""
+        ...
 
     def mark(self) -> Event: ...
 
@@ -45,9 +47,11 @@ class Stream(Protocol):
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in host memory that holds ``tensor`` once the stream has reached this point."""
+        ...
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of this stream on the device that holds ``tensor``, of host memory, for later work on the stream."""
+        ...
 
 
 class Graph(Protocol):
@@ -60,30 +64,43 @@ class Device(Protocol):
     the host and back, and blocks between the tiers."""
 
     torch_device: torch.device
-    compute: Stream
-    to_host: Stream
-    to_device: Stream
-    swap: Stream
     can_capture: bool
     graph_bytes: int
     """Device memory that captured graphs may take."""
 
+    @property
+    def compute(self) -> Stream: ...
+
+    @property
+    def to_host(self) -> Stream: ...
+
+    @property
+    def to_device(self) -> Stream: ...
+
+    @property
+    def swap(self) -> Stream: ...
+
     def new_stream(self) -> Stream:
         """Another stream, for copies that must not wait for those of the others."""
+        ...
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised host memory for ``Stream.copy``; may be dropped while a copy is under way."""
+        ...
 
     def mapped(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised host memory that kernels of the device can read; it takes no more than its bytes, whereas
         ``pinned`` memory is rounded up."""
+        ...
 
     def mirror(self, host: torch.Tensor) -> torch.Tensor:
         """Uninitialised memory of the same shape on the device: on a host, ``host`` itself."""
+        ...
 
     def snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous copy, made on the compute stream, for other streams to read: later writes to ``tensor`` do not
         show. On a host, which reads at once, ``tensor`` itself."""
+        ...
 
     def capture(self, work: Callable[[], object]) -> Graph:
         """Capture what ``work`` does on the compute stream without doing it. It must have run before, with the same
@@ -92,9 +109,11 @@ class Device(Protocol):
         Raises:
             RuntimeError: it cannot be captured. No graph of this device may be replayed afterwards.
         """
+        ...
 
     def free_bytes(self) -> int:
         """Free memory of the device."""
+        ...
 
     def left_free(self, work: Callable[[], object]) -> int | None:
         """Bytes that remain for permanent use beside what ``work`` needs, which is run to measure that. None: the

@@ -57,8 +57,9 @@ class LlamaModel:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``token_ids [rows]`` to residuals ``[rows, hidden_size]``."""
-        hidden, multiplier = self.weights.boundary(-1).embed(token_ids), self.config.embedding_multiplier
-        residual = hidden.to(self.residual_dtype)
+        embed, multiplier = self.weights.boundary(-1).embed, self.config.embedding_multiplier
+        assert embed is not None
+        residual = embed(token_ids).to(self.residual_dtype)
         return residual if multiplier == 1.0 else residual.mul_(multiplier)
 
     def enter(self, residual: torch.Tensor, rotary_rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -92,6 +93,7 @@ class LlamaModel:
                 1, (-1, self.config.head_dim)
             )
             return qkv if out is None else out.copy_(qkv)
+        assert weights.ffn is not None
         normed = self._norm_of_sum(self._ffn(weights.ffn, attention_out, residual, num_rows), residual, weights.norm)
         return self._qkv(weights, normed, rotary_rows, out)
 
@@ -106,6 +108,7 @@ class LlamaModel:
         weights = self.weights.boundary(self._last)
         if weights.in_one_call is not None:
             return weights.in_one_call(attention_out.flatten(1), residual, None)
+        assert weights.ffn is not None
         ffn = self._ffn(weights.ffn, attention_out, residual, num_rows)
         return weights.projection(self._norm_of_sum(ffn, residual, weights.norm))
 
@@ -116,7 +119,8 @@ class LlamaModel:
     def split_qkv(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of q ``[rows, num_heads, head_dim]``, k and v ``[rows, num_kv_heads, head_dim]``; rows not adjacent."""
         config = self.config
-        return qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        q, k, v = qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        return q, k, v
 
     def _qkv(
         self,

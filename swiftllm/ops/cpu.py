@@ -208,15 +208,17 @@ class CodedExperts:
 
     def __init__(self, ops: CpuOps, weights: ExpertWeights) -> None:
         self._ops, self._router, experts, clamp = ops, Router(weights), weights.num_experts, weights.activation
-        _, gate_up = pack_matrix(weights.gate_up, experts)
-        _, down = pack_matrix(weights.down, experts)
+        of_gate_up, of_down = weights.stacks
+        assert isinstance(of_gate_up, QuantisedMatrix) and isinstance(of_down, QuantisedMatrix)
+        _, gate_up = pack_matrix(of_gate_up, experts)
+        _, down = pack_matrix(of_down, experts)
         self._packed = rows.PackedExperts(
             (gate_up, weights.gate_up_bias),
             (down, weights.down_bias),
             None if clamp is None else (clamp.limit, clamp.alpha),
             num_experts=experts,
-            hidden_size=weights.gate_up.in_features,
-            ffn_size=weights.down.in_features,
+            hidden_size=of_gate_up.in_features,
+            ffn_size=of_down.in_features,
         )
 
     def __call__(self, x: torch.Tensor, num_rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -260,14 +262,17 @@ class PackedCrossing:
         """The linears are :class:`PackedLinear` or :class:`CodedLinear`."""
         matrices = {name: getattr(parts, name) for name in ("o", "gate_up", "down", "projection")}
         self._ops = ops
-        self._out_features = parts.projection.out_features
+        o, down, projection = parts.o, parts.down, parts.projection
+        kinds = PackedLinear | CodedLinear
+        assert isinstance(o, kinds) and isinstance(down, kinds) and isinstance(projection, kinds)
+        self._out_features = projection.out_features
         self._crossing = rows.Crossing(
             **{name: (linear.packed, linear.bias) for name, linear in matrices.items()},
             post_norm=parts.post_norm,
             norm=parts.norm,
             head_norms=parts.head_norms,
-            attention_size=parts.o.in_features,
-            intermediate_size=parts.down.in_features,
+            attention_size=o.in_features,
+            intermediate_size=down.in_features,
             out_features=self._out_features,
             rotated_heads=parts.rotated_heads,
             head_dim=parts.head_dim,

@@ -65,9 +65,16 @@ class ExpertWeights:
     def num_experts(self) -> int:
         return len(self.router)
 
+    @property
+    def stacks(self) -> tuple[torch.Tensor | QuantisedMatrix, torch.Tensor | QuantisedMatrix]:
+        """``gate_up`` and ``down``, each in one piece."""
+        assert not isinstance(self.gate_up, tuple) and not isinstance(self.down, tuple)  # others are refused
+        return self.gate_up, self.down
+
     def of(self, expert: int) -> tuple[ExpertLinear, ExpertLinear]:
         """An expert's gate and up, and its down: views."""
-        return self._part(self.gate_up, self.gate_up_bias, expert), self._part(self.down, self.down_bias, expert)
+        gate_up, down = self.stacks
+        return self._part(gate_up, self.gate_up_bias, expert), self._part(down, self.down_bias, expert)
 
     def _part(self, stack: torch.Tensor | QuantisedMatrix, bias: torch.Tensor | None, expert: int) -> ExpertLinear:
         is_plain = isinstance(stack, torch.Tensor)

@@ -62,7 +62,8 @@ class ChunkLens:
     def of(cls, rows: Sequence[int], tokens: Sequence[int], send: Callable[[torch.Tensor], torch.Tensor]) -> ChunkLens:
         """``send`` brings a tensor to the device."""
         starts = send(torch.tensor([[*accumulate(sizes, initial=0)] for sizes in (rows, tokens)], dtype=torch.int32))
-        return cls(tuple(rows), tuple(tokens), *starts)
+        row_starts, token_starts = starts
+        return cls(tuple(rows), tuple(tokens), row_starts, token_starts)
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
         """The rows and the tokens of each chunk."""
@@ -97,7 +98,8 @@ class ContextBlocks:
             columns += range(first, first + count, block_size)
         flat, odd = [block for of_one in blocks for block in of_one], [0] * (len(columns) % 2)
         both = send(torch.tensor([flat + odd, columns + odd]))  # aligned to 16 bytes: Triton compiles others apart
-        return cls(*both[:, : len(flat)], tuple(tokens))
+        flat_blocks, first_tokens = both[:, : len(flat)]
+        return cls(flat_blocks, first_tokens, tuple(tokens))
 
     def slices(self, block_size: int) -> Iterator[tuple[slice, slice]]:
         """The blocks and the tokens of each context."""
@@ -123,8 +125,10 @@ class Ops:
     """Whether ``decode_attention`` accepts rows of ``seq_lens`` 0, stores nothing for them and ignores their block
     tables. Captured graphs are padded with such rows."""
 
-    by_library: str | None = None
-    """The optional library, with its version, that multiplies 4-bit matrices made linears so far; None without."""
+    @property
+    def by_library(self) -> str | None:
+        """The optional library, with its version, that multiplies 4-bit matrices made linears so far; None without."""
+        return None
 
     num_threads = 1
     """Of pacpu's operations in host memory."""
@@ -159,8 +163,9 @@ class Ops:
 
     def activation_of(self, weights: ExpertWeights) -> Callable[[torch.Tensor], torch.Tensor]:
         """From an expert's ``[rows, 2 n]`` of gate and up to ``[rows, n]``."""
-        is_silu = weights.activation is None
-        return self.silu_and_mul if is_silu else partial(self.clamped_swiglu, activation=weights.activation)
+        if weights.activation is None:
+            return self.silu_and_mul
+        return partial(self.clamped_swiglu, activation=weights.activation)
 
     def make_crossing(self, parts: CrossingParts) -> Crossing | None:
         """All parts in one call, with the bits of the separate calls; None where there is no such call.
@@ -276,9 +281,9 @@ class Ops:
         ``k`` and ``v`` ``[num_kv_heads, tokens, head_dim]``. With a ``window`` a row attends to so many tokens at most,
         its own included."""
         for rows, tokens in lens.slices():
-            chunk = q[rows], k[:, tokens], v[:, tokens]
+            q_rows, keys, values = q[rows], k[:, tokens], v[:, tokens]
             for piece, reached, mask in _pieces(rows.stop - rows.start, tokens.stop - tokens.start, window, q.device):
-                attended = self._attend_chunk(chunk[0][piece], *(x[:, reached] for x in chunk[1:]), mask, scale, sinks)
+                attended = self._attend_chunk(q_rows[piece], keys[:, reached], values[:, reached], mask, scale, sinks)
                 out[rows][piece].copy_(attended)
 
     def _attend_chunk(

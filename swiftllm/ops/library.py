@@ -83,7 +83,9 @@ class LibraryProducts:
     def choose_linear(self, matrix: QuantisedMatrix, bias: torch.Tensor | None, own: Linear) -> Linear:
         """``own`` or the library's linear, which has a copy of the matrix, of which nothing is kept then."""
         kind = f"{_format(matrix)} of {matrix.out_features} x {matrix.in_features}{_groups(matrix)}"
-        inputs = matrix.in_features if matrix.runs is None else int(matrix.order.max()) + 1
+        inputs = matrix.in_features
+        if matrix.runs is not None and matrix.order is not None:  # some inputs are there more than once
+            inputs = int(matrix.order.max()) + 1
 
         def make() -> tuple[Linear, set[str]]:
             linear = LibraryLinear(matrix, bias)
@@ -99,7 +101,7 @@ class LibraryProducts:
     ) -> Experts:
         """The same for an FFN of experts. ``with_products`` makes it of the products of all experts' gate and up, and
         of their down; then it keeps none of the matrices."""
-        gate_up, down, count = weights.gate_up, weights.down, weights.num_experts
+        (gate_up, down), count = weights.stacks, weights.num_experts
         if isinstance(gate_up, torch.Tensor) or isinstance(down, torch.Tensor):
             return own
         sizes = f"{gate_up.out_features // count} x {gate_up.in_features}"
@@ -314,7 +316,7 @@ def library_tensors(
 def _tensors(matrix: QuantisedMatrix) -> dict[str, torch.Tensor]:
     scales = matrix.scales.t().contiguous()
     tensors = {"weight": _words(matrix.unpack()).t().contiguous()}
-    if matrix.is_mxfp4:
+    if matrix.zeros is None:  # MXFP4
         return tensors | {"weight_scale": scales.view(torch.float8_e8m0fnu)}
     return tensors | {"weight_scale": scales.to(matrix.dtype), "zero_point": _words(matrix.zeros.t()).contiguous()}
 

@@ -105,7 +105,7 @@ class QuantisedMatrix:
 
     def dequantise(self) -> torch.Tensor:
         """The matrix ``[out, in]``, inputs in their own order: the reference for all kernels."""
-        if self.is_mxfp4:
+        if self.zeros is None:  # MXFP4
             numbers = mxfp4_numbers(self.unpack())
             scales = powers_of_two(self.scales)
         else:
@@ -122,6 +122,7 @@ class QuantisedMatrix:
     def with_taken_inputs(self) -> QuantisedMatrix:
         """The same of inputs that were taken in :attr:`order` before, with a scale for each 16 in place of
         :attr:`runs`."""
+        assert self.runs is not None
         groups = self.runs.long()
         zeros = None if self.zeros is None else self.zeros[groups]
         of_runs = {"scales": self.scales[groups], "zeros": zeros, "group_size": GROUP_MULTIPLE}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -71,6 +71,9 @@ class ShardedTicket:
         return self.own.times()
 
 
+Batch = TypeVar("Batch", bound=Rows)
+
+
 class ShardedBackend:
     """See :class:`swiftllm.engine.backend.Backend`. This process is rank 0. :func:`open_sharded_backend` makes one.
 
@@ -106,7 +109,7 @@ class ShardedBackend:
         kept = cohort.rows_without(request_ids)
         return self._open(partial(self.own.keep_rows, cohort, kept), "keep_rows", self._numbers[cohort], kept)
 
-    def _open(self, own: Callable[[], Rows], name: str, *arguments: Any) -> Rows:
+    def _open(self, own: Callable[[], Batch], name: str, *arguments: Any) -> Batch:
         """Number what ``own`` makes. The other ranks forget it when it is no longer used here."""
         if self._forgotten:
             numbers = [self._forgotten.popleft() for _ in range(len(self._forgotten))]

@@ -7,7 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NoReturn
 
 from swiftllm.device import limits
 from swiftllm.engine.backend import RankFailed
@@ -87,7 +87,7 @@ class Peer:
                 self._answers.append(message)
         return True
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, why: str) -> NoReturn:
         self.failure = self.failure or f"rank {self.rank} {why}"
         raise RankFailed(self.failure)
 

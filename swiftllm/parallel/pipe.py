@@ -11,7 +11,7 @@ import select
 import socket
 import threading
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, overload
 
 from swiftllm.threads import DeviceThread
 
@@ -43,6 +43,12 @@ class Pipe:
                 self._end.send_bytes(marshal.dumps(message))
         except OSError as error:
             raise PipeClosed(str(error)) from None
+
+    @overload
+    def receive(self, timeout_s: None = None) -> Message: ...
+
+    @overload
+    def receive(self, timeout_s: float | None) -> Message | None: ...
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
         """The next message. None: none came within ``timeout_s``; 0 does not wait, None waits for ever.

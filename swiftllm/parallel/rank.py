@@ -17,11 +17,11 @@ from swiftllm.parallel.group import Group
 from swiftllm.parallel.loading import load_rank
 from swiftllm.parallel.pipe import Pipe, PipeClosed
 from swiftllm.runtime.attention_choices import use_fastest_attention
-from swiftllm.runtime.batch import Rows
+from swiftllm.runtime.batch import CohortBatch, LaneBatch, Rows
 from swiftllm.runtime.cores import CoreDivision
 from swiftllm.runtime.description import CohortDescription, LaneDescription
 from swiftllm.runtime.torch_backend import TorchBackend, serve_loaded
-from swiftllm.runtime.workers import AttentionTask, CpuTask, CpuWorker, InlineWorker, TaskRunner
+from swiftllm.runtime.workers import AttentionTask, CpuTask, CpuWorker, InlineWorker, RunsTasks
 
 AFTER_FAILURE = ("reset", "rejoin")  # the commands that a rank still obeys after one that failed
 
@@ -37,7 +37,7 @@ class BlockMove(NamedTuple):
 class ReportingRunner:
     """Tells the driver of each CPU attention that is over; else the runner behind it."""
 
-    def __init__(self, runner: TaskRunner, pipe: Pipe) -> None:
+    def __init__(self, runner: RunsTasks, pipe: Pipe) -> None:
         self._runner = runner
         self._pipe = pipe
 
@@ -91,12 +91,22 @@ class Rank:
 
     def keep_rows(self, number: int, of_number: int, kept: Sequence[int]) -> None:
         self.wait_for_ticket(of_number)
-        self._batches[number] = self.backend.keep_rows(self._batches[of_number], kept)
+        self._batches[number] = self.backend.keep_rows(self._cohort(of_number), kept)
 
     def forget(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._batches.pop(number, None)
             self._tickets.pop(number, None)
+
+    def _lane(self, number: int) -> LaneBatch:
+        batch = self._batches[number]
+        assert isinstance(batch, LaneBatch)
+        return batch
+
+    def _cohort(self, number: int) -> CohortBatch:
+        batch = self._batches[number]
+        assert isinstance(batch, CohortBatch)
+        return batch
 
     # -- the work of an iteration --------------------------------------------------------------------------------------
 
@@ -109,13 +119,13 @@ class Rank:
         self.backend.boundary(layer, [self._batches[number] for number in numbers])
 
     def gpu_attention(self, layer: int, number: int) -> None:
-        self.backend.gpu_attention(layer, self._batches[number])
+        self.backend.gpu_attention(layer, self._lane(number))
 
     def whole_iteration(self, number: int) -> None:
-        self.backend.whole_iteration(self._batches[number])
+        self.backend.whole_iteration(self._lane(number))
 
     def submit_cpu_attention(self, layer: int, number: int) -> None:
-        self._tickets[number] = self.backend.submit_cpu_attention(layer, self._batches[number])
+        self._tickets[number] = self.backend.submit_cpu_attention(layer, self._cohort(number))
 
     def wait_for_ticket(self, number: int) -> None:
         """The driver has chosen this cohort, whether or not this rank is done with it."""

@@ -72,7 +72,9 @@ class ShardedWeights(LoadedWeights):
         self._group = group
         self._vocab_size = vocab_size
         self._part_size = sizes.vocab_size
-        self._embed_own = self.boundaries[0].embed
+        embed = self.boundaries[0].embed
+        assert embed is not None
+        self._embed_own = embed
         self.num_logits = vocab_size if group.rank == 0 else sizes.vocab_size
         first, *others = self.boundaries
         self.boundaries = [replace(first, embed=self._embed), *map(self._completed, others)]
@@ -80,6 +82,7 @@ class ShardedWeights(LoadedWeights):
         self.boundaries[-1] = replace(last, projection=self._gathered(last.projection))
 
     def _completed(self, boundary: BoundaryWeights) -> BoundaryWeights:
+        assert boundary.ffn is not None  # which only boundary -1 lacks
         ffn = replace(boundary.ffn, o=self._summed(boundary.ffn.o), mlp=self._summed(boundary.ffn.mlp))
         return replace(boundary, ffn=ffn, in_one_call=None)
 

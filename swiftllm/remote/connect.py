@@ -33,6 +33,7 @@ def connect_hosts(config: EngineConfig, backend: TorchBackend) -> AttentionHosts
     )
     longest = backend.layer_groups.blocks_for(config.max_model_len or model.max_position_embeddings)
     needed = min(longest, backend.num_cpu_blocks)  # any request of the CPU tier may live on any host
+    assert config.attention_hosts is not None
     with ExitStack() as opened:
         if config.ray_address is not None:
             from swiftllm.ray.hosts import RayHosts  # Ray takes seconds to import, and is optional

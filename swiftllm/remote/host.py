@@ -166,7 +166,8 @@ class AttentionHost:
             raise ValueError(str(error)) from None
         send_json(connection, FrameKind.WELCOME, {**about, "threads": self.num_threads})
         if store is not None:
-            logger.warning("%s stores %s KV blocks of %s bytes here", name, pool.shape[1], shape.bytes_per_block)
+            sizes = store.pool.shape[1], store.shape.bytes_per_block
+            logger.warning("%s stores %s KV blocks of %s bytes here", name, *sizes)
             held.callback(logger.warning, "%s has left", name)
         return Session(connection, store, self.num_threads)
 

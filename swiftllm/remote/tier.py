@@ -164,15 +164,15 @@ class RemoteCpuTier:
                 ticket = self._ask_for(read, send_back)
                 ticket.wait()
                 return ticket
-            for index, block in enumerate(ids):
-                ticket, kept = self._fetched[block]
+            fetched = [self._fetched[block] for block in ids]
+            for index, (ticket, kept) in enumerate(fetched):
                 ticket.wait()
                 read.out[:, index] = kept[read.layers.start : read.layers.stop]
         if read.layers.stop == self._shape.num_layers:
             self.drop_fetched(ids)
         if send_back is not None:
             send_back()
-        return ticket
+        return fetched[-1][0]
 
     def _ask_for(self, read: BlocksRead, send_back: Callable[[], None] | None = None) -> RemoteTicket:
         header = Header(FrameKind.GET, read.layers.start, len(read.blocks))

@@ -49,7 +49,7 @@ LEAST_COST = 1 / 8
 FILLING = 0x3C
 """A byte that makes numbers between 0.01 and 1.1 of every type, scales of int8 among them."""
 
-Rates = Mapping[str, Mapping[str, float]]
+Rates = Mapping[str, dict[str, float]]
 """GB/s of K and V by the way of prefetching, by the calls, such as ``float16 MHA``."""
 
 
@@ -80,11 +80,12 @@ def use_fastest_attention(*, measure_again: bool = False) -> None:
         measured = measure(host_tensor((num_bytes,), torch.uint8).fill_(FILLING), usable_cores())
         keep(kept_path(), json.dumps({"identity": identity(), **asdict(measured)}, indent=1))
     for calls, by_way in measured.rates.items():
-        pacpu.set_prefetch(*calls.split(), fastest(by_way))
-        pacpu.set_shared_row_cost(*calls.split(), measured.shared_row_costs[calls])
+        kernel, kind = calls.split()
+        pacpu.set_prefetch(kernel, kind, fastest(by_way))
+        pacpu.set_shared_row_cost(kernel, kind, measured.shared_row_costs[calls])
 
 
-def fastest(by_way: Mapping[str, float]) -> str:
+def fastest(by_way: dict[str, float]) -> str:
     enough = (1 - NOISE) * max(by_way.values())
     return next(way for way in reversed(by_way) if by_way[way] >= enough)
 

@@ -147,7 +147,8 @@ class BatchBuilder:
             decodes = DecodeGroup(slice(first_row, num_rows), block_tables, seq_lens)
         is_all = len(lane.sampling_rows) == num_rows
         return LaneBatch(
-            **self._rows(lane.token_ids, lane.positions),
+            token_ids=self._upload(torch.tensor(lane.token_ids, dtype=torch.int64)),
+            rotary_rows=self._rotary_rows(lane.positions),
             attention_out=torch.empty(self._out_shape(num_rows), dtype=self.dtype, device=self.device.torch_device),
             sampling_rows=None if is_all else self._upload(torch.tensor(lane.sampling_rows, dtype=torch.int64)),
             prefills=tuple(prefills),
@@ -158,7 +159,8 @@ class BatchBuilder:
     def open_cohort(self, cohort: CohortDescription) -> CohortBatch:
         host_out = self.device.pinned(self._out_shape(len(cohort.lens)), self.dtype)
         return CohortBatch(
-            **self._rows(cohort.token_ids, [n - 1 for n in cohort.lens]),
+            token_ids=self._upload(torch.tensor(cohort.token_ids, dtype=torch.int64)),
+            rotary_rows=self._rotary_rows([n - 1 for n in cohort.lens]),
             attention_out=self.device.mirror(host_out),
             sampling_rows=None,
             block_tables=self._tables(cohort.block_tables, len(cohort.lens)),
@@ -171,8 +173,8 @@ class BatchBuilder:
         index = torch.tensor(kept, dtype=torch.int64)
         on_device = self._upload(index)
 
-        def keep(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.index_select(0, on_device)
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.index_select(0, on_device)
 
         host_out = self.device.pinned(self._out_shape(len(kept)), self.dtype)
         attention_out = self.device.mirror(host_out)
@@ -182,8 +184,8 @@ class BatchBuilder:
             attention_out=torch.index_select(cohort.attention_out, 0, on_device, out=attention_out),
             sampling_rows=None,
             sampling_requests=[cohort.sampling_requests[row] for row in kept] if cohort.sampling_requests else [],
-            residual=keep(cohort.residual),
-            qkv=keep(cohort.qkv),
+            residual=None if cohort.residual is None else keep(cohort.residual),
+            qkv=None if cohort.qkv is None else keep(cohort.qkv),
             block_tables=cohort.block_tables.index_select(1, index),
             seq_lens=cohort.seq_lens.index_select(0, index),
             host_out=host_out,
@@ -195,11 +197,8 @@ class BatchBuilder:
     def _out_shape(self, num_rows: int) -> tuple[int, int, int]:
         return num_rows, self.num_heads, self.rotary_table.shape[-1]
 
-    def _rows(self, token_ids: list[int], positions: list[int]) -> dict[str, torch.Tensor]:
-        return {
-            "token_ids": self._upload(torch.tensor(token_ids, dtype=torch.int64)),
-            "rotary_rows": self.rotary_table[self._upload(torch.tensor(positions, dtype=torch.int64))],
-        }
+    def _rotary_rows(self, positions: list[int]) -> torch.Tensor:
+        return self.rotary_table[self._upload(torch.tensor(positions, dtype=torch.int64))]
 
     def _tables(self, values: bytes, rows: int) -> torch.Tensor:
         """Block tables of a description: int32 ``[groups, rows, max_blocks]``."""

@@ -44,9 +44,11 @@ class CpuTier(Protocol):
     def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, window: int | None = None) -> Any:
         """The ``rows`` of an :class:`AttentionTask`: of int32 ``[rows, max_blocks]`` and ``[rows]``. With a ``window``
         each attends to its last tokens only, and what the table tells of those before may be any block."""
+        ...
 
     def attend(self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None) -> Ticket:
         """Decode attention of opened rows."""
+        ...
 
     def write(self, write: HostWrite, arrived: Event) -> None:
         """May raise what an earlier write raised."""

@@ -228,12 +228,14 @@ class LayerGraphs:
 
     def attention(self, layer: int, lane: LaneBatch) -> bool:
         """Attention of a lane of decodes only; False: there is no graph for it, and nothing was done."""
-        if lane.prefills or not self._lanes.holds(lane):
+        if lane.prefills or lane.decodes is None or not self._lanes.holds(lane):
             return False
         width = _smallest(self._block_buckets, lane.decodes.block_tables.shape[2])
         if width is None:
             return False
-        self._run(GraphKey(self._lanes, layer, _smallest(self._row_buckets, lane.num_rows), width), lane.num_rows)
+        rows = _smallest(self._row_buckets, lane.num_rows)
+        assert rows is not None  # the lane's buffers hold it
+        self._run(GraphKey(self._lanes, layer, rows, width), lane.num_rows)
         return True
 
     def whole_iteration(self, lane: LaneBatch) -> tuple[torch.Tensor, torch.Tensor] | None:

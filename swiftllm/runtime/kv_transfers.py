@@ -206,6 +206,7 @@ class KVTransfers:
         self.begin_swaps(layer)
         groups, pool = self._pools.groups, self._pools.tensors[Tier.GPU]
         contexts, place = group.calls[groups.group_of[layer]][call].contexts, groups.place_of[layer]
+        assert contexts is not None
         heads, head_dim = pool.shape[2], pool.shape[-1]
         self._taken.wait()  # else a host far ahead would fill the device with contexts
         pinned = self._device.pinned((sum(contexts.tokens) * 2 * heads * head_dim,), pool.dtype)

@@ -54,6 +54,7 @@ def estimate_memory(
     sizes, on_host = WeightSizes.of(model, dtype), device_bytes is None
     reserved_bytes = HOST_HEADROOM_BYTES
     if not on_host:
+        assert device_bytes is not None
         # The last is that of the thread that serves; on cards before Hopper it is a quarter of that.
         reserved_bytes = int(DEVICE_HEADROOM * device_bytes) + CONTEXT_BYTES + LARGE_WORKSPACE_BYTES
     activations = activation_bytes(

@@ -66,8 +66,8 @@ class TorchBackend:
         self.kv_pools, self.kv_plan, self.layer_groups = kv_pools, kv_pools.plan, kv_pools.groups
         self.block_size, self.cpu_kv_format = self.kv_plan.block_size, kv_pools.formats[Tier.CPU]
         tiers = Tier.GPU, Tier.CPU
-        self.kv_bytes_per_block, self.cpu_kv_bytes_per_block = map(self.kv_plan.bytes_per_block.get, tiers)
-        self.num_gpu_blocks, self.num_cpu_blocks = map(self.kv_plan.num_blocks.get, tiers)
+        self.kv_bytes_per_block, self.cpu_kv_bytes_per_block = (self.kv_plan.bytes_per_block[tier] for tier in tiers)
+        self.num_gpu_blocks, self.num_cpu_blocks = (self.kv_plan.num_blocks[tier] for tier in tiers)
         self.block_tables: Mapping[str, Sequence[int]] = {}
         self._local_tier = cpu_tier
         self.cpu_tier: CpuTier = cpu_tier
@@ -229,6 +229,7 @@ class TorchBackend:
         for group in lane.prefills:
             self._prefill_attention(layer, lane, group)
         if lane.decodes is not None and (self.graphs is None or not self.graphs.attention(layer, lane)):
+            assert lane.qkv is not None
             rows, kv_layer = lane.decodes.rows, self.kv_pools.layers[Tier.GPU][layer]
             group, new = self.layer_groups.group_of[layer], self.model.split_qkv(lane.qkv[rows])
             addressed = kv_layer, lane.decodes.block_tables[group], lane.decodes.seq_lens, lane.attention_out[rows]
@@ -252,8 +253,10 @@ class TorchBackend:
         return tokens
 
     def _prefill_attention(self, layer: int, lane: LaneBatch, group: PrefillGroup) -> None:
-        q, k, v = self.model.split_qkv(lane.qkv)
-        own = lane.qkv[:, q.shape[1] :].unflatten(1, (2, k.shape[1])).permute(1, 2, 0, 3)
+        qkv = lane.qkv
+        assert qkv is not None
+        q, k, v = self.model.split_qkv(qkv)
+        own = qkv[:, q.shape[1] :].unflatten(1, (2, k.shape[1])).permute(1, 2, 0, 3)
         index = self.layer_groups.group_of[layer]
         calls, stored = group.calls[index], group.stored[index]
         kv_layer = self.kv_pools.layers[Tier.GPU][layer]
@@ -263,7 +266,7 @@ class TorchBackend:
             if group.tier is Tier.GPU:
                 self._ops.store_kv(k[stored.rows], v[stored.rows], kv_layer, stored.blocks, stored.offsets)
             else:
-                kv = lane.qkv[stored.rows, q.shape[1] :]
+                kv = qkv[stored.rows, q.shape[1] :]
                 self._transfers.store_rows(layer, kv, stored.blocks, stored.offsets)
 
         if stores_first:
@@ -273,13 +276,15 @@ class TorchBackend:
             if call is calls[-1] and not stores_first:  # before, a ring's blocks hold what rows attend to
                 store()
             rows, how = call.rows, (self._scale, self.layer_groups.windows[index], self.model.sinks(layer))
-            self._ops.prefill_attention(q[rows], *context, call.lens, lane.attention_out[rows], *how)
-            del context  # the next one may take its place
+            keys, values = context
+            self._ops.prefill_attention(q[rows], keys, values, call.lens, lane.attention_out[rows], *how)
+            del context, keys, values  # the next one may take its place
 
     def _context(self, layer: int, number: int, group: PrefillGroup, own: torch.Tensor) -> torch.Tensor:
         """K and V of a call's chunks and of all that they attend to, ``[2, num_kv_heads, tokens, head_dim]``; ``own``
         are those of the lane's rows."""
         call = group.calls[self.layer_groups.group_of[layer]][number]
+        assert call.contexts is not None
         if group.tier is Tier.CPU:
             earlier = self._transfers.take_contexts(layer, number, group)
         else:
@@ -297,6 +302,7 @@ class TorchBackend:
     @torch.inference_mode()
     def submit_cpu_attention(self, layer: int, cohort: CohortBatch) -> Ticket:
         hardware = self.hardware
+        assert cohort.qkv is not None
         self._transfers.begin_swaps(layer)
         hardware.to_host.wait(hardware.compute.mark())
         if not cohort.opened:
@@ -346,8 +352,11 @@ class TorchBackend:
         return self._choose(*crossed, batches)
 
     def _score_prompts(self, lane: LaneBatch) -> None:
+        residual = lane.residual
+        assert residual is not None
+
         def logits_of(rows: slice) -> torch.Tensor:
-            return self.model.leave(lane.attention_out[rows], lane.residual[rows].clone())  # of a copy
+            return self.model.leave(lane.attention_out[rows], residual[rows].clone())  # of a copy
 
         if lane.prompts:
             self._prompt_scorer.score_prompts(lane.prompts, logits_of)

@@ -55,8 +55,9 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     tokens = max(sizes.tokens_reached(chunk, context))
     gathered = [zeros(2, sizes.num_kv_heads, tokens, sizes.head_dim) for _ in range(2 if goes_to_host else 1)]
     keys_values = torch.cat([gathered[0], gathered[0][:, :, :0]], dim=2)  # beside what is on its way for the next call
-    ops.prefill_attention(q[:chunk], *keys_values, lens(chunk, tokens), attention_out[:chunk], scale)
-    del gathered, keys_values
+    keys, values = keys_values
+    ops.prefill_attention(q[:chunk], keys, values, lens(chunk, tokens), attention_out[:chunk], scale)
+    del gathered, keys_values, keys, values
 
     block = zeros(1, sizes.num_kv_heads, 2, config.block_size, sizes.head_dim)
     slot = zeros(1, dtype=torch.int64)
@@ -73,11 +74,11 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     if ops.takes_empty_rows:
         requests = min(config.max_num_seqs, rows)
         tables = zeros(requests, -(-context // config.block_size), dtype=torch.int32)
-        lens = zeros(requests, dtype=torch.int32)
+        seq_lens = zeros(requests, dtype=torch.int32)
         out = zeros(requests, sizes.num_heads, sizes.head_dim)
         new = q[:requests], k[:requests], v[:requests]
         for columns, window in itertools.product((tables, tables[:, :1]), windows):  # many splits, and a single one
-            ops.decode_attention(*new, block, columns, lens, out, scale, window)
+            ops.decode_attention(*new, block, columns, seq_lens, out, scale, window)
         del tables, out
 
     model.weights.enter(sizes.num_layers - 1)

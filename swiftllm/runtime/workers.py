@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -99,6 +99,12 @@ HostRead = ContextRead | BlocksRead
 CpuTask = AttentionTask | HostWrite | HostRead
 
 
+class RunsTasks(Protocol):
+    """What a worker gives its tasks to."""
+
+    def run_task(self, task: CpuTask) -> None: ...
+
+
 class TaskRunner:
     """Carries tasks out on blocks in the memory of this process.
 
@@ -122,10 +128,10 @@ class TaskRunner:
                 heads = task.out.shape[1], self._num_kv_heads, self._num_kv_heads
                 tables, lens, window = task.rows
                 addressed = self._layers[task.layer], tables, lens, task.out
-                new = task.qkv.split(heads, dim=1)
+                q, k, v = task.qkv.split(heads, dim=1)
                 scale = task.out.shape[-1] ** -0.5
                 which = {"window": window, "sinks": task.sinks}
-                pacpu.paged_attention(*new, *addressed, scale, **which, kernel=self._kernel, **threads)
+                pacpu.paged_attention(q, k, v, *addressed, scale, **which, kernel=self._kernel, **threads)
             case RowsWrite():
                 k, v = task.content.chunk(2, 1)
                 rows.store_kv(k, v, self._layers[task.layer], task.blocks, task.offsets, **threads)
@@ -218,12 +224,13 @@ class TaskTicket(WorkTicket):
         return super().wait()
 
     @torch.inference_mode()
-    def run(self, runner: TaskRunner) -> None:
+    def run(self, runner: RunsTasks) -> None:
         """Wait for the inputs, compute, send the result back. Exceptions come out of :meth:`wait`; what is none, such
         as SystemExit, is raised here too and ends the worker."""
         try:
             self._arrived.synchronize()
             self.start_s = time.perf_counter()
+            assert self._task is not None  # it runs once
             runner.run_task(self._task)
             self.done_s = time.perf_counter()
             self.finish()
@@ -247,7 +254,7 @@ class InlineWorker:
     restarts = 0
     """How often the worker ended by itself and was started again."""
 
-    def __init__(self, runner: TaskRunner) -> None:
+    def __init__(self, runner: RunsTasks) -> None:
         self._runner = runner
 
     def submit(self, task: CpuTask, arrived: Event, send_back: Callable[[], None] | None = None) -> TaskTicket:
@@ -278,7 +285,7 @@ class CpuWorker:
     every submission until :meth:`start_again`: a lost task must not pass for a finished one.
     """
 
-    def __init__(self, runner: TaskRunner) -> None:
+    def __init__(self, runner: RunsTasks) -> None:
         self.restarts = 0
         self._runner = runner
         self._lock = threading.Lock()
@@ -309,7 +316,7 @@ class CpuWorker:
     def _work(self, queue: SimpleQueue[TaskTicket | str]) -> None:
         try:
             while (ticket := queue.get()) != FINISH:
-                if ticket == CRASH:
+                if isinstance(ticket, str):  # CRASH
                     raise SystemExit("killed")
                 ticket.run(self._runner)
         except BaseException as error:
@@ -331,5 +338,5 @@ class CpuWorker:
 
 
 Worker = InlineWorker | CpuWorker
-MakeWorker = Callable[[TaskRunner], Worker]
+MakeWorker = Callable[[RunsTasks], Worker]
 """Makes a worker for the CPU tier that the runner holds."""

@@ -59,7 +59,7 @@ class PromptScorer:
         """Append to the requests' ``prompt_logprobs`` what these rows give. ``logits`` computes those of some rows,
         ``[rows, vocab_size]``."""
         for request, rows, following in prompts:
-            count = request.sampling.prompt_logprobs
+            count = request.sampling.prompt_logprobs or 0
             tokens = self._stream.send(torch.tensor(following, dtype=torch.int64))
             pieces = [
                 score_tokens(logits(piece), tokens[piece.start - rows.start : piece.stop - rows.start], count)

@@ -54,7 +54,7 @@ def _add_biases(logits: torch.Tensor, biases: list[Biases], compute: Stream) -> 
         flat.index_copy_(0, places, flat.index_select(0, places) + _joined(numbers, compute))
 
 
-def _rows_by_owner(values: Sequence[Sequence], nothing: Sequence | None) -> list[list[int]]:
+def _rows_by_owner(values: Sequence[object], nothing: object) -> list[list[int]]:
     """The rows that share one object, for each object but ``nothing`` and what equals it."""
     rows: dict[int, list[int]] = {}
     for row, value in enumerate(values):

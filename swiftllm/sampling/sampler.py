@@ -98,6 +98,7 @@ class Sampler:
         """Tokens and highest logits of all rows. Rows in ``chosen`` are drawn together, in as many attempts as
         needed."""
         tokens, found, attempt = likeliest.clone(), [0] * len(requests), 0
+        maxima: list[float] = []
         while chosen:
             by_way: dict[tuple[int | None, bool], list[int]] = {}
             for row in chosen:
@@ -114,6 +115,7 @@ class Sampler:
                     else:
                         own, likely = self._select(logits, block), likeliest.index_select(0, index)
                     if count == AT_ONCE:
+                        assert self._draw is not None  # else there is no such way
                         places = index if is_whole else torch.arange(len(block), device=index.device)
                         new = self._draw(own, places, likely, self._settings(where, attempt)[:3])
                     else:
@@ -173,7 +175,7 @@ class Sampler:
         return uniform_of((int.from_bytes(digest, "little") >> (64 - UNIFORM_BITS)) / 2**UNIFORM_BITS, attempt)
 
     def _score(self, logits: torch.Tensor, requests: Sequence[Request], tokens: list[int]) -> None:
-        counts = [request.sampling.logprobs for request in requests]
+        counts = [request.sampling.logprobs or 0 for request in requests]
         found = fetch_lists(self._device.compute, *score_tokens(logits, self._upload(tokens), max(counts)))
         scored = zip(requests, token_logprobs(tokens, found, counts), strict=True)
         self._logprobs |= {request.request_id: logprob for request, logprob in scored}

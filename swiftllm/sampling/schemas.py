@@ -179,7 +179,13 @@ class Keys(NamedTuple):
     required: Mapping[str, None] = NONE
 
     def __or__(self, other: Keys) -> Keys:
-        return Keys(*(one | two for one, two in zip(self, other, strict=True)))
+        return Keys(
+            self.are_named | other.are_named,
+            self.is_said | other.is_said,
+            {**self.names, **other.names},
+            {**self.patterns, **other.patterns},
+            {**self.required, **other.required},
+        )
 
     def __bool__(self) -> bool:
         return self.are_named

@@ -69,6 +69,7 @@ class GrammarTrials:
         if self._process is None:
             self._process = self._start()
         process = self._process
+        assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(json.dumps([kind, text]) + "\n")
             process.stdin.flush()
@@ -94,6 +95,7 @@ class GrammarTrials:
             start_new_session=True,  # Ctrl-C is not for it
         )
         weakref.finalize(self, end, process)
+        assert process.stdin is not None
         with suppress(BrokenPipeError):  # then the answer to the grammar will be missing
             process.stdin.write(json.dumps([self._tokenizer.written(), self._vocab_size, self._eos]) + "\n")
         return process

@@ -56,16 +56,20 @@ class LoadedWeights:
         places = (placement or all_resident(len(weights.layers))).places
         streamed = {i: weights.take_linears(i) for i, place in enumerate(places, -1) if place is Place.STREAMED}
         chunks = {boundary: chunks_of(linears) for boundary, linears in streamed.items()}
-        self.slots = WeightSlots(device, chunks) if chunks else None
+        self.slots: WeightSlots | None = None
+        if chunks:
+            assert device is not None
+            self.slots = WeightSlots(device, chunks)
         self.boundaries: list[BoundaryWeights] = []
         for boundary, place in enumerate(places, -1):
-            if place is Place.STREAMED:
+            if self.slots is not None and place is Place.STREAMED:
                 linears = lay_out(streamed[boundary], self.slots.slot_of(boundary))
                 make = partial(make_linear, ops.in_place), ops.in_place.make_experts  # slots change
             else:
                 linears = weights.take_linears(boundary)
                 make = partial(make_linear, ops), ops.make_experts
                 if place is Place.CPU:
+                    assert device is not None and host_ops is not None
                     make = partial(_cpu_linear, device, host_ops), partial(_cpu_experts, device, host_ops)
             self.boundaries.append(make_boundary(ops, config, weights, boundary, linears, *make))
 

@@ -91,15 +91,15 @@ def make_boundary(
     def take(name: str) -> Linear:
         return make_layers_linear(*linears.pop(name))
 
-    layers, ffn = weights.layers, None
+    layers, ffn, dense = weights.layers, None, None
     if boundary >= 0:
         layer = layers[boundary]
-        o, dense = take("o"), None
-        if layer.router is None:
+        o = take("o")
+        if layer.router is None or config.experts is None:
             dense = take("gate_up"), take("down")
             mlp = partial(_dense, ops, *dense)
         else:
-            mlp = make_experts(_take_experts(layer, config.experts, linears))
+            mlp = make_experts(_take_experts(layer, layer.router, config.experts, linears))
         ffn = FfnWeights(o, layer.post_norm, mlp, layer.o_norm, layer.down_norm)
     sinks = layers[boundary + 1].sinks if boundary + 1 < len(layers) else None
     rotates = boundary + 1 not in config.layers_without_rotary
@@ -113,8 +113,19 @@ def make_boundary(
     embed = partial(ops.embed, embedding=weights.embedding) if boundary < 0 else None
     in_one_call = None
     if ffn is not None and dense is not None and not config.norms_outputs:
-        sizes = rotated_heads, config.head_dim, config.rms_norm_eps
-        parts = CrossingParts(ffn.o, ffn.norm, *dense, norm, projection, head_norms, *sizes)
+        gate_up, down = dense
+        parts = CrossingParts(
+            ffn.o,
+            ffn.norm,
+            gate_up,
+            down,
+            norm,
+            projection,
+            head_norms,
+            rotated_heads,
+            config.head_dim,
+            config.rms_norm_eps,
+        )
         in_one_call = ops.make_crossing(parts)
     return BoundaryWeights(embed, ffn, norm, projection, head_norms, rotates, sinks, in_one_call)
 
@@ -125,11 +136,13 @@ def _dense(
     return down(ops.silu_and_mul(gate_up(rows)))
 
 
-def _take_experts(layer: LayerWeights, sizes: ExpertSizes, linears: dict[str, LinearTensors]) -> ExpertWeights:
+def _take_experts(
+    layer: LayerWeights, router: torch.Tensor, sizes: ExpertSizes, linears: dict[str, LinearTensors]
+) -> ExpertWeights:
     (gate_up, gate_up_bias), (down, down_bias) = linears.pop("gate_up"), linears.pop("down")
     activation = None if sizes.swiglu_limit is None else ClampedSwiGLU(sizes.swiglu_limit, SWIGLU_ALPHA)
     how = sizes.per_token, sizes.normalises, layer.router_bias, gate_up_bias, down_bias, activation
-    return ExpertWeights(layer.router, gate_up, down, *how)
+    return ExpertWeights(router, gate_up, down, *how)
 
 
 def _head_norms(layer: LayerWeights, config: ModelConfig) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from swiftllm.model.config.rope import ROPE_KINDS, RopeKind
 
@@ -276,8 +276,7 @@ def text_part(raw: Mapping[str, Any]) -> dict[str, Any] | None:
         Unsupported: the text part is of no kind that the wrapper may have.
     """
     names = raw.get("architectures")
-    kinds = WRAPPERS.get(names[0]) if _is_one_name(names) else None
-    if kinds is None:
+    if not _is_one_name(names) or (kinds := WRAPPERS.get(names[0])) is None:
         return None
     text = dict(raw.get("text_config") or {})
     model_type = text.setdefault("model_type", ARCHITECTURES[kinds[0]].model_type)
@@ -347,7 +346,7 @@ def layer_windows(row: Architecture, fields: Mapping[str, Any]) -> tuple[int | N
     return windows if set(windows) != {None} else None
 
 
-def _is_one_name(names: Any) -> bool:
+def _is_one_name(names: Any) -> TypeGuard[list[str]]:
     return isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
 
 

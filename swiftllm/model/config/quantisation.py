@@ -92,7 +92,7 @@ class QuantisationScheme:
         The first and the last are inputs of other matrices too, and groups of these must stay whole. With act-order
         or one group no rank has whole groups.
         """
-        if self.experts_only:
+        if self.experts_only and self.group_size is not None:  # MXFP4, whose groups are of 32
             return ffn % self.group_size == 0
         unit = CODES_PER_WORD if self.ordered else self.group_size or GROUP_MULTIPLE
         return heads % unit == 0 and ffn % unit == 0 and kv_heads % CODES_PER_WORD == 0

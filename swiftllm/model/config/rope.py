@@ -112,9 +112,9 @@ def _yarn_amplitude(parameters: Mapping[str, Any]) -> float:
     if parameters.get("attention_factor") is not None:
         return float(parameters["attention_factor"])
     growth = math.log(max(1.0, float(parameters["factor"]))) / 10
-    scales = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    if all(scales):
-        return (float(scales[0]) * growth + 1) / (float(scales[1]) * growth + 1)
+    scale, scale_of_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if scale and scale_of_all:
+        return (float(scale) * growth + 1) / (float(scale_of_all) * growth + 1)
     return growth + 1
 
 

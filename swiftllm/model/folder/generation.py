@@ -48,7 +48,8 @@ def sampling_defaults(folder: str | Path) -> dict[str, float]:
         try:
             if isinstance(value, bool):
                 raise ValueError(f"{parameter}={value!r} must be a number")
-            SamplingParams(**{parameter: value})
+            given: dict[str, Any] = {parameter: value}
+            SamplingParams(**given)
         except ValueError as error:
             tell(f"{path}: {name} is left aside: {error}")
         else:

@@ -70,7 +70,8 @@ def as_llama(config: ModelConfig, tensors: Iterable[tuple[str, StoredTensor]]) -
             if ".mlp.gate." in name and not name.endswith((".gate.weight", ".gate.bias")):
                 raise WeightsError(f"{name}: routers that are quantised are not supported")
             if (stack := STACK.fullmatch(name)) is not None:
-                yield from _experts_of(*stack.groups(), stored, config)
+                block, module, kind = stack.groups()
+                yield from _experts_of(block, module, kind, stored, config)
                 continue
         place, _, kind = name.rpartition(".")
         block, _, module = place.rpartition(".")
@@ -101,6 +102,7 @@ def _experts_of(
     Raises:
         WeightsError: it has another shape.
     """
+    assert config.experts is not None
     hidden, ffn, experts = config.hidden_size, config.intermediate_size, config.experts.num_experts
     alternates, of_expert = config.has_swiglu_limit, {"down_proj": range(hidden)}
     outputs, inputs = hidden, ffn

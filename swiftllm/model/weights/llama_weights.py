@@ -64,8 +64,8 @@ def fused_matrices(config: ModelConfig) -> tuple[FusedMatrix, ...]:
             tuple(f"experts.{expert}.{module}" for expert in range(of_ffn) for module in modules)
             for modules in (gate_up, down)
         )
-    is_quantised = config.quantisation is not None
-    of_attention = is_quantised and not config.quantisation.experts_only
+    scheme = config.quantisation
+    is_quantised, of_attention = scheme is not None, scheme is not None and not scheme.experts_only
     qkv = ("q_proj", "k_proj", "v_proj")
     return (
         FusedMatrix("qkv", "self_attn", qkv, qkv_sizes, hidden, config.qkv_bias, of_attention),
@@ -165,8 +165,8 @@ class LlamaWeights:
             layer = LayerWeights(new(hidden), new(hidden), *of_heads, *of_outputs)
             if config.experts is not None:
                 layer.router = new((config.experts.num_experts, hidden))
-            if config.has_swiglu_limit:
-                layer.router_bias = new((config.experts.num_experts,))
+                if config.has_swiglu_limit:
+                    layer.router_bias = new((config.experts.num_experts,))
             if config.has_sinks:
                 layer.sinks = new((config.num_heads,), dtype=torch.float32)
             layers.append(layer)
@@ -176,6 +176,7 @@ class LlamaWeights:
                     setattr(layer, matrix.name, allocate((rows, matrix.in_features), dtype=dtype))
                 if matrix.has_bias:
                     setattr(layer, f"{matrix.name}_bias", allocate((rows,), dtype=dtype))
+        assert isinstance(embedding, torch.Tensor) and isinstance(lm_head, torch.Tensor)  # never in chunks
         return cls(embedding, lm_head, new(hidden), layers)
 
     def take_linears(self, boundary: int) -> dict[str, LinearTensors]:
@@ -190,17 +191,20 @@ class LlamaWeights:
 
     def by_checkpoint_name(self, config: ModelConfig) -> dict[str, torch.Tensor | PackedTensor]:
         """The place of each tensor of a Hugging Face checkpoint, as a view of the fused matrices."""
-        places = {EMBEDDING_NAME: self.embedding, FINAL_NORM: self.final_norm}
+        places: dict[str, torch.Tensor | PackedTensor] = {
+            EMBEDDING_NAME: self.embedding,
+            FINAL_NORM: self.final_norm,
+        }
         if not config.tie_word_embeddings:
             places[HEAD_NAME] = self.lm_head
         for index, layer in enumerate(self.layers):
             prefix = f"model.layers.{index}."
             places[prefix + "input_layernorm.weight"] = layer.input_norm
             places[prefix + "post_attention_layernorm.weight"] = layer.post_norm
-            if config.norms_heads:
+            if layer.q_norm is not None and layer.k_norm is not None:
                 places[prefix + "self_attn.q_norm.weight"] = layer.q_norm
                 places[prefix + "self_attn.k_norm.weight"] = layer.k_norm
-            if config.norms_outputs:
+            if layer.o_norm is not None and layer.down_norm is not None:
                 places[prefix + "post_self_attn_layernorm.weight"] = layer.o_norm
                 places[prefix + "post_mlp_layernorm.weight"] = layer.down_norm
             if layer.router is not None:
@@ -223,6 +227,7 @@ class LlamaWeights:
         """Allocate the matrices of a quantised model without filling them."""
         matrices = []
         for target in self.fused_targets(config, device):
+            assert config.quantisation is not None  # else there are no targets
             matrices.append(target.empty(config.quantisation, dtype))
             target.put(matrices[-1])
         return matrices
@@ -231,6 +236,8 @@ class LlamaWeights:
         self, config: ModelConfig, device: torch.device | str, on_host: Mapping[int, Allocate] = NONE_ON_HOST
     ) -> list[FusedTarget]:
         """Where the layers' matrices go that come quantised; ``on_host``: see :meth:`empty`."""
+        if config.quantisation is None:
+            return []
         targets = []
         for index, layer in enumerate(self.layers):
             for matrix in filter(lambda matrix: matrix.is_quantised, fused_matrices(config)):
@@ -330,17 +337,18 @@ def dummy_weights(
     weights, shapes = LlamaWeights.empty(part.sizes, device, dtype, on_host), _whole_shapes(config)
     for name, tensor in weights.by_checkpoint_name(part.sizes).items():
         if name.endswith("norm.weight"):
+            assert isinstance(tensor, torch.Tensor)
             tensor.fill_(1.0)
         elif name.endswith(("bias", "sinks")):
             _zero(tensor, 0)
         else:
             slices = part.slices(name, shapes[name])
             _fill(tensor, noise[tensor.device.type == "cpu"], draw_offset(), shapes[name], slices)
-    if config.quantisation is not None:
+    if (scheme := part.sizes.quantisation) is not None:
         own_words = torch.randint(-(2**31), 2**31, (DUMMY_PERIOD,), dtype=torch.int32, generator=generator)
         words = {True: own_words, False: own_words.to(device)}
         for target in weights.fused_targets(part.sizes, device, on_host):
-            matrix = target.empty(part.sizes.quantisation, dtype)
+            matrix = target.empty(scheme, dtype)
             codes, scale = matrix.codes, config.initializer_range / STD_OF_CODES
             if matrix.is_mxfp4:
                 scale = 127 + round(math.log2(config.initializer_range / STD_OF_MXFP4))

@@ -110,15 +110,15 @@ def write_columns(target: torch.Tensor | PackedTensor, first: int, columns: torc
         target[:, first : first + columns.shape[1]].copy_(columns)
 
 
-def map_tensors(parts: Parts, change: Callable[[torch.Tensor], torch.Tensor]) -> Parts:
-    """The same structure with other tensors; they are changed in the order of the fields."""
+def map_tensors(parts: Any, change: Callable[[Any], object]) -> Any:
+    """The same structure with what ``change`` makes of its tensors, packed or not, in the order of the fields."""
     if isinstance(parts, torch.Tensor | PackedTensor):
         return change(parts)
     if isinstance(parts, tuple):
         return tuple(map_tensors(part, change) for part in parts)
     if isinstance(parts, dict):
         return {name: map_tensors(part, change) for name, part in parts.items()}
-    if is_dataclass(parts):
+    if is_dataclass(parts) and not isinstance(parts, type):
         return replace(parts, **{f.name: map_tensors(getattr(parts, f.name), change) for f in fields(parts)})
     return parts
 

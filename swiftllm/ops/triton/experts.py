@@ -9,6 +9,9 @@ first.
 Rows from ``num_rows`` on are padding: they have no tiles, and their results are 0.
 """
 
+# Ranges and tuples of Triton can be iterated only in compiled code, which their annotations do not say.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton

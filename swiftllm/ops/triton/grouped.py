@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from triton import cdiv, next_power_of_2
 
 from swiftllm.ops.experts import ExpertWeights, Router
 from swiftllm.ops.library import GroupedProduct
@@ -19,6 +18,7 @@ from swiftllm.ops.triton.experts import (
     expert_product_kernel,
     sort_pairs_kernel,
 )
+from swiftllm.ops.triton.tiles import cdiv, next_power_of_2
 
 PAIRS_TILE = 1024
 COLUMNS_TILE = 1024
@@ -51,8 +51,9 @@ class GroupedExperts:
         if products:
             self._gate_up, self._down = (partial(self._multiply_sorted, product) for product in products)
         else:
-            self._gate_up = partial(self._multiply, weights.gate_up, weights.gate_up_bias)
-            self._down = partial(self._multiply, weights.down, weights.down_bias)
+            gate_up, down = weights.stacks
+            self._gate_up = partial(self._multiply, gate_up, weights.gate_up_bias)
+            self._down = partial(self._multiply, down, weights.down_bias)
 
     def __call__(self, x: torch.Tensor, num_rows: torch.Tensor | None = None) -> torch.Tensor:
         (rows, hidden), experts, slots = x.shape, self._num_experts, self._per_token

@@ -12,7 +12,6 @@ import warnings
 from typing import Any
 
 import torch
-from triton import cdiv, next_power_of_2
 
 from pacpu import rows as host_rows
 from pacpu.int8 import TILE_TOKENS
@@ -42,7 +41,14 @@ from swiftllm.ops.triton.rows import (
     rotary_kernel,
     silu_and_mul_kernel,
 )
-from swiftllm.ops.triton.tiles import MIN_DOT_TILE, blocks_per_split, linear_tiles, tokens_per_split
+from swiftllm.ops.triton.tiles import (
+    MIN_DOT_TILE,
+    blocks_per_split,
+    cdiv,
+    linear_tiles,
+    next_power_of_2,
+    tokens_per_split,
+)
 from swiftllm.ops.varlen import efficient_attention, flash_attention, takes_flash
 
 LOG2_E = math.log2(math.e)
@@ -376,7 +382,7 @@ def _dequantise_transposed(matrix: QuantisedMatrix) -> torch.Tensor:
     return dense
 
 
-def _quantised_tensors(matrix: QuantisedMatrix) -> tuple[torch.Tensor, ...]:
+def _quantised_tensors(matrix: QuantisedMatrix) -> tuple[torch.Tensor | None, ...]:
     """As the kernels take them: without ``runs`` any tensor stands for these."""
     return matrix.codes, matrix.scales, matrix.zeros, matrix.codes if matrix.runs is None else matrix.runs
 

@@ -16,6 +16,9 @@ multiplies then.
 In the kernels, 16 is ``BLOCK_WORDS`` of that layout, 8 ``CODES_PER_WORD``, 4 ``BITS`` and 128 ``BLOCK_INPUTS``.
 """
 
+# Ranges and tuples of Triton can be iterated only in compiled code, which their annotations do not say.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from triton import cdiv, next_power_of_2
-
 MIN_DOT_TILE = 16  # rows and slots of tl.dot
 # A split is long enough that its partial result (one fp32 head per 128 keys and values) is small beside its reads, and
 # short enough that every multiprocessor has some programs.
 MIN_SPLIT_TOKENS, MAX_SPLIT_TOKENS = 128, 1024
 MIN_SPLIT_BLOCKS = 4  # of 128 inputs: a split reads 16 times as many bytes of codes as it writes of partial sums
+
+
+def cdiv(dividend: int, divisor: int) -> int:
+    """The quotient, rounded up."""
+    return -(-dividend // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of two that is at least ``number``."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def tokens_per_split(num_sequences: int, context: int, programs: int) -> int:

@@ -112,6 +112,7 @@ class ServingContext:
 
     @cached_property
     def _answers(self) -> AnswerGrammar:
+        assert self.formats.calls is not None
         return AnswerGrammar(self.formats.calls, self.require_tokenizer())
 
     async def run_in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:

@@ -74,7 +74,8 @@ class AnswerGrammar:
     def __init__(self, form: CallFormat, tokenizer: Tokenizer) -> None:
         """Looks at the whole vocabulary, which takes a tenth of a second."""
         self._form, self._tokenizer = form, tokenizer
-        self._marks = [mark for mark in form.begins if tokenizer.token_id(mark) is not None]
+        tokens = {mark: tokenizer.token_id(mark) for mark in form.begins}
+        self._marks = {mark: token for mark, token in tokens.items() if token is not None}
         texts = tokenizer.texts() if form.opens else {}
         firsts = tuple({opening[0] for opening in form.opens})
         self._blanks = [token for token, text in texts.items() if text.isspace()]
@@ -82,7 +83,7 @@ class AnswerGrammar:
 
     def following(self, tools: Tools) -> str | None:
         """The grammar, in Lark's form, of an answer whose calls are of ``tools``; None: calls cannot be told."""
-        form, marks = self._form, [self._tokenizer.token_id(mark) for mark in self._marks]
+        form, marks = self._form, list(self._marks.values())
         if form.name not in CALLS or not (marks or self._openings):
             return None
         begin = " | ".join(map(self._token, self._marks))

@@ -182,6 +182,7 @@ class CallReader(HoldingReader):
             return bool(self._held)
         head = self._form.head.search(held)
         if head is not None:
+            assert head.lastindex is not None  # each form names the tool in a group
             parts += self._new_call(head[head.lastindex], "")
             self._has_begun, self._is_blank = True, False
             self._arguments, self._held = GrowingObject(), held[head.end() :]

@@ -36,6 +36,8 @@ class HarmonyReader(HoldingReader):
         super().__init__()
         header, is_within, _ = prompt.rpartition(START)[2].partition(MESSAGE)
         self._stage = "message" if is_within and START in prompt else "begin"
+        self._kind: Kind
+        self._called: str | None
         self._kind, self._called = self._read_header(header)
         self._given: set[Kind] = set()
         self._joint = ""  # before the next text, where another message of its kind was before it

@@ -169,7 +169,7 @@ class ReadText:
             text="".join(piece.text for piece in pieces),
             logprobs=[entry for piece in pieces for entry in piece.logprobs],
             token_ids=[token for piece in pieces for token in piece.token_ids],
-            parts=joined(part for piece in pieces for part in piece.parts),
+            parts=joined(part for piece in pieces for part in piece.parts or ()),
             num_reasoning_tokens=sum(piece.num_reasoning_tokens for piece in pieces),
         )
 

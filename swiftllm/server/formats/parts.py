@@ -28,9 +28,11 @@ class Reader(Protocol):
 
     def push(self, text: str) -> list[Part]:
         """The parts that are certain after ``text``."""
+        ...
 
     def finish(self) -> list[Part]:
         """The rest."""
+        ...
 
 
 class HoldingReader(ABC):

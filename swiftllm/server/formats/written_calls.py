@@ -112,7 +112,7 @@ def read_name_lines(text: str, tools: Tools) -> list[Call] | None:
     """The name of a tool in a line, and its arguments in JSON behind it. Of several of which the last was cut, those
     before it."""
     place, found = 0, list[Call]()
-    while (place := TURNS.match(text, place).end()) < len(text):
+    while (turn := TURNS.match(text, place)) is not None and (place := turn.end()) < len(text):
         head = NAME_LINE.match(text, place)
         if head is None or (tools and head[1] not in tools):
             return None

@@ -303,9 +303,10 @@ class EngineClient(asyncio.Protocol):
         self._transport = transport
         self._told = Health()
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._watching.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         if self._is_closed:
             return
         has_failed = self._told.status == "failed"
@@ -334,6 +335,7 @@ class EngineClient(asyncio.Protocol):
         def start() -> None:
             outcome: tuple[Ends, Ready] | Exception
             try:
+                assert self._start_again is not None  # else no restarts are left
                 ends = self._start_again()
                 outcome = ends, self._wait_until_ready(ends, self._why_gone)
             except Exception as error:
@@ -366,7 +368,7 @@ class EngineClient(asyncio.Protocol):
                     self._told = message.health
                     if message.num_taken > self._num_taken:
                         self._num_taken, self._num_untaken = message.num_taken, 0
-                    if self._told.status == "failed" and self._restarts_left:
+                    if self._told.status == "failed" and self._restarts_left and self._transport is not None:
                         self._transport.abort()
                 case Report():
                     self._report = message

@@ -50,7 +50,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, clock: Callable[[], float], stall_timeout_s: float) -> None:
         self.observers: list[Observer] = []
-        self.link: FrontEndLink | None = None
+        self._link: FrontEndLink | None = None
         self.busy_since_s: float | None = None
         self.num_taken = 0
         self.engine = engine
@@ -66,6 +66,19 @@ class EngineLoop:
         self._is_broken = False
         self._start_s = clock()
         self._snapshot = self._take_snapshot()
+
+    @property
+    def has_link(self) -> bool:
+        return self._link is not None
+
+    @property
+    def link(self) -> FrontEndLink:
+        assert self._link is not None
+        return self._link
+
+    @link.setter
+    def link(self, link: FrontEndLink) -> None:
+        self._link = link
 
     def run(self) -> None:
         """Body of the engine's thread; returns after :meth:`OpenRequests.close`."""

@@ -78,7 +78,7 @@ class FaultIsolation:
         tiers = {request: request.tier for request in suspects}
         self._hold_all()
         failed, self._trial = self._trial, None
-        blamed = self.held.pop(culprit, None)
+        blamed = None if culprit is None else self.held.pop(culprit, None)
         if blamed is not None:
             self._to_try += [] if failed is None else [failed]
         elif failed is None:

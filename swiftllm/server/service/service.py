@@ -147,10 +147,11 @@ class EngineService:
     def _accept_compiled(self, message: Submit) -> None:
         """Accept requests with a grammar, as far as they have not been aborted meanwhile."""
         try:
+            assert message.grammar is not None
             grammar, error = self._compile(*message.grammar), None
         except Exception as raised:  # the front end has compiled it before
             logger.exception("a grammar of request %s cannot be compiled here", message.requests[0].request_id)
-            error = raised
+            grammar, error = None, raised
         self._count_taken()
         with self._open_requests.lock:
             requests = [submitted for submitted in message.requests if submitted.number in self._awaited]
@@ -224,7 +225,7 @@ class EngineService:
         Waits ``drain_timeout_s`` for a step that hangs; then the thread is left running and the engine open.
         """
         self._compiling.shutdown(wait=False, cancel_futures=True)
-        if self._loop.link is not None:
+        if self._loop.has_link:
             with self._open_requests.lock:
                 entries = list(self._open_requests.entries.values())
                 self._loop.fail_requests(entries, "shutdown", "the server shut down before the request was done")

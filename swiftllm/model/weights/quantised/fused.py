@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 import torch
 
 from swiftllm.model.config.quantisation import MXFP4, QuantisationScheme
-from swiftllm.model.weights.packed_tensor import Allocate, write_columns, write_rows
+from swiftllm.model.weights.packed_tensor import Allocate, PackedTensor, write_columns, write_rows
 from swiftllm.model.weights.quantised.readers import StoredMatrix
-from swiftllm.ops.quantised_matrix import GROUP_MULTIPLE, Matrix, QuantisedMatrix
+from swiftllm.ops.quantised_matrix import GROUP_MULTIPLE, QuantisedMatrix
+
+Made = torch.Tensor | PackedTensor | QuantisedMatrix
 
 
 @dataclass
@@ -23,13 +25,13 @@ class FusedTarget:
     in_features: int
     whole_in_features: int
     allocate: Allocate
-    put: Callable[[Matrix], None]
+    put: Callable[[Made | tuple[Made, ...]], None]
     """Takes the matrix; a tuple, if its modules do not fit together."""
     device: torch.device | str
     """Where tensors wait for the others of their module."""
     kinds: dict[str, set[object]] = field(default_factory=lambda: defaultdict(set))
     """What decides whether a module's outputs can lie beside its neighbours', as it is known before they come."""
-    _made: dict[str, torch.Tensor | QuantisedMatrix] = field(default_factory=dict)
+    _made: dict[str, Made] = field(default_factory=dict)
     _num_written: int = 0
 
     def add(self, module: str, part: torch.Tensor | StoredMatrix) -> None:
@@ -69,14 +71,12 @@ class FusedTarget:
         return QuantisedMatrix.allocate(self.allocate, out_features, *sizes, dtype, dtype, order, runs)
 
 
-def _memory_for(
-    part: torch.Tensor | StoredMatrix, out_features: int, allocate: Allocate
-) -> torch.Tensor | QuantisedMatrix:
+def _memory_for(part: torch.Tensor | StoredMatrix, out_features: int, allocate: Allocate) -> Made:
     """Memory of so many outputs of the kind of ``part``, which are to be written."""
     if isinstance(part, torch.Tensor):
         return allocate((out_features, part.shape[1]), dtype=part.dtype)
 
-    def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    def copied(tensor: torch.Tensor | None) -> torch.Tensor | PackedTensor | None:
         if tensor is None:
             return None
         own = allocate(tensor.shape, dtype=tensor.dtype)
@@ -88,13 +88,15 @@ def _memory_for(
     return QuantisedMatrix.allocate(allocate, out_features, *sizes, *dtypes, *inputs)
 
 
-def _write(matrix: torch.Tensor | QuantisedMatrix, first: int, part: torch.Tensor | StoredMatrix) -> None:
+def _write(matrix: Made, first: int, part: torch.Tensor | StoredMatrix) -> None:
     """Put a part's outputs at output ``first``."""
     if isinstance(part, torch.Tensor):
+        assert not isinstance(matrix, QuantisedMatrix)
         write_rows(matrix, first, part)
         return
+    assert isinstance(matrix, QuantisedMatrix)
     for start, words in part.pieces():
         write_columns(matrix.codes, first + start, words)
     write_columns(matrix.scales, first, part.scales)
-    if part.zeros is not None:
+    if part.zeros is not None and matrix.zeros is not None:
         write_columns(matrix.zeros, first, part.zeros)

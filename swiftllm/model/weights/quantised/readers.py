@@ -121,7 +121,8 @@ class StoredMatrix:
             heads = ordered(self.codes_of(slice(stored_first, last))[:, first - stored_first :])
             return heads[:, outputs.start - first : outputs.stop - first]
 
-        return replace(self, scales=ordered(self.scales), zeros=ordered(self.zeros), codes_of=codes_of)
+        zeros = None if self.zeros is None else ordered(self.zeros)
+        return replace(self, scales=ordered(self.scales), zeros=zeros, codes_of=codes_of)
 
 
 def open_matrix(
@@ -142,14 +143,15 @@ def open_matrix(
         ValueError: groups do not divide the inputs, or a tensor has another shape than the format tells; the message
             names the tensor.
     """
-    is_part = whole_in_features not in (None, in_features) and scheme.ordered and scheme.group_size is not None
-    grouped_inputs = whole_in_features if is_part else in_features
+    grouped_inputs, is_part = in_features, False
+    if whole_in_features not in (None, in_features) and scheme.ordered and scheme.group_size is not None:
+        grouped_inputs, is_part = whole_in_features, True
     group_size = scheme.group_size_of(grouped_inputs)
     _check_shapes(scheme, tensors, out_features, in_features, grouped_inputs // group_size)
     scales, zeros, g_idx = _per_group(scheme, tensors, out_features)
-    codes_of, runs = _codes_of(scheme, tensors), None
-    in_own_order = codes_of
+    in_own_order, runs = _codes_of(scheme, tensors), None
     if is_part:
+        assert g_idx is not None and zeros is not None  # both formats with act-order have them
         wanted = g_idx.long()
         empty, order, runs = sort_into_runs(in_own_order(slice(0, 0)), zeros[:, :0], wanted)
         in_features = len(empty)
@@ -163,13 +165,18 @@ def open_matrix(
         def codes_of(outputs: slice) -> torch.Tensor:
             return in_own_order(outputs).index_select(0, order)
 
+    else:
+
+        def codes_of(outputs: slice) -> torch.Tensor:
+            return in_own_order(outputs)
+
     return StoredMatrix(out_features, in_features, scales, zeros, group_size, dtype, order, runs, codes_of)
 
 
 def _per_group(
     scheme: QuantisationScheme, tensors: Tensors, out_features: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Scales ``[groups, out]``, zero points uint8 ``[groups, out]``, and the groups of the inputs."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Scales ``[groups, out]``, zero points uint8 ``[groups, out]``, None in MXFP4, and the groups of the inputs."""
     if scheme.method == AWQ:
         return tensors["scales"], unpack_columns(tensors["qzeros"], AWQ_ORDER)[:, :out_features], None
     if scheme.method == GPTQ:

@@ -79,7 +79,7 @@ class EventWriter:
                 under_way.cancel()
 
 
-def run_until_wait(coroutine: Coroutine[Any, Any, None]) -> Coroutine[Any, Any, None] | None:
+def run_until_wait(coroutine: Coroutine[Any, Any, None]) -> Awaitable[None] | None:
     """Run a coroutine until it first waits. Returns the rest of it, or None if it is done."""
     try:
         awaited = coroutine.send(None)

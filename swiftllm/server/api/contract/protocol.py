@@ -39,7 +39,7 @@ MAX_BAD_WORDS = 200
 REQUEST_ID = "^[!-~]{1,200}$"  # it is in log lines
 DEFAULT_COMPLETION_TOKENS = 16
 TEXT_PARTS = ("text", "input_text", "output_text")
-SAMPLING_DEFAULTS = {"temperature": 1.0}
+SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 1.0}
 SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "seed", "stop_token_ids", "ignore_eos", "min_tokens", "allowed_token_ids",
@@ -192,10 +192,14 @@ class GenerationRequest(Lenient):
         Raises:
             ApiError: a value lies outside its range.
         """
-        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        given: dict[str, Any] = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         if given.get("top_k") == -1:  # vLLM's value for all tokens
             del given["top_k"]
-        lengths = {"max_tokens": max_tokens, "logprobs": self.num_logprobs, "prompt_logprobs": self.num_prompt_logprobs}
+        lengths: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "logprobs": self.num_logprobs,
+            "prompt_logprobs": self.num_prompt_logprobs,
+        }
         try:
             return SamplingParams(**SAMPLING_DEFAULTS | dict(others) | given | lengths)
         except ValueError as error:
@@ -307,11 +311,16 @@ class ChatMessage(Lenient):
         """
         content = self.content
         if isinstance(content, list):
-            texts = [part if isinstance(part, str) else part.content for part in content]
-            if None in texts:
-                kind = content[texts.index(None)].type
-                message = f"content of type {kind[:MAX_STOP_CHARS]!r} is not implemented: this model reads text only"
-                raise ApiError(400, message, "messages", "unsupported_parameter")
+            texts = list[str]()
+            for part in content:
+                if isinstance(part, str):
+                    texts.append(part)
+                elif part.content is not None:
+                    texts.append(part.content)
+                else:
+                    kind = part.type[:MAX_STOP_CHARS]
+                    message = f"content of type {kind!r} is not implemented: this model reads text only"
+                    raise ApiError(400, message, "messages", "unsupported_parameter")
             content = "".join(texts)
         given = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         message = {**given, "role": self.role, "content": content or ""}

@@ -49,7 +49,7 @@ class ResponseFormat(Lenient):
             return None
         if nested is None and self.type == "json_schema":
             raise ApiError(400, f"{name}.schema: Field required", name, "missing")
-        if not nested and self.type == "json_object":
+        if nested is None or (not nested and self.type == "json_object"):
             return ANY_OBJECT
         return "json_schema", nested if strict else lenient(nested)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
@@ -65,7 +65,8 @@ class AllowedTools(Lenient):
         return {tool.function.name for tool in self.allowed_tools.tools}
 
 
-WORDS = ("auto", "none", "required")
+Word = Literal["auto", "none", "required"]
+WORDS = get_args(Word)
 CHOICES = {**dict.fromkeys(WORDS, "a word"), "function": "a function", "allowed_tools": "allowed tools"}
 
 
@@ -76,7 +77,7 @@ def form_of_choice(value: Any) -> str | None:
 
 
 ToolChoice = Annotated[
-    Annotated[Literal[WORDS], Tag("a word")]
+    Annotated[Word, Tag("a word")]
     | Annotated[NamedTool, Tag("a function")]
     | Annotated[AllowedTools, Tag("allowed tools")],
     Discriminator(

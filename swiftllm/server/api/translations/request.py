@@ -111,8 +111,10 @@ def text_of(content: str | Sequence[str | TextPart] | None, where: str, param: s
         return content or ""
     texts = []
     for part in content:
-        text = part if isinstance(part, str) else part.content
-        if text is None:
+        if isinstance(part, str):
+            texts.append(part)
+        elif part.content is not None:
+            texts.append(part.content)
+        else:
             raise not_implemented(where, part.type, param)
-        texts.append(text)
     return "".join(texts)
