@@ -23,9 +23,9 @@ class StrategyConfig:
     disable_asymmetric_pipelining: bool = False
     """Never split the batch in two (NEO section 3.1)."""
     disable_asynchronous_overlap: bool = False
-    """Never let CPU requests cross the layers without being waited for: riding (APEX section 3.3) or free-running."""
+    """Never let CPU requests go on without being waited for: joining (APEX section 3.3) or free-running."""
     disable_partial_progress_priority: bool = False
-    """Do not prioritise cohorts that are part of the way through their token (APEX section 3.4)."""
+    """Do not prioritise CPU batches that are part of the way through their token (APEX section 3.4)."""
     disable_cpu_decode_limit: bool = False
     """Pipeline with every ready CPU decode, in two even batches, hidden or not (NEO section 3.2, step 4; neo, apex)."""
     disable_postponed_cpu_prompts: bool = False
@@ -38,8 +38,8 @@ class StrategyConfig:
     """Predict from the profile as it was measured, however long iterations take now."""
     min_cpu_request_ratio: float = 8.0
     """CPU requests per GPU request from which asynchronous overlap starts, unless forced (APEX section 4.2)."""
-    max_cohorts: int = 2
-    """Most cohorts under way at once in asynchronous overlap."""
+    max_cpu_batches: int = 2
+    """Most CPU batches under way at once in asynchronous overlap."""
     disable_prompt_chunks: bool = False
     """Fill the token budget with prompts, as the papers do, whatever the decodes need (adaptive)."""
     max_wait_iterations: int = 1000
@@ -58,7 +58,7 @@ class StrategyConfig:
     def __post_init__(self) -> None:
         if not self.min_cpu_request_ratio >= 0:
             raise ValueError(f"min_cpu_request_ratio={self.min_cpu_request_ratio} must not be negative")
-        for name in ("max_cohorts", "max_wait_iterations"):
+        for name in ("max_cpu_batches", "max_wait_iterations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("ttft_slo_s", "tpot_slo_s"):

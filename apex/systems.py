@@ -13,7 +13,7 @@ from apex.placement.measured import place_weights
 from apex.strategy import StrategyConfig
 from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
-from swiftllm.model.boundaries.placement import Placement
+from swiftllm.model.stages.placement import Placement
 from swiftllm.remote.connect import connect_hosts
 from swiftllm.runtime.attention_choices import use_fastest_attention
 from swiftllm.runtime.build import build_gpu_only, closed_on_failure, make_backend, this_machine
@@ -72,18 +72,18 @@ def build_system(
 def open_backend(
     config: EngineConfig, placement: Placement | None = None, *, measure_again: bool = False
 ) -> TorchBackend:
-    """A backend with the CPU worker that will serve, and the cores divided between worker and lane.
+    """A backend with the CPU worker that will serve, and the cores divided between worker and GPU batch.
 
     ``config`` may give the division. Otherwise it is the one that decodes fastest, from the cache or measured now.
     ``measure_again``: that, and how CPU attention is fastest.
     """
     if measure_again:
         use_fastest_attention(measure_again=True)
-    # The profile times CPU attention while the lane computes, so the worker needs its own thread here too.
+    # The profile times CPU attention while the GPU batch computes, so the worker needs its own thread here too.
     backend = make_backend(config, InlineWorker if config.synchronous else CpuWorker, placement=placement)
     with closed_on_failure(backend):
-        lane_on_cpu = backend.device.type == "cpu"
-        divisions = core_divisions(config, lane_on_cpu=lane_on_cpu)
-        if len(divisions) > 1 and (backend.num_cpu_blocks or (lane_on_cpu and backend.num_gpu_blocks)):
+        without_gpu = backend.device.type == "cpu"
+        divisions = core_divisions(config, without_gpu=without_gpu)
+        if len(divisions) > 1 and (backend.num_cpu_blocks or (without_gpu and backend.num_gpu_blocks)):
             backend.use_cores(fastest(divisions, division_rates(config, backend, divisions, measure_again)))
     return backend

@@ -111,7 +111,7 @@ def timed_engine(options: Options) -> Engine:
     )  # fmt: skip
     engine.tokenizer = tokenizer
     backend, step, start_s = engine.backend, engine.step, time.perf_counter()
-    engine.residents.now = backend.now = lambda: time.perf_counter() - start_s
+    engine.state.now = backend.now = lambda: time.perf_counter() - start_s
 
     def timed_step() -> Any:
         before_s, began_s = backend.clock_s, time.perf_counter()

@@ -26,7 +26,7 @@ from rich.console import Console
 
 import pacpu
 from apex.cli.parser import parse_options
-from benchmarks.bench_lane import timed
+from benchmarks.bench_gpu_batch import timed
 from benchmarks.bench_pacpu import MIN_TIMED_BYTES, fitting
 from benchmarks.pacpu_cases import (
     BF16_ISAS,

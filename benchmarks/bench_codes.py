@@ -1,4 +1,4 @@
-"""Measures products of the CPU lane with 4-bit matrices beside those with the same matrices dequantised.
+"""Measures products of the GPU batch on the CPU with 4-bit matrices beside those with the same matrices dequantised.
 
 Several matrices are multiplied one after the other, so that weights come from memory. Both kinds alternate within a
 round. Figures are medians over rounds of CPU time, which equals real time on a core without other work.
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from apex.cli.parser import parse_options
-from benchmarks.bench_lane import timed
+from benchmarks.bench_gpu_batch import timed
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Linear
 from swiftllm.ops.quantised_matrix import QuantisedMatrix

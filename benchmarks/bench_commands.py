@@ -20,7 +20,7 @@ from evaluation.results.paths import RESULTS_DIR
 from swiftllm.parallel.launch import SpawnedRanks
 from swiftllm.parallel.pipe import Pipe
 
-COMMAND = ("boundary", 17, [3, 5, 8])  # a lane with two riders
+COMMAND = ("run_stage", 17, [3, 5, 8])  # a GPU batch with two joined CPU batches
 COLUMNS = (
     ("pause_us", "pause before a command, us", "{:.0f}"),
     ("p50_us", "p50, us", "{:.1f}"),
@@ -36,7 +36,7 @@ class Options:
     commands: int = 2000
     """Commands of each row."""
     pauses_us: tuple[int, ...] = (100, 300, 1000, 3000)
-    """Microseconds of the driver's own work between two commands: boundaries take a hundred to some thousand."""
+    """Microseconds of the driver's own work between two commands: stages take a hundred to some thousand."""
     results_dir: Path = RESULTS_DIR
     """Results go to bench_commands/<run>/ in this folder."""
 
@@ -45,7 +45,7 @@ def answer_with_delays(pipe: Pipe) -> None:
     """The rank's part: answer each row with the seconds that its commands took."""
     while True:
         taken = []
-        while (message := pipe.receive())[0] == "boundary":
+        while (message := pipe.receive())[0] == "run_stage":
             taken.append(time.monotonic() - message[-1])
         if message[0] == "finish":
             return

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from apex.cli.parser import parse_options
-from benchmarks.bench_lane import timed
+from benchmarks.bench_gpu_batch import timed
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.experts import ClampedSwiGLU, ExpertWeights
 from swiftllm.ops.quantised_matrix import MXFP4_GROUP, QuantisedMatrix

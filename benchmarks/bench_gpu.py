@@ -26,7 +26,7 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 import torch
 
-from benchmarks.gpu_lanes import SMALL, LaneSizes, captures, iterate, lane_profiles, lane_times
+from benchmarks.gpu_batches import SMALL, GpuBatchSizes, captures, gpu_batch_profiles, gpu_batch_times, iterate
 from benchmarks.gpu_parts import (
     GIB,
     ROUNDS,
@@ -47,7 +47,7 @@ from benchmarks.gpu_parts import (
 )
 from evaluation.gpu.check import CASES, Case, model_folder
 from swiftllm.config import EngineConfig
-from swiftllm.core.plan import LaneItem
+from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device import CudaDevice, Device, open_device
 from swiftllm.files import check_writable, save_result
@@ -67,7 +67,7 @@ HOWS = {
 }
 PARTS = (
     *("versions", "both_ways", "pinned_allocation", "polling", "wake_up", "memory", "gemm"),
-    *("captures", "lane_profiles", "lane_times"),
+    *("captures", "gpu_batch_profiles", "gpu_batch_times"),
     *("iterations", "sampling", "iterations_eager", "decode_attention"),
     *("coded_products", "experts", "cpu_attention", "cpu_attention_beside"),
 )
@@ -87,11 +87,11 @@ def iterations(timer: Timer, backend: TorchBackend, read_gb_s: float, quick: boo
     rows = []
     for batch, in_one_go in itertools.product(ITERATION_BATCHES[: 2 if quick else None], (True, False)):
         requests = decoding_requests(backend, batch)
-        items = [LaneItem(request, request.num_tokens - 1, 1, Tier.GPU, False) for request in requests]
-        if in_one_go and backend.whole_iteration(backend.open_lane(items)) is None:
+        items = [GpuBatchItem(request, request.num_tokens - 1, 1, Tier.GPU, False) for request in requests]
+        if in_one_go and backend.run_full_graph(backend.open_gpu_batch(items)) is None:
             continue
 
-        def work(items: Sequence[LaneItem] = items, in_one_go: bool = in_one_go) -> None:
+        def work(items: Sequence[GpuBatchItem] = items, in_one_go: bool = in_one_go) -> None:
             iterate(backend, items, in_one_go)
 
         seconds = timer.median(work)
@@ -170,7 +170,7 @@ def measure(
     """Yields all figures so far after each part of ``names``. Parts that fail are named in ``failed``; the others still
     run. ``known`` are figures of an earlier call."""
     device, dtype = torch.device(case.device), getattr(torch, case.dtype)
-    sizes = SMALL if small else LaneSizes()
+    sizes = SMALL if small else GpuBatchSizes()
     timer, cores = Timer(device), usable_cores()
     with model_folder(case) as folder:
         config = ModelConfig.from_folder(folder)
@@ -220,8 +220,8 @@ def measure(
         "polling": lambda: polling(timer),
         "wake_up": lambda: measure_wake_up(timer),
         "captures": lambda: captures(backend()),
-        "lane_profiles": lambda: lane_profiles(timer, backend(), sizes),
-        "lane_times": lambda: lane_times(timer, backend(), sizes),
+        "gpu_batch_profiles": lambda: gpu_batch_profiles(timer, backend(), sizes),
+        "gpu_batch_times": lambda: gpu_batch_times(timer, backend(), sizes),
         "memory": memory,
         "gemm": lambda: product(timer, dtype, 256 if small else 8192),
         "iterations": lambda: iterations_of(True),
@@ -274,7 +274,7 @@ def open_backend(case: Case, hardware: Device | None = None) -> TorchBackend:
                         num_gpu_blocks=512,
                         num_cpu_blocks=64,
                         max_model_len=case.max_model_len,
-                        lane_threads=1,
+                        gpu_batch_threads=1,
                     ),
                     **({} if hardware is None else {"hardware": hardware}),
                 )

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from apex.cli.parser import parse_options
-from benchmarks.bench_lane import timed
+from benchmarks.bench_gpu_batch import timed
 from benchmarks.pacpu_cases import BF16_ISAS, Case, Memory, Shape, kernel_contenders
 from swiftllm.machine import last_level_cache_bytes
 from swiftllm.read_limit import read_limit, read_limit_bytes

@@ -89,7 +89,7 @@ def open_engine(folder: Path, options: Options, cpu_kv_dtype: str) -> Engine:
         num_cpu_blocks=blocks,
         cpu_kv_dtype=cpu_kv_dtype,
         enable_prefix_caching=False,
-        lane_threads=1,
+        gpu_batch_threads=1,
         cpu_threads=1,
     )
     return build_system(options.system, config)

@@ -137,13 +137,11 @@ def measure(server: LaunchedServer, send: Callable[[httpx.Client], tuple[int, fl
             return time.perf_counter() - start_s
 
         before = server.resident_bytes()
-        with (
-            repeated(lambda: post(other, COMPLETIONS, one_token)[1], 10 * LOOK_EVERY_S) as tokens_s,
-            repeated(health_s, LOOK_EVERY_S) as healths_s,
-            repeated(server.resident_bytes, LOOK_EVERY_S) as sizes,
-        ):
-            time.sleep(0.3)
-            status, answer_s = send(sender)
+        token_s = repeated(lambda: post(other, COMPLETIONS, one_token)[1], 10 * LOOK_EVERY_S)
+        with token_s as tokens_s, repeated(health_s, LOOK_EVERY_S) as healths_s:  # noqa: SIM117  old Pythons read this
+            with repeated(server.resident_bytes, LOOK_EVERY_S) as sizes:
+                time.sleep(0.3)
+                status, answer_s = send(sender)
     grown_mb = (max(sizes) - before) / 1e6
     seen = {"worst_token_s": max(tokens_s), "loop_held_s": max(healths_s), "grown_mb": grown_mb}
     return {"status": status, "answer_s": answer_s, **seen}

@@ -23,7 +23,7 @@ from pathlib import Path
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 # Otherwise a peer's OpenMP threads keep spinning after its calls and slow down the next contender.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_WAIT_SCHEDULER", "passive")
 
 import torch
 

@@ -1,11 +1,11 @@
-"""Measures what a remote CPU attention ticket costs beyond the attention itself, over a socket of this machine.
+"""Measures what a remote CPU attention attention task costs beyond the attention itself, over a socket of this machine.
 
-A host process with Llama-3.1-8B's shapes (one layer is enough) answers tickets of 16 and 64 rows. The overhead is the
-time from the submission of a ticket to its result, less the seconds that the host computed. The context is one token,
-so that sender, receiver and host do not compete for the cores with the attention.
+A host process with Llama-3.1-8B's shapes (one layer is enough) answers attention tasks of 16 and 64 rows. The overhead
+is the time from the submission of an attention task to its result, less the seconds that the host computed. The context
+is one token, so that sender, receiver and host do not compete for the cores with the attention.
 
-With `--delay-ms 20` a second table shows what a slow host does to the lane: iterations with overlapped cohorts, with
-and without that delay on each remote ticket. The lane should not wait.
+With `--delay-ms 20` a second table shows what a slow host does to the GPU batch: iterations with overlapped CPU
+batches, with and without that delay on each remote attention task. The GPU batch should not wait.
 
 python benchmarks/bench_remote.py [--help]
 """
@@ -47,13 +47,13 @@ class Options:
     """What to measure."""
 
     rows: tuple[int, ...] = (16, 64)
-    """Rows of a ticket."""
+    """Rows of an attention task."""
     context: int = 1
     """Tokens of context of each row."""
-    tickets: int = 1000
-    """Tickets of each size."""
+    futures: int = 1000
+    """Attention tasks of each size."""
     delay_ms: float = 0.0
-    """Also compare iterations with and without so many milliseconds added to each remote ticket; 0: do not."""
+    """Also compare iterations with and without so many milliseconds added to each remote attention task; 0: do not."""
     iterations: int = 150
     """Iterations of that comparison, each way."""
 
@@ -97,15 +97,15 @@ def host_process(delay_s: float = 0.0) -> Iterator[tuple[str, int]]:
         process.join()
 
 
-def overheads_s(tier: RemoteCpuTier, rows: int, context: int, tickets: int) -> list[float]:
-    """Seconds of each ticket beyond its computing, sorted."""
+def overheads_s(tier: RemoteCpuTier, rows: int, context: int, futures: int) -> list[float]:
+    """Seconds of each attention task beyond its computing, sorted."""
     blocks = -(-context // LLAMA_8B.block_size)
     tables = torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks) % tier.num_blocks
     opened = tier.open(tables, torch.full((rows,), context, dtype=torch.int32))
     heads, dtype = LLAMA_8B.num_heads, LLAMA_8B.torch_dtype
     qkv = torch.randn(rows, heads + 2 * LLAMA_8B.num_kv_heads, LLAMA_8B.head_dim).to(dtype)
     out, found = torch.empty(rows, heads, LLAMA_8B.head_dim, dtype=dtype), []
-    for _ in range(WARM_UP + tickets):
+    for _ in range(WARM_UP + futures):
         start_s = time.perf_counter()
         computed_s = tier.attend(AttentionTask(0, opened, qkv, out), HostDevice.compute).wait()
         found.append(time.perf_counter() - start_s - computed_s)
@@ -113,7 +113,7 @@ def overheads_s(tier: RemoteCpuTier, rows: int, context: int, tickets: int) -> l
 
 
 def iteration_s(delay_s: float, iterations: int) -> tuple[float, float]:
-    """Median and 90th percentile of iterations in which overlapped cohorts live on a host with that delay."""
+    """Median and 90th percentile of iterations in which overlapped CPU batches live on a host with that delay."""
     from apex.strategy import StrategyConfig
     from apex.systems import build_system
     from swiftllm.config import EngineConfig
@@ -127,7 +127,7 @@ def iteration_s(delay_s: float, iterations: int) -> tuple[float, float]:
         os.environ[SECRET_VARIABLE] = SECRET.decode()
         config = EngineConfig(
             str(model), device="cpu", dtype="float32", num_gpu_blocks=100, num_cpu_blocks=20, max_model_len=300,
-            lane_threads=1, attention_hosts=f"{address[0]}:{address[1]}",
+            gpu_batch_threads=1, attention_hosts=f"{address[0]}:{address[1]}",
         )  # fmt: skip
         engine = build_system(
             "apex", config, StrategyConfig(strategy="asynchronous-overlap"), profile=flat_table(cpu_token_s=2e-6)
@@ -140,11 +140,11 @@ def iteration_s(delay_s: float, iterations: int) -> tuple[float, float]:
         while len(found) < iterations and engine.has_unfinished():
             engine.step()
             plan, result = engine.last_iteration
-            if plan.cohorts and plan.decodes and not plan.prefills and not plan.swaps:
+            if plan.cpu_batches and plan.decodes and not plan.prefills and not plan.swaps:
                 found.append(result.duration_s)
         remote = engine.backend.attention_hosts.hosts[0].channel.bytes_received
         assert remote > 0, "no request lived on the host"
-        for request_id in list(engine.residents.requests):
+        for request_id in list(engine.state.requests):
             engine.abort(request_id)
         while engine.has_unfinished():
             engine.step()
@@ -159,14 +159,14 @@ def main() -> int:
         tier = RemoteCpuTier(lambda: address, SECRET, LLAMA_8B, MOST_BLOCKS)
         print("| rows | KiB out | KiB back | p50 ms | p90 ms | p99 ms |\n|---|---|---|---|---|---|")
         for rows in options.rows:
-            found = overheads_s(tier, rows, options.context, options.tickets)
+            found = overheads_s(tier, rows, options.context, options.futures)
             p50, p90, p99 = (1e3 * found[int(len(found) * share)] for share in (0.5, 0.9, 0.99))
             head = LLAMA_8B.head_dim * LLAMA_8B.torch_dtype.itemsize * rows / 1024
             out_kib, back_kib = head * (LLAMA_8B.num_heads + 2 * LLAMA_8B.num_kv_heads), head * LLAMA_8B.num_heads
             print(f"| {rows} | {out_kib:.0f} | {back_kib:.0f} | {p50:.2f} | {p90:.2f} | {p99:.2f} |")
         tier.close()
     if options.delay_ms:
-        print("\n| added to each remote ticket | median iteration ms | p90 ms |\n|---|---|---|")
+        print("\n| added to each remote attention task | median iteration ms | p90 ms |\n|---|---|---|")
         for delay_s in (0.0, options.delay_ms / 1e3, 0.0, options.delay_ms / 1e3):
             median_s, p90_s = iteration_s(delay_s, options.iterations)
             print(f"| {1e3 * delay_s:g} ms | {1e3 * median_s:.2f} | {1e3 * p90_s:.2f} |")

@@ -147,18 +147,18 @@ def _start(system: str, mix: Mix) -> None:
 
 def _run_round() -> dict[str, list[float]]:
     """Per iteration: seconds of scheduling, running requests of each tier, computed prompt tokens."""
-    policy, residents, stopwatch = _engine.policy, _engine.residents, Stopwatch()
-    plan, observe, apply = policy.plan, policy.observe, residents.apply
-    policy.plan, policy.observe, residents.apply = map(stopwatch.wrap, (plan, observe, apply))
+    scheduler, state, stopwatch = _engine.scheduler, _engine.state, Stopwatch()
+    plan, observe, apply = scheduler.plan, scheduler.observe, state.apply
+    scheduler.plan, scheduler.observe, state.apply = map(stopwatch.wrap, (plan, observe, apply))
     values: dict[str, list[float]] = {"seconds": [], "gpu": [], "cpu": [], "prefill_tokens": []}
     for _ in range(ITERATIONS):
         stopwatch.seconds, prefills_before = 0.0, _engine.stats().prefill_tokens
         _engine.step()
         values["seconds"].append(stopwatch.seconds)
-        for tier, queue in residents.running.items():
+        for tier, queue in state.running.items():
             values[tier.value].append(len(queue))
         values["prefill_tokens"].append(_engine.stats().prefill_tokens - prefills_before)
-    policy.plan, policy.observe, residents.apply = plan, observe, apply
+    scheduler.plan, scheduler.observe, state.apply = plan, observe, apply
     return values
 
 

@@ -115,14 +115,14 @@ class TimedEngine:
     def __init__(self, engine: Engine, pace_s: float, path: Path) -> None:
         self.ready: dict[str, list[float]] = defaultdict(list)
         self._close, self._path = engine.close, path
-        self._step, self._boundary = engine.step, engine.backend.boundary
+        self._step, self._stage = engine.step, engine.backend.run_stage
         self._last_layer = engine.backend.num_layers - 1
         self._pace_s = pace_s
         self._next_s = 0.0
-        engine.step, engine.backend.boundary, engine.close = self.step, self.boundary, self.close
+        engine.step, engine.backend.run_stage, engine.close = self.step, self.stage, self.close
 
-    def boundary(self, layer: int, batches: Sequence[Any]) -> Mapping[str, int]:
-        tokens = self._boundary(layer, batches)
+    def run_stage(self, layer: int, batches: Sequence[Any]) -> Mapping[str, int]:
+        tokens = self._stage(layer, batches)
         if self._pace_s and layer == self._last_layer:
             time.sleep(max(0.0, self._next_s - time.perf_counter()))
             self._next_s = time.perf_counter() + self._pace_s
@@ -152,12 +152,12 @@ def zero_time_engine(options: Options, num_layers: int = NUM_LAYERS, max_num_seq
     engine = build_simulated(options.system, table, num_layers, **sizes)
     model = options.model or default_model()
     engine.tokenizer = Tokenizer.from_folder(model)
-    boundary, text = engine.backend.boundary, itertools.cycle(load_prompt_tokens(model).text_ids or (1,))
+    stage, text = engine.backend.run_stage, itertools.cycle(load_prompt_tokens(model).text_ids or (1,))
 
     def with_real_tokens(layer: int, batches: Sequence[Any]) -> Mapping[str, int]:
-        return {request_id: next(text) for request_id in boundary(layer, batches)}
+        return {request_id: next(text) for request_id in stage(layer, batches)}
 
-    engine.backend.boundary = with_real_tokens  # the simulation's placeholders have no text
+    engine.backend.run_stage = with_real_tokens  # the simulation's placeholders have no text
     return engine
 
 

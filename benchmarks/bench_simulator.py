@@ -104,7 +104,7 @@ def measure(system: str, num_gpu: int, num_cpu: int) -> dict[str, Any]:
         code = function.__code__
         return times[code.co_filename, code.co_firstlineno, code.co_name][3]
 
-    functions = type(engine.policy).plan, type(engine.executor).run, type(engine.residents).apply
+    functions = type(engine.scheduler).plan, type(engine.executor).run, type(engine.state).apply
     step_s = cumulative_s(type(engine).step)
     shares = {f"{name}_share": cumulative_s(part) / step_s for name, part in zip(PARTS, functions, strict=True)}
     return {

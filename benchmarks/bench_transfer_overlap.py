@@ -3,7 +3,8 @@
 A T4 and an A10 as in NEO's evaluation decode as many requests as the GPU tier holds. In some iterations one of them was
 just swapped in; in others there is also a chunk of a prompt whose earlier tokens are in the CPU tier.
 
-- "before" is the engine as it was: the host launched all pieces of a swap before the lane, and waited there for what
+- "before" is the engine as it was: the host launched all pieces of a swap before the GPU batch, and waited there for
+  what
   exceeded the pinned memory that may be under way; the copy of a layer's earlier tokens followed the layer before it.
 - "after" is what the simulator charges: the attention of a layer waits for its own part of a swap, and earlier tokens
   are copied while the layer before computes. Launches of copies are hidden behind the layers, and cost nothing.
@@ -30,7 +31,7 @@ from apex.simulator.prediction.predicted_machine import PredictedMachine, predic
 from apex.simulator.virtual.backend import SimulatedBackend
 from evaluation.results.folder import ResultFolder, flat_record, markdown_table
 from evaluation.results.paths import RESULTS_DIR
-from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, Tier
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.backend import SwapTimes
@@ -107,19 +108,19 @@ class CopiesBeforeLayers(SimulatedBackend):
             self.clock_s = launched_s(sizes, self.clock_s, times.end_s - times.start_s, self._piece_s)
         return times
 
-    def gpu_attention(self, layer: int, lane: Any) -> None:
+    def gpu_attention(self, layer: int, gpu_batch: Any) -> None:
         self._context_from_s = self.clock_s  # not while the layer before computed
-        super().gpu_attention(layer, lane)
+        super().gpu_attention(layer, gpu_batch)
 
 
-def timeline(backend: SimulatedBackend, items: Sequence[LaneItem], swaps: Sequence[Swap]) -> list[float]:
+def timeline(backend: SimulatedBackend, items: Sequence[GpuBatchItem], swaps: Sequence[Swap]) -> list[float]:
     """Seconds from the iteration's start to the end of each layer's attention, and to that of the iteration."""
     backend.swap(swaps)
-    lane, ends = backend.open_lane(items), []
+    gpu_batch, ends = backend.open_gpu_batch(items), []
     for layer in range(-1, backend.num_layers):
-        backend.boundary(layer, [lane])
+        backend.run_stage(layer, [gpu_batch])
         if layer + 1 < backend.num_layers:
-            backend.gpu_attention(layer + 1, lane)
+            backend.gpu_attention(layer + 1, gpu_batch)
             ends.append(backend.now())
     return [*ends, backend.now()]
 
@@ -128,10 +129,10 @@ def blocks_of(tokens: int) -> int:
     return -(-tokens // BLOCK_SIZE)
 
 
-def chunk(new: int, earlier: int, tier: Tier) -> LaneItem:
+def chunk(new: int, earlier: int, tier: Tier) -> GpuBatchItem:
     request = Request("prompt", (0,) * (earlier + new), SamplingParams(max_tokens=1))
     request.cached_tokens = {tier: earlier}
-    return LaneItem(request, earlier, new, tier, True)
+    return GpuBatchItem(request, earlier, new, tier, True)
 
 
 def compare(machine: PredictedMachine, setting: PaperSetting, options: Options, share: float) -> Iterator[Any]:
@@ -140,14 +141,14 @@ def compare(machine: PredictedMachine, setting: PaperSetting, options: Options, 
     block_bytes, num_layers = machine.budget(BLOCK_SIZE).bytes_per_block, machine.model.num_layers
     num_decodes = max(1, setting.num_gpu_blocks // blocks_of(options.request_tokens))
     prompt, sampling = (0,) * options.request_tokens, SamplingParams(max_tokens=1)
-    decodes = LaneItem.decodes([Request(str(i), prompt, sampling) for i in range(num_decodes)])
+    decodes = GpuBatchItem.decodes([Request(str(i), prompt, sampling) for i in range(num_decodes)])
     blocks = tuple(range(blocks_of(options.request_tokens)))
     swap = Swap(decodes[0].request, Tier.CPU, blocks, blocks)
     name = f"a swapped request of {options.request_tokens:,} tokens"
     cases = [(name, len(blocks), (decodes, ()), (decodes, (swap,)))]
     for new, earlier in CHUNKS:
-        lanes = [([chunk(new, earlier, tier), *decodes], ()) for tier in Tier]
-        cases.append((f"{earlier:,} tokens before a chunk of {new}", blocks_of(earlier), *lanes))
+        gpu_batches = [([chunk(new, earlier, tier), *decodes], ()) for tier in Tier]
+        cases.append((f"{earlier:,} tokens before a chunk of {new}", blocks_of(earlier), *gpu_batches))
     for copied, num_blocks, without, with_copy in cases:
         model = model_of(table, num_layers)
         engine_before = CopiesBeforeLayers(model, block_bytes=block_bytes, piece_s=options.piece_us * 1e-6)

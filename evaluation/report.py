@@ -33,7 +33,7 @@ from apex.replay.metrics import compute_metrics
 from apex.source_tree import IS_SOURCE_TREE
 from evaluation.experiments.runner import one_line_errors
 from evaluation.results.claims import LIMITS, Comparison, compare_claims, load_claims, overview
-from evaluation.results.folder import DRAWN, SWEPT, TABLE, FlatRecord
+from evaluation.results.folder import DRAWN, SWEPT, TABLE, FlatRecord, read_json
 from evaluation.results.kinds import MEASURED, claimable, kind_of, reading_of, what_ran
 from evaluation.results.paths import RESULTS_DIR, evaluation_command
 from swiftllm.files import write_atomically
@@ -71,8 +71,8 @@ class Section:
         if missing:
             raise ValueError(f"{folder} holds no {' and no '.join(missing)}: give a folder like results/fig5/latest")
         folder = folder.resolve()
-        self.records: list[FlatRecord] = json.loads((folder / "summary.json").read_text())
-        provenance: dict[str, Any] = json.loads((folder / "provenance.json").read_text())
+        self.records: list[FlatRecord] = read_json(folder / "summary.json")
+        provenance: dict[str, Any] = read_json(folder / "provenance.json")
         invocations = provenance["invocations"]
         self.experiment: str = provenance["configuration"].get("experiment", folder.parent.name)
         self.run: str = provenance["run"]

@@ -63,7 +63,7 @@ class Options(TraceOptions):
     """CPU attention kernel of every system: native, ispc or llamafile; by default the one of the system's paper.
     The map has two halves by default: the papers' kernels, and native for all."""
     hand_over_us: float = 0.0
-    """What submitting a ticket to the CPU worker costs the lane, in microseconds."""
+    """What submitting an attention task to the CPU worker costs the GPU batch, in microseconds."""
     without: Literal["prompt-chunks", "free-running", "lockstep"] | None = None
     """Switch off one of the ideas of adaptive, to see what it is worth."""
     seed: int | None = None

@@ -47,7 +47,7 @@ def print_weights(rows: Sequence[FlatRecord], console: Console) -> None:
     """One line for each machine, model, weights, lengths and run."""
     lines = [{**row, "mean_lengths": row["mean_lengths"].replace(" in, ", "/").replace(" out", "")} for row in rows]
     console.print("[bold]SIMULATED[/]: output tokens per second; 4-bit products are as fast as assumed")
-    console.print("placed: boundaries that are resident / streamed / on the CPU")
+    console.print("placed: stages that are resident / streamed / on the CPU")
     console.print(rows_table(lines, COLUMNS))
 
 

@@ -140,7 +140,7 @@ def build_service(model: str, system: str) -> EngineService:
 
     limits = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 128, "max_num_seqs": 32}
     config = EngineConfig(
-        model, device="cpu", dtype="float32", load_format="dummy", lane_threads=1, cpu_threads=1, **POOLS, **limits
+        model, device="cpu", dtype="float32", load_format="dummy", gpu_batch_threads=1, cpu_threads=1, **POOLS, **limits
     )
     # The strategy is forced: on a busy machine the scheduler may decide not to use the CPU.
     engine = build_system(system, config, StrategyConfig(strategy="asynchronous-overlap"))

@@ -47,7 +47,7 @@ ONCE = " Measured once: confirm differences with --repeats 3."
 
 def columns_of(summary: Sequence[FlatRecord]) -> Columns:
     """The table's columns. Simulated rows have latencies in place of what concerns a real machine alone, and the GPU's
-    own time: a lane that waits for CPU attention counts as busy."""
+    own time: a GPU batch that waits for CPU attention counts as busy."""
     predicted = is_simulated(summary[0])
     return (
         ("row", "row", "s"),
@@ -59,7 +59,9 @@ def columns_of(summary: Sequence[FlatRecord]) -> Columns:
             if predicted
             else ()
         ),
-        ("GPU\nbusy", "gpu_busy_fraction", ".0%") if predicted else ("lane\nbusy", "lane_busy_fraction", ".0%"),
+        ("GPU\nbusy", "gpu_busy_fraction", ".0%")
+        if predicted
+        else ("GPU batch\nbusy", "gpu_batch_busy_fraction", ".0%"),
         ("CPU\nbusy", "cpu_busy_fraction", ".0%"),
         *(() if predicted else (("preempted", "preemptions", ".0f"), ("pred/actual", "predicted_over_actual", ".2f"))),
         ("strategy mix", "strategy_mix", "s"),

@@ -8,6 +8,11 @@ both stand in pyproject.toml under [tool.apex.lint].
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    NEEDS = ("ruff",)
+    import here
+
+import argparse
 import json
 import subprocess
 import sys
@@ -21,9 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main() -> int:
     """Run all checks, and return 1 if one of them fails."""
-    if find_spec("ruff") is None:
-        print("lint: ruff is not installed; `make setup` installs it", file=sys.stderr)
-        return 1
+    argparse.ArgumentParser(description="Check style and types: ruff, then pyright.").parse_args()
     commands = (["check", "--quiet", "."], ["format", "--quiet", "--check", "."])
     failed = [subprocess.run([sys.executable, "-m", "ruff", *command], cwd=ROOT).returncode for command in commands]
     if failed[1]:

@@ -53,15 +53,15 @@ class EngineConfig:
     """Tiers where prefixes are cached. auto: both; the GPU tier alone in vllm; none in the papers' baselines (swiftllm,
     neo, fastdecode, sarathi, llumnix). With both, a GPU-only system copies prefixes back from the CPU tier."""
     max_num_batched_tokens: int = 512
-    """Maximum number of tokens in the lane in one iteration; longer prompts are prefilled in chunks."""
+    """Maximum number of tokens in the GPU batch in one iteration; longer prompts are prefilled in chunks."""
     max_num_seqs: int = 256
     """Maximum number of requests that hold KV cache at once, in both tiers together."""
     max_model_len: int | None = None
     """Maximum number of tokens of a request, prompt and output; by default the model's own."""
-    lane_threads: int | None = None
-    """Without a GPU: threads of the lane; by default all cores if GPU-only, else the fastest number, measured once."""
+    gpu_batch_threads: int | None = None
+    """Without a GPU: threads of the GPU batch; by default all cores if GPU-only, else the fastest, measured once."""
     cpu_threads: int | None = None
-    """Threads of the CPU attention worker; by default the cores that the lane leaves, or all if it leaves none.
+    """Threads of the CPU attention worker; by default the cores that the GPU batch leaves, or all if it leaves none.
     Beside a GPU the fastest number, measured once: at most all hardware threads but one, in a server all but two."""
     cpu_kernel: str | None = None
     """CPU attention kernel: native, ispc or llamafile; by default the best for this machine and dtype."""
@@ -116,5 +116,5 @@ class EngineConfig:
                 raise ValueError(f"{item.name}={getattr(self, item.name)!r} must be a whole number")
         check_at_least(1, self, "block_size", "max_num_batched_tokens", "max_num_seqs", "tensor_parallel")
         check_at_least(0, self, "num_gpu_blocks", "num_cpu_blocks")
-        check_at_least(1, self, "lane_threads", "cpu_threads")
+        check_at_least(1, self, "gpu_batch_threads", "cpu_threads")
         check_at_least(3, self, "max_model_len")  # the profiler times chunks of two lengths, with and without a past

@@ -16,8 +16,8 @@ from swiftllm.engine.executor import Executor
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.admission import SchedulerLimits
 from swiftllm.scheduling.gpu_only import SwiftLLM, Vllm
-from swiftllm.scheduling.policy import Policy
-from swiftllm.scheduling.residents import Residents
+from swiftllm.scheduling.scheduler import Scheduler
+from swiftllm.scheduling.state import SchedulerState
 
 if TYPE_CHECKING:
     from swiftllm.config import EngineConfig
@@ -32,13 +32,13 @@ PLUGINS = ("apex.plugin",)
 class System:
     """A named system.
 
-    ``policy`` makes its policy, from nothing. One that ``needs_predictions`` is given a performance model and a
+    ``scheduler`` makes it, from nothing. One that ``needs_predictions`` is given a performance model and a
     :class:`apex.strategy.StrategyConfig`: those of :mod:`apex.schedulers`.
     """
 
     name: str
     summary: str
-    policy: Callable[..., Policy]
+    scheduler: Callable[..., Scheduler]
     needs_predictions: bool = False
     cached_tiers: tuple[Tier, ...] = tuple(Tier)
     """Where prefixes are cached by default; nowhere in the papers' baselines, which had no prefix cache."""
@@ -67,10 +67,10 @@ def build(
     system: System, platform: Platform, predictions: Sequence[Any] = (), details: Mapping[str, Any] | None = None
 ) -> Engine:
     """An engine of a system. ``predictions``: what it needs, if any; ``details`` are part of its description."""
-    backend, policy = platform.backend, system.policy(*predictions)
+    backend, scheduler = platform.backend, system.scheduler(*predictions)
     return Engine(
-        Residents(platform.limits, platform.kv, backend.now, policy.rules),
-        policy,
+        SchedulerState(platform.limits, platform.kv, backend.now, scheduler.rules),
+        scheduler,
         Executor(backend, backend.holds_weights),
         backend,
         vocab_size=platform.vocab_size,

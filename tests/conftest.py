@@ -1,7 +1,7 @@
 """For all tests: one torch thread, one core, seeds, a random order, and last lines that say what was left out.
 
-One thread for the lane and torch, since two are many times slower than one on a busy small machine. The process that
-hands out the tests imports no torch.
+One thread for the GPU batch and torch, since two are many times slower than one on a busy small machine. The process
+that hands out the tests imports no torch.
 """
 
 import gc

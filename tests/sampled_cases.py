@@ -22,7 +22,7 @@ SLOW_FILES = (
     "tests/apex/placement/test_auto.py",
     "tests/apex/placement/test_measured.py",
     "tests/apex/placement/test_search.py",
-    "tests/apex/schedulers/adaptive/test_policy.py",
+    "tests/apex/schedulers/adaptive/test_scheduler.py",
     "tests/apex/schedulers/omniserve/",
     "tests/apex/schedulers/test_prefix_cache.py",
     "tests/apex/schedulers/test_schedulers.py",

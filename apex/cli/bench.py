@@ -62,8 +62,8 @@ class Bench(SystemsCommand):
       apex bench MODEL --system sarathi omniserve --best-effort-requests 100 --duration-s 60
 
     Each request is decoded greedily to its last token. Cap the GPU tier (--num-gpu-blocks) to see what offloading is
-    for: a small model is not short of memory otherwise. Without a GPU the lane stands for one: where several systems
-    are compared it has one thread in all of them, unless --lane-threads says otherwise.
+    for: a small model is not short of memory otherwise. Without a GPU the GPU batch stands for one: where several
+        systems are compared it has one thread in all of them, unless --gpu-batch-threads says otherwise.
     """
 
     model: ModelName
@@ -96,8 +96,8 @@ class Bench(SystemsCommand):
         runs: list[BenchRun] = []
         with input_errors():
             config, strategy = self.engine.config(self.model), self.strategy.config(*self.system)
-        if len(self.system) > 1 and config.lane_threads is None:
-            config = replace(config, lane_threads=1)
+        if len(self.system) > 1 and config.gpu_batch_threads is None:
+            config = replace(config, gpu_batch_threads=1)
         for system in self.system:
             with running_engine(system, config, strategy, self.profile, self.workload()) as engine:
                 if not runs:
@@ -145,7 +145,7 @@ class Bench(SystemsCommand):
             "num_gpu_blocks": description["num_gpu_blocks"],
             "num_cpu_blocks": description["num_cpu_blocks"],
             **self.figures(replay, strategy),
-            **{f"{name}_factor": engine.policy.prediction_factors.get(name) for name in OPERATIONS},
+            **{f"{name}_factor": engine.scheduler.prediction_factors.get(name) for name in OPERATIONS},
         }
         return BenchRun(values, replay.records, description)
 
@@ -189,5 +189,5 @@ def correction_line(record: Mapping[str, Any]) -> str:
     factors = {name: record[f"{name}_factor"] for name in OPERATIONS}
     if all(factor in (None, 1.0) for factor in factors.values()):
         return ""
-    parts = [f"{name.replace('_', ' ')} x {factor:.2f}" for name, factor in factors.items()]
+    parts = [f"{OPERATIONS[name]} x {factor:.2f}" for name, factor in factors.items()]
     return f"{record['system']}: times of the profile corrected, {', '.join(parts)}"

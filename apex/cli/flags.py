@@ -229,10 +229,18 @@ def start_engine(
 
         engine = build_system(system, config, strategy, profile=profile, workload=workload)
     description = engine.describe()
-    lane = f"Lane: {description['lane']}"
+    gpu_batch = f"GPU batch: {description['gpu_batch']}"
     weights = [f"Weights: {line}" for line in (description.get("weights_placement"),) if line]
     hosts = [f"Attention host {host}" for host in description.get("attention_hosts", ())]
-    print(*weights, *description["kv_cache"], *hosts, lane, cpu_attention_line(description), sep="\n", file=sys.stderr)
+    print(
+        *weights,
+        *description["kv_cache"],
+        *hosts,
+        gpu_batch,
+        cpu_attention_line(description),
+        sep="\n",
+        file=sys.stderr,
+    )
     return engine
 
 

@@ -53,7 +53,7 @@ class Profile(ConfigFile):
             console = stdout_console()
             bytes_per_token = backend.cpu_kv_bytes_per_block / backend.block_size / backend.layer_groups.pool_layers
             console.print(key_figures(profile, backend.num_layers, bytes_per_token))
-            console.print(f"\nLane: {backend.cores.describe_lane()}", soft_wrap=True, highlight=False)
+            console.print(f"\nLane: {backend.cores.gpu_batch_input()}", soft_wrap=True, highlight=False)
             if is_written:
                 console.print(f"written to {path}", soft_wrap=True)
         finally:

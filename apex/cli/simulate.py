@@ -97,7 +97,7 @@ class Simulate(SystemsCommand):
     block_size: int = 16
     """Tokens per KV-cache block, in both tiers."""
     max_num_batched_tokens: int = 2048
-    """Tokens that cross the lane in one iteration at most; longer prompts prefill in chunks."""
+    """Tokens in the GPU batch of one iteration at most; longer prompts prefill in chunks."""
     max_num_seqs: int = 1024
     """Requests that hold KV cache at once at most, in both tiers together."""
     seed: int = 0

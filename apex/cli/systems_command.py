@@ -152,7 +152,7 @@ def figures_table(records: Sequence[Mapping[str, Any]]) -> Table:
         (f"/{records[0]['system']}", "ratio", ".2f"),
         ("s/token", "per_token_latency_s_mean", ".3f"),
         *(of_classes if has_classes else ()),
-        ("lane", "lane_busy_fraction", ".0%"),
+        ("GPU batch", "gpu_batch_busy_fraction", ".0%"),
         ("CPU", "cpu_busy_fraction", ".0%"),
         ("preempted", "preemptions", "d"),
         ("pred/actual", "predicted_over_actual", ".2f"),

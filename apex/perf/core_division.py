@@ -1,8 +1,8 @@
-"""Measures which division of the cores between the lane and CPU attention decodes fastest.
+"""Measures which division of the cores between the GPU batch and CPU attention decodes fastest.
 
 Future requests are unknown, so two loads count alike: the GPU tier full, and both tiers full. With both tiers full the
 scheduler may leave the CPU tier alone, so the faster of the two rates counts for that load. Whole iterations are run: a
-profile table times single operations and does not show how a lane and a worker slow each other on the same cores.
+profile table times single operations and does not show how a GPU batch and a worker slow each other on the same cores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swiftllm.runtime.cores import CoreDivision, counted
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.scheduling.admission import SchedulerLimits
 
-THREADS = ("lane_threads", "cpu_threads")
+THREADS = ("gpu_batch_threads", "cpu_threads")
 
 ROUNDS = 5
 MOST_REQUESTS = 64
@@ -87,7 +87,7 @@ def division_rates(
     """How fast this machine and model decode under each division: from the cache, else measured and cached."""
     identity = {name: value for name, value in profile_identity(config, backend).items() if name not in THREADS}
     identity["max_num_seqs"] = str(config.max_num_seqs)
-    identity["divisions"] = ", ".join(f"{d.lane_threads} and {d.cpu_threads}" for d in divisions)
+    identity["divisions"] = ", ".join(f"{d.gpu_batch_threads} and {d.cpu_threads}" for d in divisions)
     path = profile_path(identity).with_suffix(".cores.json")
     if is_kept(path) and not measure_again:
         return [DecodeRates(**rates) for rates in json.loads(path.read_text())["rates"]]
@@ -132,10 +132,10 @@ def measure_divisions(
 
 def fastest(divisions: Sequence[CoreDivision], rates: Sequence[DecodeRates]) -> CoreDivision:
     """The division that decodes fastest, with the measurement as its reason."""
-    lanes_differ = len({division.lane_threads for division in divisions}) > 1
+    gpu_batches_differ = len({division.gpu_batch_threads for division in divisions}) > 1
 
     def named(division: CoreDivision) -> str:
-        return counted(division.lane_threads if lanes_differ else division.cpu_threads)
+        return counted(division.gpu_batch_threads if gpu_batches_differ else division.cpu_threads)
 
     best = max(range(len(divisions)), key=lambda i: rates[i].score)
     winner = [f"{load} full {rate:.0f} tokens/s" for load, rate in rates[best].by_load().items()]
@@ -145,6 +145,6 @@ def fastest(divisions: Sequence[CoreDivision], rates: Sequence[DecodeRates]) -> 
         if i != best
     ]
     measured = f"measured: {', '.join(winner)}; {', '.join(others)}"
-    if not lanes_differ:
+    if not gpu_batches_differ:
         measured = f"{divisions[best].reason}; CPU attention has {named(divisions[best])}, {measured}"
     return replace(divisions[best], reason=measured)

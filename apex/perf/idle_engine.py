@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import SamplingParams, TokenLogprob
 from swiftllm.engine.engine import Engine
 from swiftllm.kv.blocks import KVCacheManager
@@ -25,16 +25,16 @@ class _NoWork:
     def swap(self, swaps: Sequence[Swap]) -> None:
         pass
 
-    def open_lane(self, items: Sequence[LaneItem]) -> list[str]:
+    def open_gpu_batch(self, items: Sequence[GpuBatchItem]) -> list[str]:
         return [item.request.request_id for item in items]
 
-    def boundary(self, layer: int, batches: Sequence[list[str]]) -> Mapping[str, int]:
+    def run_stage(self, layer: int, batches: Sequence[list[str]]) -> Mapping[str, int]:
         return dict.fromkeys(batches[0], 0) if layer == self.num_layers - 1 else {}
 
-    def gpu_attention(self, layer: int, lane: list[str]) -> None:
+    def gpu_attention(self, layer: int, gpu_batch: list[str]) -> None:
         pass
 
-    def whole_iteration(self, lane: list[str]) -> None:
+    def run_full_graph(self, gpu_batch: list[str]) -> None:
         pass
 
     def holds_weights(self, layer: int) -> bool:

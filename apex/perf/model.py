@@ -116,22 +116,21 @@ class ProfileTable:
     Per layer:
         ``linear`` over tokens; ``prefill_attention`` over (new tokens, tokens cached before), of chunks whose K and V
         go to the GPU tier; ``prefill_attention_cpu_tier`` of chunks for the CPU tier, with their transfers as far as
-        the lane waits for them. None: as for the GPU tier, as in a simulation, which has transfers of its own.
+        the GPU batch waits for them. None: as for the GPU tier, as in a simulation, which has transfers of its own.
         ``gpu_attention`` and ``cpu_attention`` over (requests, context tokens of each), the latter with the way to the
-        worker and back; ``hand_over`` over requests: what submitting a ticket costs the lane.
+        worker and back; ``hand_over`` over requests: what submitting an attention task costs the GPU batch.
     Per iteration:
         ``ends`` over sampled rows: embedding, logits, sampling; ``iteration`` over requests: the host's work, which is
         scheduling, opening batches and taking tokens in.
     Other:
         ``swap`` over blocks; ``first_share``: the part of a layer's linear work before its attention (norm, QKV,
-        rotary). The first boundary is that part for all tokens, the last one the rest for the sampled rows.
-        ``prefill_shared_s``: the part of a prefill's attention that a lane pays once, however many chunks it has.
+        rotary). The first stage is that part for all tokens, the last one the rest for the sampled rows.
+        ``prefill_shared_s``: the part of a prefill's attention that a GPU batch pays once, however many chunks it has.
         ``stream_s``: how often a layer's weights arrive, on average, where some are streamed to the GPU. Layers of the
-        lane are no faster; ``linear`` does not include the wait. ``streamed_layers``: how many layers are streamed.
-        ``shared_row_cost``: a further row's part of the time of a CPU block that rows share; ``rows_per_read``: how
-        many rows the CPU kernel attends with one read of it.
-        ``flat_from_tokens``: from so many on, ``linear`` grows little until it is bound by multiplying; see
-        :func:`apex.perf.experts.flat_from_tokens`.
+        GPU batch are no faster; ``linear`` does not include the wait. ``streamed_layers``: how many layers are
+        streamed. ``shared_row_cost``: a further row's part of the time of a CPU block that rows share;
+        ``rows_per_read``: how many rows the CPU kernel attends with one read of it. ``flat_from_tokens``: from so many
+        on, ``linear`` grows little until it is bound by multiplying; see :func:`apex.perf.experts.flat_from_tokens`.
     """
 
     identity: Mapping[str, str]
@@ -226,8 +225,8 @@ class PerfModel:
         floor_s = max(table.linear(table.flat_from_tokens), self.stream_s) * self.FLAT_RATIO
         flat = [size for size, s in zip(table.linear.sizes, table.linear.seconds, strict=True) if s <= floor_s]
         self.flat_linear_tokens = int(max(flat, default=1))
-        """Up to this many tokens a boundary costs about the same: reading weights, or waiting for them, dominates."""
-        self._linear_s: dict[int, float] = {}  # a cache; it has at most one entry per size of a lane
+        """Up to this many tokens a stage costs about the same: reading weights, or waiting for them, dominates."""
+        self._linear_s: dict[int, float] = {}  # a cache; it has at most one entry per size of a GPU batch
 
     def with_table(self, table: ProfileTable) -> PerfModel:
         """The same predictions from another table. Both list what they extrapolate in one place."""
@@ -236,14 +235,14 @@ class PerfModel:
         return model
 
     def linear_s(self, tokens: int) -> float:
-        """One boundary (T_l) of a batch of ``tokens``; 0 for an empty batch."""
+        """One stage (T_l) of a batch of ``tokens``; 0 for an empty batch."""
         seconds = self._linear_s.get(tokens)
         if seconds is None:
             seconds = self._linear_s[tokens] = self._curve("linear", self.table.linear, tokens)
         return seconds
 
     def layer_s(self, busy_s: float) -> float:
-        """A layer in which the lane is busy for so long, and no shorter than the weights need to arrive."""
+        """A layer in which the GPU batch is busy for so long, and no shorter than the weights need to arrive."""
         return max(busy_s, self.stream_s)
 
     def prefill_attention_s(
@@ -267,12 +266,12 @@ class PerfModel:
         return max(max(alone_s), total_s(alone_s) - self.table.prefill_shared_s * (len(chunks) - 1))
 
     def gpu_attention_s(self, requests: int, context_tokens: float) -> float:
-        """One layer's decode attention in the lane (T_g); the context is summed over the requests."""
+        """One layer's decode attention in the GPU batch (T_g); the context is summed over the requests."""
         if requests <= 0:
             return 0.0
         return self._surface("gpu_attention", self.table.gpu_attention, requests, context_tokens / requests)
 
-    def lane_attention_s(
+    def gpu_batch_attention_s(
         self,
         decodes: int,
         decode_context: int,
@@ -280,8 +279,8 @@ class PerfModel:
         longest_context: int = 0,
         cpu_tier_chunks: Sequence[tuple[int, int]] = (),
     ) -> float:
-        """One layer's attention in the lane. ``longest_context``: of the decodes, in tokens; 0 takes them as equal.
-        ``cpu_tier_chunks``: see :meth:`prefill_attention_s`."""
+        """One layer's attention in the GPU batch. ``longest_context``: of the decodes, in tokens; 0 takes them as
+        equal. ``cpu_tier_chunks``: see :meth:`prefill_attention_s`."""
         return self.gpu_attention_s(decodes, decode_context) + self.prefill_attention_s(chunks, cpu_tier_chunks)
 
     def cpu_attention_s(self, requests: float, context_tokens: float, shared: Sequence[SharedContext] = ()) -> float:
@@ -299,22 +298,22 @@ class PerfModel:
         """The part of an iteration beside its layers: the host's work, embedding, logits and sampling."""
         return self.host_work_s(rows) + self.logits_s(rows) if rows > 0 else 0.0
 
-    def first_boundary_s(self, tokens: int) -> float:
-        """Boundary -1, before all layers."""
+    def first_stage_s(self, tokens: int) -> float:
+        """Stage -1, before all layers."""
         return self.table.first_share * self.linear_s(tokens)
 
-    def last_boundary_s(self, rows: int, crossing: int | None = None) -> float:
-        """The boundary after all layers; the embedding's time counts here. Only the ``rows`` that get a token cross it,
-        unless ``crossing`` says how many do."""
-        crossing = rows if crossing is None else crossing
-        return (1.0 - self.table.first_share) * self.linear_s(crossing) + self.logits_s(rows)
+    def last_stage_s(self, rows: int, sampled: int | None = None) -> float:
+        """The stage after all layers; the embedding's time counts here. Only the ``rows`` that get a token run it,
+        unless ``sampled`` says how many do."""
+        sampled = rows if sampled is None else sampled
+        return (1.0 - self.table.first_share) * self.linear_s(sampled) + self.logits_s(rows)
 
     def logits_s(self, rows: int) -> float:
         """Embedding, logits and sampling of the rows that get a token."""
         return self._curve("ends", self.table.ends, rows)
 
     def hand_over_s(self, requests: int) -> float:
-        """What submitting a cohort of ``requests`` to the CPU worker costs the lane, in one layer."""
+        """What submitting a CPU batch of ``requests`` to the CPU worker costs the GPU batch, in one layer."""
         return self._curve("hand_over", self.table.hand_over, requests)
 
     def host_work_s(self, requests: int) -> float:

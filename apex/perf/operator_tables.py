@@ -105,10 +105,10 @@ class OperatorModel(PerfModel):
 
     table: OperatorTable
 
-    def first_boundary_s(self, tokens: int) -> float:
-        return super().first_boundary_s(tokens) + self._curve("token_ends", self.table.token_ends, tokens)
+    def first_stage_s(self, tokens: int) -> float:
+        return super().first_stage_s(tokens) + self._curve("token_ends", self.table.token_ends, tokens)
 
-    def lane_attention_s(
+    def gpu_batch_attention_s(
         self,
         decodes: int,
         decode_context: int,
@@ -116,10 +116,11 @@ class OperatorModel(PerfModel):
         longest_context: int = 0,
         cpu_tier_chunks: Sequence[tuple[int, int]] = (),
     ) -> float:
-        """See :meth:`PerfModel.lane_attention_s`. Beside chunks decodes take longer than alone: the difference between
-        a call of all and two calls is measured for one chunk, so that several count as one of their mean context."""
+        """See :meth:`PerfModel.gpu_batch_attention_s`. Beside chunks decodes take longer than alone: the difference
+        between a call of all and two calls is measured for one chunk, so that several count as one of their mean
+        context."""
         mixed, unequal = self.table.mixed_attention, self.table.unequal
-        seconds = super().lane_attention_s(decodes, decode_context, chunks, cpu_tier_chunks=cpu_tier_chunks)
+        seconds = super().gpu_batch_attention_s(decodes, decode_context, chunks, cpu_tier_chunks=cpu_tier_chunks)
         if not decodes:
             return seconds
         mean, together = decode_context / decodes, self.table.gpu_attention

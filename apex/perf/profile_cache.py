@@ -18,8 +18,8 @@ from apex.perf.workbench import MOST_BLOCKS, Workbench
 from swiftllm.config import EngineConfig
 from swiftllm.files import cache_dir, is_kept, keep
 from swiftllm.machine import cpu_model, usable_cores
-from swiftllm.model.boundaries.placement import Place, Placement
 from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.stages.placement import Place, Placement
 from swiftllm.runtime.build import scheduler_limits
 from swiftllm.runtime.torch_backend import TorchBackend
 
@@ -92,7 +92,7 @@ def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, s
         "format": str(TABLE_VERSION),
         "device": backend.device_name,
         "cpu": f"{cpu_model()} x{usable_cores()}",
-        "lane_threads": str(backend.cores.lane_threads),
+        "gpu_batch_threads": str(backend.cores.gpu_batch_threads),
         "cpu_threads": str(backend.cores.cpu_threads),
         "cpu_kernel": backend.cpu_kernel,
         "model": hashlib.sha256(json.dumps(model, sort_keys=True, default=str).encode()).hexdigest()[:16],

@@ -38,8 +38,8 @@ class SizeGrid:
     """0 has the neighbour 1 because a chunk that is the whole context needs no mask and no gathering."""
     decode_requests: tuple[int, ...] = (1, 4, 16, 64)
     decode_contexts: tuple[int, ...] = (32, 128, 512, 2048)
-    prefill_lanes: tuple[int, ...] = (8,)
-    """Chunks in a full lane; measures what chunks share."""
+    prefill_chunks_counts: tuple[int, ...] = (8,)
+    """Chunks in a full GPU batch; measures what chunks share."""
     iteration_requests: tuple[int, ...] = (1, 16, 64, 256)
 
 
@@ -52,7 +52,7 @@ def measure_seconds(
     """Mean seconds of each operation at each size, one mapping per grid, all measured in the same rounds.
 
     It takes some seconds. The block tables and the pools' contents are overwritten. ``max_tokens``: the most tokens of
-    a lane in an iteration.
+    a GPU batch in an iteration.
     """
     with bench.in_use():
         operations = [_operations(bench, max_tokens, grid) for grid in grids]
@@ -84,17 +84,17 @@ def _operations(bench: Workbench, max_tokens: int, grid: SizeGrid) -> Operations
         {size: bench.prefill_attention([size], tier) for size in _prefill_sizes(bench, tier, max_tokens, grid)}
         for tier in tiers
     ]
-    # Lanes of several chunks have in total as many tokens as the longest that the table has.
+    # GPU batches of several chunks have in total as many tokens as the longest that the table has.
     longest = max(tokens for tokens, _ in _prefill_sizes(bench, tiers[0], max_tokens, SizeGrid()))
-    lanes = [(n, longest // n) for n in grid.prefill_lanes if n <= longest]
+    gpu_batches = [(n, longest // n) for n in grid.prefill_chunks_counts if n <= longest]
     return {
         "linear": {n: bench.linear(n) for n in sizes_up_to(grid.linear_tokens, max_tokens)},
-        "first": {n: bench.first_boundary(n) for n in rows},
-        "last": {n: bench.last_boundary(n) for n in rows},
+        "first": {n: bench.first_stage(n) for n in rows},
+        "last": {n: bench.last_stage(n) for n in rows},
         "swap": {n: bench.swap(n) for n in (sizes_up_to(grid.swapped_blocks, pool) if pool > 1 else ())},
         "prefill_attention": of_tiers[0],
         "prefill_attention_cpu_tier": of_tiers[1] if len(tiers) > 1 else {},
-        "prefill_lane": {(n, new): bench.prefill_attention([(new, 0)] * n, tiers[0]) for n, new in lanes},
+        "prefill_chunks": {(n, new): bench.prefill_attention([(new, 0)] * n, tiers[0]) for n, new in gpu_batches},
         "gpu_attention": {size: bench.gpu_attention(*size) for size in gpu},
         "cpu_attention": {size: bench.cpu_attention(*size) for size in cpu},
         "hand_over": {requests: bench.hand_over(requests, context) for requests, context in shortest.items()},
@@ -122,11 +122,11 @@ def _decode_sizes(bench: Workbench, tier: Tier, grid: SizeGrid) -> list[tuple[in
 def table_from_seconds(seconds: Seconds, identity: Mapping[str, str]) -> ProfileTable:
     """The profile table of measured seconds, by operation and size."""
     first, last, linear = _by_number(seconds["first"]), _by_number(seconds["last"]), _curve(seconds["linear"])
-    # Both end boundaries, less the one layer of linear work that they add up to.
+    # Both end stages, less the one layer of linear work that they add up to.
     ends: dict[Size, float] = {rows: max(0.0, first[rows] + last[rows] - linear(rows)) for rows in first}
     prefill, in_cpu_tier = _surface(seconds["prefill_attention"]), seconds["prefill_attention_cpu_tier"]
-    lanes = _by_pair(seconds["prefill_lane"])
-    shared = [(n * prefill(new, 0) - lane_s) / (n - 1) for (n, new), lane_s in lanes.items()]
+    gpu_batches = _by_pair(seconds["prefill_chunks"])
+    shared = [(n * prefill(new, 0) - gpu_batch_s) / (n - 1) for (n, new), gpu_batch_s in gpu_batches.items()]
     return ProfileTable(
         dict(identity),
         linear=linear,
@@ -144,7 +144,7 @@ def table_from_seconds(seconds: Seconds, identity: Mapping[str, str]) -> Profile
 
 
 def _curve(seconds: Mapping[Size, float]) -> Curve:
-    """A curve; :data:`FREE` for what could not be measured because a tier is too small."""
+    """A curve; :data:`FREE_RUNNING` for what could not be measured because a tier is too small."""
     sizes = sorted(_by_number(seconds))
     return Curve(tuple(sizes), tuple(seconds[size] for size in sizes)) if sizes else FREE
 

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 import torch
 
 from apex.perf.idle_engine import idle_engine
-from swiftllm.core.plan import RIDE, STEP, CohortPlan, IterationPlan, LaneItem, Swap
+from swiftllm.core.plan import ALONE, JOINED, CpuBatchPlan, GpuBatchItem, IterationPlan, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.engine.executor import Executor
-from swiftllm.runtime.batch import CohortBatch, LaneBatch
+from swiftllm.runtime.batch import CpuBatchTensors, GpuBatchTensors
 from swiftllm.runtime.torch_backend import TorchBackend
 
 TimedOperation = Callable[[], float]
@@ -30,12 +30,12 @@ MOST_BLOCKS = 8192
 SMALL_TOKENS = 64
 """Operations up to this size run several times a sample."""
 SHORT_S = 2e-3
-"""So do boundaries of any size that take no longer than this."""
+"""So do stages of any size that take no longer than this."""
 DECODES = 256
 """Up to so many, rows are of requests of their own: those of one prompt attend to the same tokens, become alike and
 pick fewer experts than a batch of decodes."""
 HAND_OVERS = 3
-"""Pairs of boundaries a sample: a hand-over is a small difference of two times."""
+"""Pairs of stages a sample: a hand-over is a small difference of two times."""
 PROMPTS = 1 << 14
 """Places of the random tokens at which a prompt may begin. Requests with equal tokens would have equal rows, which pick
 equal experts: the weights of all others would not be read."""
@@ -69,63 +69,72 @@ class Workbench:
             self.backend.block_tables = saved
             self.tables.clear()
 
-    # -- the lane ---------------------------------------------------------------------------------------------------
+    # -- the GPU batch
+    # ---------------------------------------------------------------------------------------------------
 
     def linear(self, tokens: int) -> TimedOperation:
-        """A boundary between two layers."""
+        """A stage between two layers."""
         items = self._single_rows(tokens) if tokens <= DECODES else self._prefill_items(tokens)
-        return self._boundary(self._lane(items), self._layers(), tokens)
+        return self._stage(self._gpu_batch(items), self._layers(), tokens)
 
-    def first_boundary(self, rows: int) -> TimedOperation:
-        """The boundary before all layers."""
-        return self._boundary(self._lane(self._single_rows(rows)), itertools.repeat(-1), rows)
+    def first_stage(self, rows: int) -> TimedOperation:
+        """The stage before all layers."""
+        return self._stage(self._gpu_batch(self._single_rows(rows)), itertools.repeat(-1), rows)
 
-    def last_boundary(self, rows: int) -> TimedOperation:
-        """The boundary after all layers, with a token sampled in every row."""
-        return self._boundary(self._lane(self._single_rows(rows)), itertools.repeat(self.backend.num_layers - 1), rows)
+    def last_stage(self, rows: int) -> TimedOperation:
+        """The stage after all layers, with a token sampled in every row."""
+        return self._stage(
+            self._gpu_batch(self._single_rows(rows)), itertools.repeat(self.backend.num_layers - 1), rows
+        )
 
     def prefill_attention(self, chunks: Sequence[tuple[int, int]], tier: Tier) -> TimedOperation:
         """One layer's attention of prefill chunks: (new tokens, tokens cached before) each. K and V go to the ``tier``.
 
         What is cached in host memory is gathered a layer ahead. So each layer comes after the one before it, which is
-        not timed if it is not the last that was, and the first layer after its lane opened.
+        not timed if it is not the last that was, and the first layer after its GPU batch opened.
         """
-        items = [LaneItem(self._request(new + cached, tier), cached, new, tier, True) for new, cached in chunks]
-        lane, last = self._lane(items), 0
+        items = [GpuBatchItem(self._request(new + cached, tier), cached, new, tier, True) for new, cached in chunks]
+        gpu_batch, last = self._gpu_batch(items), 0
 
-        def lane_before(layer: int) -> LaneBatch:
-            nonlocal lane, last
+        def gpu_batch_before(layer: int) -> GpuBatchTensors:
+            nonlocal gpu_batch, last
             if layer == 0:
-                lane = self._opened(items)
+                gpu_batch = self._opened(items)
             elif layer != last + 1:
-                self.backend.gpu_attention(layer - 1, lane)
+                self.backend.gpu_attention(layer - 1, gpu_batch)
             last = layer
-            return lane
+            return gpu_batch
 
-        return self._attention(lane_before, sum(new for new, _ in chunks), self._lane(self._single_rows(1)))
+        return self._attention(gpu_batch_before, sum(new for new, _ in chunks), self._gpu_batch(self._single_rows(1)))
 
     def gpu_attention(self, requests: int, context: int) -> TimedOperation:
-        """One layer's decode attention in the lane."""
-        items = [LaneItem(self._request(context, Tier.GPU), context - 1, 1, Tier.GPU, False) for _ in range(requests)]
-        lane = self._lane(items)
-        return self._attention(lambda layer: lane, requests, lane)
+        """One layer's decode attention in the GPU batch."""
+        items = [
+            GpuBatchItem(self._request(context, Tier.GPU), context - 1, 1, Tier.GPU, False) for _ in range(requests)
+        ]
+        gpu_batch = self._gpu_batch(items)
+        return self._attention(lambda layer: gpu_batch, requests, gpu_batch)
 
-    def _attention(self, lane_before: Callable[[int], LaneBatch], rows: int, sweeper: LaneBatch) -> TimedOperation:
-        """Time attention after a boundary, which replaces the caches' contents as in a run; the mean over the groups of
+    def _attention(
+        self, gpu_batch_before: Callable[[int], GpuBatchTensors], rows: int, sweeper: GpuBatchTensors
+    ) -> TimedOperation:
+        """Time attention after a stage, which replaces the caches' contents as in a run; the mean over the groups of
         layers.
 
-        ``lane_before`` gives the lane where a layer comes next. The boundary's batch is ``sweeper``. Prefills use a
-        lane of one row. Decodes use their own lane, which leaves it where captured graphs expect it.
+        ``gpu_batch_before`` gives the GPU batch where a layer comes next. The stage's batch is ``sweeper``. Prefills
+        use a GPU batch of one row. Decodes use their own GPU batch, which leaves it where captured graphs expect it.
         """
-        boundaries, layers = self._layers(), self._layers(self.backend.num_layers)
+        stages, layers = self._layers(), self._layers(self.backend.num_layers)
 
         def sample() -> float:
             seconds = []
             for _ in range(max(self.layer_groups.growth, 2 if rows <= SMALL_TOKENS else 1)):
                 layer = next(layers)
-                lane = lane_before(layer)
-                self.backend.boundary(next(boundaries), [sweeper])
-                seconds.append(self._time_s(lambda layer=layer, lane=lane: self.backend.gpu_attention(layer, lane)))
+                gpu_batch = gpu_batch_before(layer)
+                self.backend.run_stage(next(stages), [sweeper])
+                seconds.append(
+                    self._time_s(lambda layer=layer, gpu_batch=gpu_batch: self.backend.gpu_attention(layer, gpu_batch))
+                )
             return statistics.fmean(seconds)
 
         return sample
@@ -133,43 +142,44 @@ class Workbench:
     # -- the CPU worker ---------------------------------------------------------------------------------------------
 
     def cpu_attention(self, requests: int, context: int) -> TimedOperation:
-        """One layer's decode attention while the lane computes, plus the delay until an idle lane sees its end."""
-        backend, cohort = self.backend, self._cohort(requests, context)
-        lane, lane_layers = self._lane(self._single_rows(1)), self._layers()
+        """One layer's decode attention while the GPU batch computes, plus the delay until an idle GPU batch sees its
+        end."""
+        backend, cpu_batch = self.backend, self._cpu_batch(requests, context)
+        gpu_batch, gpu_batch_layers = self._gpu_batch(self._single_rows(1)), self._layers()
         layers = self._layers(backend.num_layers)
 
         def sample() -> float:
             busy_s = []
             for _ in range(self.layer_groups.growth):
-                ticket = backend.submit_cpu_attention(next(layers), cohort)
-                while not ticket.ready():
-                    backend.boundary(next(lane_layers), [lane])
-                busy_s.append(ticket.wait())
+                future = backend.submit_cpu_attention(next(layers), cpu_batch)
+                while not future.ready():
+                    backend.run_stage(next(gpu_batch_layers), [gpu_batch])
+                busy_s.append(future.wait())
             self._synchronize()
             start_s = time.perf_counter()
-            idle_busy_s = backend.submit_cpu_attention(next(layers), cohort).wait()
+            idle_busy_s = backend.submit_cpu_attention(next(layers), cpu_batch).wait()
             return statistics.fmean(busy_s) + max(0.0, time.perf_counter() - start_s - idle_busy_s)
 
         return sample
 
     def hand_over(self, requests: int, context: int) -> TimedOperation:
-        """What a ticket costs the lane: a boundary just after submitting one, less a boundary alone."""
-        backend, cohort = self.backend, self._cohort(requests, context)
-        lane, lane_layers = self._lane(self._single_rows(1)), self._layers()
+        """What an attention task costs the GPU batch: a stage just after submitting one, less a stage alone."""
+        backend, cpu_batch = self.backend, self._cpu_batch(requests, context)
+        gpu_batch, gpu_batch_layers = self._gpu_batch(self._single_rows(1)), self._layers()
         layers = self._layers(backend.num_layers)
 
         def sample() -> float:
             lost = []
             for _ in range(HAND_OVERS):
-                alone_s = self._time_s(self._crossing(next(lane_layers), lane))
-                crossing = self._crossing(next(lane_layers), lane)
+                alone_s = self._time_s(self._crossing(next(gpu_batch_layers), gpu_batch))
+                crossing = self._crossing(next(gpu_batch_layers), gpu_batch)
                 self._synchronize()
                 start_s = time.perf_counter()
-                ticket = backend.submit_cpu_attention(next(layers), cohort)
+                future = backend.submit_cpu_attention(next(layers), cpu_batch)
                 crossing()
                 self._synchronize()
                 lost.append(time.perf_counter() - start_s - alone_s)
-                ticket.wait()
+                future.wait()
             return statistics.median(lost)
 
         return sample
@@ -196,32 +206,34 @@ class Workbench:
         self.backend.await_swaps()
 
     def host_work(self, requests: int) -> TimedOperation:
-        """The host's work in an iteration of decodes: scheduling, opening the lane, layer loop, taking tokens in."""
+        """The host's work in an iteration of decodes: scheduling, opening the GPU batch, layer loop, taking tokens
+        in."""
         engine = idle_engine(self.backend.num_layers, requests)
         items = []
         for _ in range(requests):
             request = self._request(2, Tier.GPU)
-            self.tables[request.request_id] = [0] * self.layer_groups.growth  # opening a lane reads the table only
-            items.append(LaneItem(request, 1, 1, Tier.GPU, False))
+            self.tables[request.request_id] = [0] * self.layer_groups.growth  # opening a GPU batch reads the table only
+            items.append(GpuBatchItem(request, 1, 1, Tier.GPU, False))
 
         def sample() -> float:
-            return self._time_s(engine.step) + self._time_s(lambda: self.backend.open_lane(items))
+            return self._time_s(engine.step) + self._time_s(lambda: self.backend.open_gpu_batch(items))
 
         return sample
 
     def decodes(self, on_gpu: int, on_cpu: int, context: int) -> TimedOperation:
         """A whole iteration of decodes, each with ``context`` tokens.
 
-        Requests of the GPU tier are in the lane, those of the CPU tier in the two batches of asymmetric pipelining.
+        Requests of the GPU tier are in the GPU batch, those of the CPU tier in the two batches of asymmetric
+        pipelining.
         """
         tiers = [Tier.GPU] * on_gpu + [Tier.CPU] * on_cpu
         requests = [self._request(context, tier) for tier in tiers]
         for request in requests:
             request.num_uncomputed = 1
-        lane, riding, stepping = requests[:on_gpu], requests[on_gpu::2], requests[on_gpu + 1 :: 2]
-        rules = ((riding, RIDE), (stepping, STEP))
-        cohorts = [CohortPlan(i, tuple(batch), rule) for i, (batch, rule) in enumerate(rules) if batch]
-        executor, plan = Executor(self.backend), IterationPlan(decodes=tuple(lane), cohorts=tuple(cohorts))
+        gpu_batch, joining, alone = requests[:on_gpu], requests[on_gpu::2], requests[on_gpu + 1 :: 2]
+        rules = ((joining, JOINED), (alone, ALONE))
+        cpu_batches = [CpuBatchPlan(i, tuple(batch), mode) for i, (batch, mode) in enumerate(rules) if batch]
+        executor, plan = Executor(self.backend), IterationPlan(decodes=tuple(gpu_batch), cpu_batches=tuple(cpu_batches))
         return lambda: self._time_s(lambda: executor.run(plan))
 
     # -- requests and batches ---------------------------------------------------------------------------------------
@@ -248,48 +260,48 @@ class Workbench:
         """The blocks from which ``count`` are drawn."""
         return range(min(self.num_blocks[tier], max(count, MOST_BLOCKS)))
 
-    def _prefill_items(self, tokens: int) -> list[LaneItem]:
+    def _prefill_items(self, tokens: int) -> list[GpuBatchItem]:
         """Prefill chunks of ``tokens`` tokens in total, each short enough for the larger tier."""
         tier = self.larger_tier
         longest = min(self.max_model_len, self.room(tier))
         sizes = [longest] * (tokens // longest) + ([tokens % longest] if tokens % longest else [])
-        return [LaneItem(self._request(size, tier), 0, size, tier, True) for size in sizes]
+        return [GpuBatchItem(self._request(size, tier), 0, size, tier, True) for size in sizes]
 
-    def _single_rows(self, rows: int) -> list[LaneItem]:
+    def _single_rows(self, rows: int) -> list[GpuBatchItem]:
         return [item for _ in range(rows) for item in self._prefill_items(1)]
 
-    def _opened(self, items: Sequence[LaneItem]) -> LaneBatch:
-        """A lane before the first layer."""
-        lane = self.backend.open_lane(items)
-        self.backend.boundary(-1, [lane])
-        return lane
+    def _opened(self, items: Sequence[GpuBatchItem]) -> GpuBatchTensors:
+        """A GPU batch before the first layer."""
+        gpu_batch = self.backend.open_gpu_batch(items)
+        self.backend.run_stage(-1, [gpu_batch])
+        return gpu_batch
 
-    def _lane(self, items: Sequence[LaneItem]) -> LaneBatch:
-        """A lane after the first layer's attention."""
-        lane = self._opened(items)
-        self.backend.gpu_attention(0, lane)
-        return lane
+    def _gpu_batch(self, items: Sequence[GpuBatchItem]) -> GpuBatchTensors:
+        """A GPU batch after the first layer's attention."""
+        gpu_batch = self._opened(items)
+        self.backend.gpu_attention(0, gpu_batch)
+        return gpu_batch
 
-    def _cohort(self, requests: int, context: int) -> CohortBatch:
-        cohort = self.backend.open_cohort([self._request(context, Tier.CPU) for _ in range(requests)])
-        self.backend.boundary(-1, [cohort])
-        return cohort
+    def _cpu_batch(self, requests: int, context: int) -> CpuBatchTensors:
+        cpu_batch = self.backend.open_cpu_batch([self._request(context, Tier.CPU) for _ in range(requests)])
+        self.backend.run_stage(-1, [cpu_batch])
+        return cpu_batch
 
     # -- timing -----------------------------------------------------------------------------------------------------
 
     def _layers(self, stop: int | None = None) -> Iterator[int]:
-        """Cycles over the layers, from group to group; by default those whose boundary has a next layer."""
+        """Cycles over the layers, from group to group; by default those whose stage has a next layer."""
         layers = range(max(1, self.backend.num_layers - 1 if stop is None else stop))
         return itertools.cycle(sorted(layers, key=lambda layer: self.layer_groups.place_of[layer]))
 
-    def _boundary(self, lane: LaneBatch, layers: Iterator[int], rows: int) -> TimedOperation:
-        """The lane at one of these boundaries after the other. Short ones are crossed three times, and two count.
+    def _stage(self, gpu_batch: GpuBatchTensors, layers: Iterator[int], rows: int) -> TimedOperation:
+        """The GPU batch at one of these stages after the other. Short ones are run three times, and two count.
 
-        The first time brings the code back into the caches, and the lane to where captured graphs expect it.
+        The first time brings the code back into the caches, and the GPU batch to where captured graphs expect it.
         """
 
         def cross_s() -> float:
-            return self._time_s(self._crossing(next(layers), lane))
+            return self._time_s(self._crossing(next(layers), gpu_batch))
 
         def sample() -> float:
             first_s = cross_s()
@@ -299,14 +311,14 @@ class Workbench:
 
         return sample
 
-    def _crossing(self, layer: int, lane: LaneBatch) -> Callable[[], object]:
-        """The lane at a boundary whose weights are there: times of boundaries leave out their way to the device.
+    def _crossing(self, layer: int, gpu_batch: GpuBatchTensors) -> Callable[[], object]:
+        """The GPU batch at a stage whose weights are there: times of stages leave out their way to the device.
 
-        Streamed ones stay until another boundary is crossed.
+        Streamed ones stay until another stage is run.
         """
         if not self.backend.holds_weights(layer):
-            self.backend.boundary(layer, [lane])
-        return lambda: self.backend.boundary(layer, [lane])
+            self.backend.run_stage(layer, [gpu_batch])
+        return lambda: self.backend.run_stage(layer, [gpu_batch])
 
     def _time_s(self, run: Callable[[], object]) -> float:
         self._synchronize()

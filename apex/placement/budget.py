@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from apex.placement.costs import BoundaryCost, Rates, batch_s
+from apex.placement.costs import Rates, StageCost, batch_s
 from apex.placement.search import PlacementProblem, fastest_placements, least_gpu_bytes
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB, gib_rounded_up
-from swiftllm.model.boundaries.placement import Place
+from swiftllm.model.stages.placement import Place
 
 CPU_SHARES = tuple(i / 8 for i in range(9))  # of the requests that the CPU tier could have: the best one counts
 
@@ -45,8 +45,8 @@ class CostModel(Protocol):
     """What the search asks of hardware and model, be they simulated or measured. All sizes are bytes."""
 
     @property
-    def boundary_bytes(self) -> Sequence[float]:
-        """Of the boundaries from -1 on."""
+    def stage_bytes(self) -> Sequence[float]:
+        """Of the stages from -1 on."""
         ...
 
     @property
@@ -70,12 +70,12 @@ class CostModel(Protocol):
     @property
     def rates(self) -> Rates: ...
 
-    def costs(self, rows: float) -> list[BoundaryCost]:
-        """Of the boundaries, for an iteration of ``rows``."""
+    def costs(self, rows: float) -> list[StageCost]:
+        """Of the stages, for an iteration of ``rows``."""
         ...
 
     def other_s(self, on_gpu: float, context: float, requests: float) -> float:
-        """GPU time of an iteration beside its boundaries: attention of ``on_gpu`` requests, logits of ``requests``."""
+        """GPU time of an iteration beside its stages: attention of ``on_gpu`` requests, logits of ``requests``."""
         ...
 
     def gpu_kv_bytes(self, weight_bytes: float) -> float:
@@ -106,7 +106,7 @@ class Estimate:
 
 
 def best_budget(model: CostModel, workload: UniformLoad, *, offloads: bool, cpu_computes: bool = True) -> Estimate:
-    """The budget with the highest predicted rate, of all numbers of boundaries' worth of memory from none on.
+    """The budget with the highest predicted rate, of all numbers of stages' worth of memory from none on.
 
     Arguments are those of :func:`estimate_budget`.
 
@@ -115,8 +115,8 @@ def best_budget(model: CostModel, workload: UniformLoad, *, offloads: bool, cpu_
     """
     estimates: list[Estimate] = []
     refused: ValueError | None = None
-    for number in range(len(model.boundary_bytes) + 1):
-        weight_bytes = model.other_bytes + number * max(model.boundary_bytes)
+    for number in range(len(model.stage_bytes) + 1):
+        weight_bytes = model.other_bytes + number * max(model.stage_bytes)
         try:
             estimates.append(estimate_budget(model, weight_bytes, workload, offloads, cpu_computes))
         except ValueError as error:
@@ -134,13 +134,13 @@ def estimate_budget(
     """The highest rate with so many bytes of weights on the GPU, over numbers of requests in the CPU tier.
 
     ``offloads``: whether the system has a CPU tier of KV cache. ``cpu_computes``: whether the CPU may compute
-    boundaries.
+    stages.
 
     Raises:
         ValueError: the weights fit neither GPU nor host, or leave no room for a request; or so many bytes are too
             few, and the message names the least that work.
     """
-    least_bytes = model.other_bytes + least_gpu_bytes(model.boundary_bytes, cpu_computes)
+    least_bytes = model.other_bytes + least_gpu_bytes(model.stage_bytes, cpu_computes)
     if weight_bytes < least_bytes:
         least = gib_rounded_up(least_bytes)
         # Raises what is in the way of so many, too.
@@ -154,7 +154,7 @@ def estimate_budget(
     gpu_bytes = weight_bytes - model.other_bytes
     slots = model.layer_groups.slots(workload.context)
     on_gpu = min(workload.num_requests, gpu_kv_bytes / (model.kv_bytes_per_token * slots))
-    tier_bytes = model.cpu_kv_bytes(sum(model.boundary_bytes) - max(0.0, gpu_bytes))
+    tier_bytes = model.cpu_kv_bytes(sum(model.stage_bytes) - max(0.0, gpu_bytes))
     most_on_cpu = min(workload.num_requests - on_gpu, tier_bytes / (model.cpu_kv_bytes_per_token * slots))
     estimates = []
     for share in CPU_SHARES if offloads else CPU_SHARES[:1]:
@@ -162,8 +162,8 @@ def estimate_budget(
         if on_gpu + on_cpu < 1:
             continue
         ways = {cpu_computes}
-        if on_cpu and gpu_bytes >= least_gpu_bytes(model.boundary_bytes, cpu_computes=False):
-            ways.add(False)  # cores that compute boundaries do not attend meanwhile
+        if on_cpu and gpu_bytes >= least_gpu_bytes(model.stage_bytes, cpu_computes=False):
+            ways.add(False)  # cores that compute stages do not attend meanwhile
         estimates += [_estimate(model, weight_bytes, workload, on_gpu, on_cpu, way) for way in sorted(ways)]
     if not estimates:
         raise ValueError(
@@ -186,7 +186,7 @@ def _estimate(
         cpu_computes,
     )
     fastest = fastest_placements(problem)[0]
-    streamed_bytes = fastest.placement.bytes_at(Place.STREAMED, model.boundary_bytes)
+    streamed_bytes = fastest.placement.bytes_at(Place.STREAMED, model.stage_bytes)
     kv_bytes = on_cpu * model.layer_groups.slots(workload.context) * model.cpu_kv_bytes_per_token
     seconds = batch_s(streamed_bytes, kv_bytes, fastest.iteration_s, model.rates, fastest.cpu_s)
     return Estimate(weight_bytes, requests / seconds, requests, problem)

@@ -1,4 +1,4 @@
-"""What boundaries cost in each place, and the formulas for weights that do not fit the GPU: seconds, bytes, bytes/s."""
+"""What stages cost in each place, and the formulas for weights that do not fit the GPU: seconds, bytes, bytes/s."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class BoundaryCost:
-    """One boundary in a given iteration: the bytes of its weights, and seconds on GPU, on CPU and over PCIe.
+class StageCost:
+    """One stage in a given iteration: the bytes of its weights, and seconds on GPU, on CPU and over PCIe.
 
     ``cpu_s`` is without copies under way; ``crossing_s`` is what its rows take to the CPU and back.
     """
@@ -47,17 +47,17 @@ class Rates:
         return CopyEffect(self.pcie / self.dram, self.chunk_bytes / self.pcie / 2)
 
 
-def boundary_costs(
+def stage_costs(
     sizes: Sequence[float],
     whole_bytes: float,
     gpu_s: float,
     cpu_s: float,
     pcie_bytes_per_s: float,
     crossing_s: float = 0.0,
-) -> list[BoundaryCost]:
-    """Of boundaries of these sizes in bytes. GPU and CPU times are those of ``whole_bytes``; each has its share."""
+) -> list[StageCost]:
+    """Of stages of these sizes in bytes. GPU and CPU times are those of ``whole_bytes``; each has its share."""
     return [
-        BoundaryCost(size, gpu_s * size / whole_bytes, cpu_s * size / whole_bytes, size / pcie_bytes_per_s, crossing_s)
+        StageCost(size, gpu_s * size / whole_bytes, cpu_s * size / whole_bytes, size / pcie_bytes_per_s, crossing_s)
         for size in sizes
     ]
 
@@ -66,7 +66,7 @@ def batch_s(streamed_bytes: float, kv_bytes: float, gpu_s: float, rates: Rates, 
     """An iteration in which weights are streamed while the CPU attends to ``kv_bytes``: max(S/beta, C + K/b + S/D, G).
 
     The stream takes DRAM bandwidth from CPU attention, for which S/D stands. C is ``cpu_linear_s``, what the same cores
-    need for the boundaries that they compute; G is the lane's time, those boundaries included.
+    need for the stages that they compute; G is the GPU batch's time, those stages included.
     """
     cpu_s = cpu_linear_s + kv_bytes / rates.cpu_attention + streamed_bytes / rates.dram
     return max(streamed_bytes / rates.pcie, cpu_s, gpu_s)

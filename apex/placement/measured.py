@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 
 from apex.perf.progress import progress_bar
 from apex.placement.budget import UniformLoad, best_budget, estimate_budget
-from apex.placement.costs import BoundaryCost
+from apex.placement.costs import StageCost
 from apex.placement.memory import EngineMemory
 from apex.placement.search import PlacementProblem, TimedPlacement, refined_placement
-from apex.placement.timing import BoundaryTimes, attention_bytes_per_s, time_boundary
+from apex.placement.timing import StageTimes, attention_bytes_per_s, time_stage
 from swiftllm.config import EngineConfig
 from swiftllm.device import open_device
 from swiftllm.kv.format import cpu_format
 from swiftllm.machine import GIB, usable_cores
-from swiftllm.model.boundaries.placement import Placement, all_resident
 from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.stages.placement import Placement, all_resident
 from swiftllm.ops.select import select_ops
 from swiftllm.runtime.processors import resolve_dtype, resolve_kernel
 
@@ -66,12 +66,12 @@ def place_weights(config: EngineConfig, workload: UniformLoad | None = None, *, 
     ops = select_ops(device.torch_device, dtype, kernel)
     if config.weights_gpu_memory != "auto":
         gpu_bytes = memory.given_bytes(config.weights_gpu_memory)
-        if gpu_bytes >= sum(memory.boundary_bytes) + memory.embedding_bytes:
+        if gpu_bytes >= sum(memory.stage_bytes) + memory.embedding_bytes:
             return WeightsPlan()
         rows = sorted({1, max(2, config.max_num_seqs)})
         with progress_bar("measuring where weights belong") as progress:
-            times = time_boundary(model, dtype, device, ops, rows, progress)
-        costs = times.costs(memory.boundary_bytes, config.max_num_seqs)
+            times = time_stage(model, dtype, device, ops, rows, progress)
+        costs = times.costs(memory.stage_bytes, config.max_num_seqs)
         timed = refined_placement(PlacementProblem(costs, gpu_bytes, effect=times.rates().copy_effect))
         return WeightsPlan(timed.with_embedding(memory.embedding_bytes))
     workload = workload or assumed_workload(config, model)
@@ -81,7 +81,7 @@ def place_weights(config: EngineConfig, workload: UniformLoad | None = None, *, 
     memory.check_tiers()
     rows = sorted({1, max(2, config.max_num_seqs), config.max_num_batched_tokens + config.max_num_seqs})
     with progress_bar("measuring where weights belong") as progress:
-        times = time_boundary(model, dtype, device, ops, rows, progress)
+        times = time_stage(model, dtype, device, ops, rows, progress)
         progress(1.0, "attention")
         threads = config.cpu_threads or usable_cores()
         rates = attention_bytes_per_s(
@@ -113,9 +113,9 @@ def assumed_workload(config: EngineConfig, model: ModelConfig) -> UniformLoad:
 class MeasuredCosts:
     """This machine's; see :class:`apex.placement.budget.CostModel`."""
 
-    def __init__(self, memory: EngineMemory, times: BoundaryTimes, gpu_attention: float, cpu_attention: float) -> None:
+    def __init__(self, memory: EngineMemory, times: StageTimes, gpu_attention: float, cpu_attention: float) -> None:
         """Attention rates are bytes of K and V a second."""
-        self.boundary_bytes, self.other_bytes = memory.boundary_bytes, memory.other_bytes
+        self.stage_bytes, self.other_bytes = memory.stage_bytes, memory.other_bytes
         self.kv_bytes_per_token, self.cpu_kv_bytes_per_token = memory.kv_bytes_per_token, memory.cpu_kv_bytes_per_token
         self.layer_groups = memory.layer_groups
         self.gpu_kv_bytes, self.cpu_kv_bytes = memory.gpu_kv_bytes, memory.cpu_kv_bytes
@@ -125,10 +125,10 @@ class MeasuredCosts:
         model = memory.model
         self._vocabulary_share = model.vocab_size * model.hidden_size * memory.dtype.itemsize / times.weight_bytes
 
-    def costs(self, rows: float) -> list[BoundaryCost]:
-        return self._times.costs(self.boundary_bytes, rows)
+    def costs(self, rows: float) -> list[StageCost]:
+        return self._times.costs(self.stage_bytes, rows)
 
     def other_s(self, on_gpu: float, context: float, requests: float) -> float:
-        """Attention at its measured rate; the vocabulary's matrix takes its share of a boundary's time."""
+        """Attention at its measured rate; the vocabulary's matrix takes its share of a stage's time."""
         attention_s = on_gpu * self.layer_groups.slots(context) * self.kv_bytes_per_token / self._gpu_attention
         return attention_s + self._vocabulary_share * self._times.gpu(requests)

@@ -11,7 +11,7 @@ from swiftllm.kv.budget import CPU_TIER_SHARE, HOST_HEADROOM_BYTES
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB, available_host_bytes, gib_rounded_up
 from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.weights.sizes import boundary_bytes, embedding_bytes
+from swiftllm.model.weights.sizes import embedding_bytes, stage_bytes
 from swiftllm.runtime.memory_estimate import estimate_memory
 from swiftllm.runtime.processors import resolve_residual_dtype
 
@@ -33,7 +33,7 @@ class EngineMemory:
         sizes = {"device_bytes": card_bytes, "host_bytes": host_bytes}
         residual_dtype = resolve_residual_dtype(config.model, dtype)
         budget = estimate_memory(config, model, dtype, residual_dtype=residual_dtype, **sizes)
-        self.boundary_bytes = boundary_bytes(model, dtype)
+        self.stage_bytes = stage_bytes(model, dtype)
         assert budget.weights is not None, "an estimate has them"
         self.weight_bytes, self.other_bytes = budget.weight_bytes, budget.weights.staying
         self.embedding_bytes = embedding_bytes(model, dtype)
@@ -46,7 +46,7 @@ class EngineMemory:
         self.host_bytes = host_bytes - HOST_HEADROOM_BYTES - self.embedding_bytes
 
     def given_bytes(self, memory_gib: float) -> float:
-        """Bytes for resident boundaries and slots, and an embedding beside all of them, where weights may use
+        """Bytes for resident stages and slots, and an embedding beside all of them, where weights may use
         ``memory_gib``.
 
         Raises:
@@ -58,7 +58,7 @@ class EngineMemory:
                 f"weights_gpu_memory={memory_gib:g} GiB is less than vocabulary and norms, which stay on the GPU: "
                 f"give at least {gib_rounded_up(self.other_bytes)}, or take a smaller model"
             )
-        self._left_on_host(sum(self.boundary_bytes) - gpu_bytes)
+        self._left_on_host(sum(self.stage_bytes) - gpu_bytes)
         return gpu_bytes
 
     def check_tiers(self) -> None:

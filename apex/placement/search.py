@@ -1,4 +1,4 @@
-"""The search for a placement: all numbers of streamed and CPU boundaries are tried (Park and Egger, section 4.2).
+"""The search for a placement: all numbers of streamed and CPU stages are tried (Park and Egger, section 4.2).
 
 Their objective is the maximum of CPU time, host-to-device time and decompression. It bounds an iteration from below.
 It is reached unless the two slots are full while the CPU computes. So the bound excludes most numbers, and the
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from apex.placement.costs import BoundaryCost, CopyEffect, beside_copies_s
-from swiftllm.model.boundaries.placement import SLOTS, Place, Placement, spread
+from apex.placement.costs import CopyEffect, StageCost, beside_copies_s
+from swiftllm.model.stages.placement import SLOTS, Place, Placement, spread
 
 NO_EFFECT = CopyEffect()
 CYCLES = 4
@@ -28,14 +28,14 @@ class PlacementProblem:
     """What a placement is searched for.
 
     Attributes:
-        costs: of the boundaries from -1 on, in the iteration to choose for.
-        gpu_bytes: GPU memory for resident boundaries and slots.
-        other_s: what an iteration takes on the GPU beside its boundaries: attention, logits, sampling.
+        costs: of the stages from -1 on, in the iteration to choose for.
+        gpu_bytes: GPU memory for resident stages and slots.
+        other_s: what an iteration takes on the GPU beside its stages: attention, logits, sampling.
         effect: of copies on the CPU.
-        cpu_computes: whether boundaries may be the CPU's.
+        cpu_computes: whether stages may be the CPU's.
     """
 
-    costs: Sequence[BoundaryCost]
+    costs: Sequence[StageCost]
     gpu_bytes: float
     other_s: float = 0.0
     effect: CopyEffect = NO_EFFECT
@@ -43,7 +43,7 @@ class PlacementProblem:
 
     @property
     def sizes(self) -> list[float]:
-        """Bytes of the boundaries."""
+        """Bytes of the stages."""
         return [cost.weight_bytes for cost in self.costs]
 
 
@@ -67,7 +67,7 @@ class TimedPlacement:
 
 
 def fastest_placements(problem: PlacementProblem) -> list[TimedPlacement]:
-    """The fastest placement for each number of streamed boundaries, fastest first.
+    """The fastest placement for each number of streamed stages, fastest first.
 
     Those that their objective excludes are left out, but for :data:`STARTS` placements.
 
@@ -77,7 +77,7 @@ def fastest_placements(problem: PlacementProblem) -> list[TimedPlacement]:
     bounded = []
     for placement in _placements_that_fit(problem):
         stream_s, cpu_s, gpu_s = parts_s = _parts_s(placement, problem)
-        # GPU time adds to the CPU's: a boundary waits for the one before.
+        # GPU time adds to the CPU's: a stage waits for the one before.
         bounded.append((max(cpu_s + gpu_s, stream_s), placement, parts_s))
     found: list[TimedPlacement] = []
     for bound_s, placement, parts_s in sorted(bounded, key=lambda entry: entry[0]):
@@ -99,9 +99,9 @@ def _makes_useless(other: TimedPlacement, timed: TimedPlacement, problem: Placem
 
 
 def refined_placement(problem: PlacementProblem) -> TimedPlacement:
-    """The best of the fastest few, each improved boundary by boundary. Takes up to a second.
+    """The best of the fastest few, each improved stage by stage. Takes up to a second.
 
-    The first and the last boundary are smaller than the others, for which an even spread does not account.
+    The first and the last stage are smaller than the others, for which an even spread does not account.
 
     Raises:
         ValueError: no placement fits; the message says what would.
@@ -112,7 +112,7 @@ def refined_placement(problem: PlacementProblem) -> TimedPlacement:
 
 
 def _improve(timed: TimedPlacement, problem: PlacementProblem) -> TimedPlacement:
-    """After all changes of one boundary, and exchanges with the first or the last, that make it faster."""
+    """After all changes of one stage, and exchanges with the first or the last, that make it faster."""
     sizes = problem.sizes
     places = tuple(Place) if problem.cpu_computes else (Place.RESIDENT, Place.STREAMED)
     while True:
@@ -138,10 +138,10 @@ def _neighbours(placement: Placement, allowed: Sequence[Place]) -> Iterator[Plac
 
 
 def iteration_s(placement: Placement, problem: PlacementProblem) -> float:
-    """An iteration in the steady state: each boundary after the one before, copies ahead as far as slots are free.
+    """An iteration in the steady state: each stage after the one before, copies ahead as far as slots are free.
 
-    The copy of a streamed boundary begins once the last but one before it is left. ``problem.other_s`` is spread over
-    the boundaries, as attention is.
+    The copy of a streamed stage begins once the last but one before it is left. ``problem.other_s`` is spread over
+    the stages, as attention is.
     """
     costs, effect = problem.costs, problem.effect
     each_s = problem.other_s / len(costs)
@@ -178,21 +178,21 @@ def iteration_s(placement: Placement, problem: PlacementProblem) -> float:
 
 
 def least_gpu_bytes(sizes: Sequence[float], cpu_computes: bool) -> float:
-    """GPU memory without which no placement of boundaries of these bytes fits: that of slots, or of all boundaries if
+    """GPU memory without which no placement of stages of these bytes fits: that of slots, or of all stages if
     they take less. The CPU needs none."""
     return 0.0 if cpu_computes else min(SLOTS * max(sizes), sum(sizes))
 
 
 def _placements_that_fit(problem: PlacementProblem) -> Iterator[Placement]:
-    """One placement for each number of streamed boundaries: as many resident ones as fit, the others on the CPU.
+    """One placement for each number of streamed stages: as many resident ones as fit, the others on the CPU.
 
-    Fewer resident boundaries than memory allows are never faster.
+    Fewer resident stages than memory allows are never faster.
     """
     sizes, gpu_bytes = problem.sizes, problem.gpu_bytes
     number, largest = len(sizes), max(sizes)
     for streamed in range(number + 1):
         free_bytes = gpu_bytes - (SLOTS * largest if streamed else 0.0)
-        least = number - streamed - 1 - int(max(0.0, free_bytes) / largest)  # the first and last make up one boundary
+        least = number - streamed - 1 - int(max(0.0, free_bytes) / largest)  # the first and last make up one stage
         for on_cpu in range(max(0, least), number - streamed + 1 if problem.cpu_computes else 1):
             placement = spread(number, streamed, on_cpu)
             if placement.gpu_bytes(sizes) <= gpu_bytes:

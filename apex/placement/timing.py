@@ -1,4 +1,4 @@
-"""What placements cost on this machine, timed before the model is loaded: one boundary of random weights in each place,
+"""What placements cost on this machine, timed before the model is loaded: one stage of random weights in each place,
 and attention in each tier."""
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ import torch
 
 import pacpu
 from apex.perf.model import Curve
-from apex.placement.costs import BoundaryCost, Rates, boundary_costs
+from apex.placement.costs import Rates, StageCost, stage_costs
 from swiftllm.device.device import Device
 from swiftllm.kv.format import KVFormat
 from swiftllm.machine import usable_cores
-from swiftllm.model.boundaries.loaded_weights import LoadedWeights, host_memory
-from swiftllm.model.boundaries.placement import Place, Placement
-from swiftllm.model.boundaries.weight_slots import CHUNK_BYTES
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.llama import LlamaModel
+from swiftllm.model.stages.loaded_weights import LoadedWeights, host_memory
+from swiftllm.model.stages.placement import Place, Placement
+from swiftllm.model.stages.weight_slots import CHUNK_BYTES
 from swiftllm.model.weights.llama_weights import dummy_weights
-from swiftllm.model.weights.sizes import boundary_bytes
+from swiftllm.model.weights.sizes import stage_bytes
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
 from swiftllm.read_limit import read_limit
 
 REPEATS = 5
-ENOUGH_S = 3.0  # of repetitions: a CPU takes seconds for hundreds of rows of a large boundary
+ENOUGH_S = 3.0  # of repetitions: a CPU takes seconds for hundreds of rows of a large stage
 SAMPLE_VOCABULARY = 16  # the sample's embedding need not be large
 ATTENDED_BYTES = 256 << 20  # of K and V: more than caches hold
 MOST_OF_DRAM = 0.9  # that a link takes: one as fast as DRAM would leave the CPU nothing
-SAMPLE_LAYER = 0  # the boundary between the sample's two layers
+SAMPLE_LAYER = 0  # the stage between the sample's two layers
 ATTENDING = 32  # requests, where attention is timed
 BLOCK_SIZE = 16  # of their KV cache
 
 
 @dataclass(frozen=True)
-class BoundaryTimes:
-    """Seconds of one boundary of ``weight_bytes``: on GPU and CPU over rows, and over PCIe.
+class StageTimes:
+    """Seconds of one stage of ``weight_bytes``: on GPU and CPU over rows, and over PCIe.
 
     ``read_bytes_per_s`` is the limit of the CPU's streaming reads.
     """
@@ -53,10 +53,10 @@ class BoundaryTimes:
     stream_s: float
     read_bytes_per_s: float
 
-    def costs(self, sizes: Sequence[float], rows: float) -> list[BoundaryCost]:
-        """Of boundaries of these sizes in bytes: each takes its share of the times."""
+    def costs(self, sizes: Sequence[float], rows: float) -> list[StageCost]:
+        """Of stages of these sizes in bytes: each takes its share of the times."""
         pcie_bytes_per_s = self.weight_bytes / self.stream_s
-        return boundary_costs(sizes, self.weight_bytes, self.gpu(rows), self.cpu(rows), pcie_bytes_per_s)
+        return stage_costs(sizes, self.weight_bytes, self.gpu(rows), self.cpu(rows), pcie_bytes_per_s)
 
     def rates(self, cpu_attention_bytes_per_s: float = inf) -> Rates:
         pcie_bytes_per_s = self.weight_bytes / self.stream_s
@@ -64,20 +64,20 @@ class BoundaryTimes:
         return Rates(pcie_bytes_per_s, cpu_attention_bytes_per_s, dram_bytes_per_s, CHUNK_BYTES)
 
 
-def time_boundary(
+def time_stage(
     model: ModelConfig,
     dtype: torch.dtype,
     device: Device,
     ops: Ops,
     rows: Sequence[int],
     progress: Callable[[float, str], None] = lambda done, what: None,
-) -> BoundaryTimes:
-    """Time one boundary of a model in each place, with these numbers of rows, ascending, at least two."""
+) -> StageTimes:
+    """Time one stage of a model in each place, with these numbers of rows, ascending, at least two."""
     sample = replace(model, num_layers=2, vocab_size=SAMPLE_VOCABULARY)
     seconds: dict[Place, list[float]] = {}
     host_ops = CpuOps(num_threads=usable_cores())
     for place in Place:
-        progress(len(seconds) / len(Place), f"one boundary, {place.value}")
+        progress(len(seconds) / len(Place), f"one stage, {place.value}")
         placement = Placement((Place.RESIDENT, place, Place.RESIDENT))
         tensors = dummy_weights(sample, device.torch_device, dtype, on_host=host_memory(placement, device))
         weights = LoadedWeights(sample, tensors, ops, placement, device, host_ops)
@@ -86,8 +86,8 @@ def time_boundary(
         else:
             llama = LlamaModel(sample, weights, ops)
             seconds[place] = [_median_s(device, _crossing(llama, device, dtype, count)) for count in rows]
-    return BoundaryTimes(
-        boundary_bytes(sample, dtype)[SAMPLE_LAYER + 1],
+    return StageTimes(
+        stage_bytes(sample, dtype)[SAMPLE_LAYER + 1],
         Curve(tuple(rows), tuple(seconds[Place.RESIDENT])),
         Curve(tuple(rows), tuple(seconds[Place.CPU])),
         seconds[Place.STREAMED][0],
@@ -135,7 +135,7 @@ def _attention_rate(
 
 
 def _copy(weights: LoadedWeights) -> None:
-    """Leave the only streamed boundary, which sends it again, and wait for it."""
+    """Leave the only streamed stage, which sends it again, and wait for it."""
     weights.enter(SAMPLE_LAYER + 1)
     weights.enter(SAMPLE_LAYER)
 
@@ -146,7 +146,7 @@ def _crossing(model: LlamaModel, device: Device, dtype: torch.dtype, rows: int) 
     attention_out = torch.randn(rows, config.num_heads, config.head_dim, **where)
     residual = torch.randn(rows, config.hidden_size, **where)
     rotary_rows = model.rotary_table[torch.zeros(rows, dtype=torch.int64, device=device.torch_device)]
-    return lambda: model.cross(SAMPLE_LAYER, attention_out, residual, rotary_rows)
+    return lambda: model.stage(SAMPLE_LAYER, attention_out, residual, rotary_rows)
 
 
 @torch.inference_mode()

@@ -174,7 +174,7 @@ def stall_guard(engine: Engine, timeout_s: float) -> Iterator[Callable[[object],
     alarms = 0
 
     def fail() -> None:
-        state = {"now": engine.state(), "counters": counters_of(engine), "engine": engine.describe()}
+        state = {"now": engine.status(), "counters": counters_of(engine), "engine": engine.describe()}
         raise ReplayStalled(f"no progress for {timeout_s:g} s; engine state: {json.dumps(state, default=str)}")
 
     def count_alarm(*_: object) -> None:

@@ -170,8 +170,8 @@ def compute_metrics(
     ``window_s`` is the duration of a run that is cut after it. Such runs, and those with best-effort requests, also
     have :func:`class_metrics` and :func:`attainment_metrics`.
 
-    ``stats`` are the engine's counters over the replay. ``lane_busy_s`` is the time the lane computed, without
-    waiting for the CPU; ``cpu_busy_s`` is the time the CPU attention worker computed.
+    ``stats`` are the engine's counters over the replay. ``gpu_batch_busy_s`` is the time the GPU batch computed,
+    without waiting for the CPU; ``cpu_busy_s`` is the time the CPU attention worker computed.
     """
     stats, span = stats or {}, makespan_s(records)
 
@@ -202,7 +202,7 @@ def compute_metrics(
         "prompt_tokens": sum(record.prompt_len for record in done),
         "makespan_s": span,
         "wall_s": wall_s,
-        "lane_busy_fraction": busy_fraction(stats.get("lane_busy_s"), wall_s),
+        "gpu_batch_busy_fraction": busy_fraction(stats.get("gpu_batch_busy_s"), wall_s),
         "cpu_busy_fraction": busy_fraction(stats.get("cpu_busy_s"), wall_s),
         **({} if window_s is None else {"window_s": window_s}),
         **by_class,

@@ -1,19 +1,19 @@
-"""The papers' schedulers: residents and predictions to an iteration plan. Importing this registers them."""
+"""The papers' schedulers: scheduler state and predictions to an iteration plan. Importing this registers them."""
 
 from __future__ import annotations
 
-from apex.schedulers.adaptive.policy import Adaptive
+from apex.schedulers.adaptive.scheduler import Adaptive
 from apex.schedulers.apex import Apex
 from apex.schedulers.hybrid import Predicting
 from apex.schedulers.neo import FastDecode, Neo
 from apex.schedulers.omniserve.baselines import Llumnix, Sarathi
-from apex.schedulers.omniserve.policy import OmniServe, OmniServeStepping
+from apex.schedulers.omniserve.scheduler import OmniServe, OmniServeStepping
 from swiftllm.core.request import Tier
 from swiftllm.systems import System, register_system
 
 
 def register_scheduler(
-    name: str, summary: str, policy: type[Predicting], cached_tiers: tuple[Tier, ...] = tuple(Tier)
+    name: str, summary: str, scheduler: type[Predicting], cached_tiers: tuple[Tier, ...] = tuple(Tier)
 ) -> None:
     """Make a scheduler that decodes on the CPU a named system, real and simulated. See
     :class:`~swiftllm.systems.System` for ``cached_tiers``.
@@ -21,16 +21,18 @@ def register_scheduler(
     Raises:
         ValueError: another system has that name.
     """
-    register_system(System(name, summary, policy, needs_predictions=True, cached_tiers=cached_tiers))
+    register_system(System(name, summary, scheduler, needs_predictions=True, cached_tiers=cached_tiers))
 
 
 register_scheduler("neo", "NEO (MLSys'25): load-aware scheduling, asymmetric pipelining", Neo, ())
 register_scheduler("fastdecode", "FastDecode+ (in NEO): all decode attention on the CPU", FastDecode, ())
 register_scheduler("apex", "APEX: an inequality chooses pipelining or asynchronous overlap", Apex)
-register_scheduler("adaptive", "this project's: prompts beside decodes, lockstep or free-running cohorts", Adaptive)
+register_scheduler("adaptive", "this project's: prompts beside decodes, lockstep or free-running CPU batches", Adaptive)
 register_scheduler("omniserve", "OmniServe (SIGMOD'26): best-effort requests in the time that targets leave", OmniServe)
 register_scheduler(
-    "omniserve-stepping", "omniserve whose best-effort cohorts also step (this project's)", OmniServeStepping
+    "omniserve-stepping",
+    "omniserve whose best-effort CPU batches also run stages alone (this project's)",
+    OmniServeStepping,
 )
 register_scheduler("sarathi", "Sarathi-Serve (OSDI'24) with two classes: GPU only, within targets", Sarathi, ())
 register_system(

@@ -1,4 +1,5 @@
-"""What policies that decode on the CPU share: predictions, patience with requests left out, and plans of known form."""
+"""What schedulers that decode on the CPU share: predictions, patience with requests left out, and plans of known
+form."""
 
 from __future__ import annotations
 
@@ -6,30 +7,30 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
-from apex.perf.lane_load import LaneLoad
+from apex.perf.gpu_batch_load import GpuBatchLoad
 from apex.perf.model import PerfModel
 from apex.perf.online import OnlineCorrection
 from apex.schedulers.cpu_decodes import CpuDecodes
 from apex.schedulers.pipeline import Pipeline
 from apex.strategy import StrategyConfig
-from swiftllm.core.plan import RIDE, STEP, IterationPlan, StepResult
+from swiftllm.core.plan import ALONE, JOINED, IterationPlan, StepResult
 from swiftllm.core.request import Request, Tier
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.arrival_queue import arrival_order
-from swiftllm.scheduling.cohorts import Cohort
-from swiftllm.scheduling.draft import Draft
+from swiftllm.scheduling.cpu_batches import CpuBatch
 from swiftllm.scheduling.parts import one_tier, two_tiers
-from swiftllm.scheduling.policy import Policy
-from swiftllm.scheduling.residents import Residents
-from swiftllm.scheduling.rules import Rules
+from swiftllm.scheduling.plan_builder import PlanBuilder
+from swiftllm.scheduling.rules import SchedulingRules
+from swiftllm.scheduling.scheduler import Scheduler
+from swiftllm.scheduling.state import SchedulerState
 
 MOST_COPIES = 4096  # cached blocks that a plan copies to the CPU tier at most, however fast PCIe is
 
 
-class Predicting(Policy):
-    """A policy whose decisions rest on times that a performance model predicts, corrected by those of iterations."""
+class Predicting(Scheduler):
+    """A scheduler whose decisions rest on times that a performance model predicts, corrected by those of iterations."""
 
-    rules = Rules(tiers=(Tier.GPU, Tier.CPU))
+    rules = SchedulingRules(tiers=(Tier.GPU, Tier.CPU))
     _kv: KVCacheManager | None = None
 
     def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
@@ -54,8 +55,8 @@ class Predicting(Policy):
 
         kv.copying_pays = copying_pays
 
-    def observe(self, plan: IterationPlan, result: StepResult, boundaries: Mapping[int, int]) -> None:
-        if self._correction is not None and self._correction.observe(plan, result, boundaries):
+    def observe(self, plan: IterationPlan, result: StepResult, stages: Mapping[int, int]) -> None:
+        if self._correction is not None and self._correction.observe(plan, result, stages):
             self.use_model(self._correction.model)
 
     @property
@@ -74,20 +75,21 @@ class Hybrid(Predicting):
         self.uses_cpu = config.pipelines or (can_overlap and config.overlaps)
         self.patience = Patience(config.max_wait_iterations)
         if not self.uses_cpu:
-            self.rules, self._correction = Rules(), None
+            self.rules, self._correction = SchedulingRules(), None
 
-    def plan(self, residents: Residents) -> IterationPlan:
+    def plan(self, state: SchedulerState) -> IterationPlan:
         if not self.uses_cpu:
-            return one_tier(residents)
-        draft = Draft(residents)
-        ready = two_tiers(draft, self.limit_prompts)
-        return self.decide(draft, CpuDecodes(ready, self.patience.overdue(ready, residents.iteration)))
+            return one_tier(state)
+        builder = PlanBuilder(state)
+        ready = two_tiers(builder, self.limit_prompts)
+        return self.decide(builder, CpuDecodes(ready, self.patience.overdue(ready, state.iteration)))
 
-    def limit_prompts(self, draft: Draft) -> None:
+    def limit_prompts(self, builder: PlanBuilder) -> None:
         """Called once a plan, before the first prompt is added."""
 
-    def decide(self, draft: Draft, ready: CpuDecodes) -> IterationPlan:
-        """The plan for what is drafted and the CPU decodes that may start a token; it must serve ``ready.overdue``."""
+    def decide(self, builder: PlanBuilder, ready: CpuDecodes) -> IterationPlan:
+        """The plan for what is in the builder and the CPU decodes that may start a token; it must serve
+        ``ready.overdue``."""
         raise NotImplementedError
 
 
@@ -117,35 +119,36 @@ class Patience:
         self._next_look = iteration
 
 
-def lane_s(model: PerfModel, load: LaneLoad) -> float:
-    """Seconds of an iteration of the lane alone."""
+def gpu_batch_s(model: PerfModel, load: GpuBatchLoad) -> float:
+    """Seconds of an iteration of the GPU batch alone."""
     layer_s = model.layer_s(model.linear_s(load.tokens) + load.gpu_attention_s(model))
     return model.num_layers * layer_s + model.outside_layers_s(load.requests)
 
 
 def gpu_only(
-    draft: Draft, model: PerfModel, load: LaneLoad, predicted: Mapping[str, float] | None = None
+    builder: PlanBuilder, model: PerfModel, load: GpuBatchLoad, predicted: Mapping[str, float] | None = None
 ) -> IterationPlan:
-    return draft.plan(predicted={"iteration_s": lane_s(model, load), **(predicted or {})})
+    return builder.plan(predicted={"iteration_s": gpu_batch_s(model, load), **(predicted or {})})
 
 
 def pipelined(
-    draft: Draft,
+    builder: PlanBuilder,
     pipeline: Pipeline,
-    under_way: Sequence[Cohort] = (),
+    under_way: Sequence[CpuBatch] = (),
     predicted: Mapping[str, float] | None = None,
 ) -> IterationPlan:
-    """Asymmetric pipelining: batch-0's CPU decodes ride the lane; batch-1 and cohorts ``under_way`` step."""
-    plans = [cohort.plan(STEP) for cohort in under_way]
-    batches = zip(pipeline.batches, (RIDE, STEP), strict=True)
-    plans += [draft.residents.cohorts.batch(batch.requests, rule) for batch, rule in batches if batch.requests]
-    return draft.plan(plans, {"iteration_s": pipeline.iteration_s(), **(predicted or {})})
+    """Asymmetric pipelining: batch-0's CPU decodes join the GPU batch; batch-1 and CPU batches ``under_way`` run
+    alone."""
+    plans = [cpu_batch.plan(ALONE) for cpu_batch in under_way]
+    batches = zip(pipeline.batches, (JOINED, ALONE), strict=True)
+    plans += [builder.state.cpu_batches.batch(batch.requests, mode) for batch, mode in batches if batch.requests]
+    return builder.plan(plans, {"iteration_s": pipeline.iteration_s(), **(predicted or {})})
 
 
 def add_cpu_decodes(pipeline: Pipeline, ready: CpuDecodes, config: StrategyConfig) -> None:
     """NEO's step 4: fill the batches with CPU decodes that stay hidden, and the overdue one.
 
-    With the limit disabled, or with an empty lane, take all of them: then the two batches hide each other.
+    With the limit disabled, or with an empty GPU batch, take all of them: then the two batches hide each other.
     """
     if config.disable_cpu_decode_limit or not pipeline.load.requests:
         pipeline.split_evenly(ready)
@@ -155,25 +158,25 @@ def add_cpu_decodes(pipeline: Pipeline, ready: CpuDecodes, config: StrategyConfi
         pipeline.add_overdue(ready.overdue)
 
 
-def put_off_cpu_prompts(draft: Draft, pipeline: Pipeline, config: StrategyConfig) -> None:
+def put_off_cpu_prompts(builder: PlanBuilder, pipeline: Pipeline, config: StrategyConfig) -> None:
     """NEO's step 5: postpone prefills bound for the CPU, the youngest first, while the CPU stays hidden without them.
 
-    The batches stay as they are. So do prefills within the flat part of the linear time, since they cost the lane
+    The batches stay as they are. So do prefills within the flat part of the linear time, since they cost the GPU batch
     nothing, and the last one of all: otherwise the CPU would never get any work. In one iteration of
     ``max_wait_iterations`` none waits for a younger one: short prompts that always find room on the GPU would starve a
     long one.
     """
     if config.disable_postponed_cpu_prompts:
         return
-    in_order = draft.residents.iteration % config.max_wait_iterations == 0
-    on_gpu = [item.request for item in draft.prefills if item.tier is Tier.GPU]
-    for item in reversed([item for item in draft.prefills if item.tier is Tier.CPU]):
+    in_order = builder.state.iteration % config.max_wait_iterations == 0
+    on_gpu = [item.request for item in builder.prefills if item.tier is Tier.GPU]
+    for item in reversed([item for item in builder.prefills if item.tier is Tier.CPU]):
         if in_order and any(arrival_order(item.request) < arrival_order(request) for request in on_gpu):
             break
         load = pipeline.load
         pipeline.set_load(load.without(item))
-        lane_tokens = pipeline.load.tokens + pipeline.batches[0].size
-        if len(load.chunks) == 1 or lane_tokens < pipeline.model.flat_linear_tokens or not pipeline.hides_cpu():
+        gpu_batch_tokens = pipeline.load.tokens + pipeline.batches[0].size
+        if len(load.chunks) == 1 or gpu_batch_tokens < pipeline.model.flat_linear_tokens or not pipeline.hides_cpu():
             pipeline.set_load(load)
             break
-        draft.put_off(item)
+        builder.put_off(item)

@@ -24,7 +24,7 @@ def pipelined_layer_s(
     cpu_attention_0_s: float,
     cpu_attention_1_s: float,
 ) -> float:
-    """One layer of asymmetric pipelining (NEO section 3.2): the lane works on one batch, the CPU on the other."""
+    """One layer of asymmetric pipelining (NEO section 3.2): the GPU batch works on one batch, the CPU on the other."""
     return max(linear_0_s, cpu_attention_1_s) + max(linear_1_s + gpu_attention_0_s, cpu_attention_0_s)
 
 
@@ -51,7 +51,7 @@ def pipelining_pays(
     window_s = pipelined_s if cpu_window_s is None else cpu_window_s
     gpu_tokens = gpu_rate * gpu_attention_s
     gpu_only_s = max(linear_s + gpu_attention_s, stream_s)
-    # With an empty lane both times are 0, and pipelining is the CPU by itself.
+    # With an empty GPU batch both times are 0, and pipelining is the CPU by itself.
     left = (gpu_tokens + cpu_rate * window_s) / pipelined_s if pipelined_s else cpu_rate
     right = gpu_tokens / gpu_only_s if gpu_only_s else 0.0
     return Inequality(left, right)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from apex.perf.lane_load import LaneLoad
+from apex.perf.gpu_batch_load import GpuBatchLoad
 from apex.perf.model import PerfModel
 from apex.schedulers.cpu_decodes import CpuDecodes
 from apex.schedulers.hybrid import (
     Hybrid,
     Predicting,
     add_cpu_decodes,
+    gpu_batch_s,
     gpu_only,
-    lane_s,
     pipelined,
     put_off_cpu_prompts,
 )
@@ -18,10 +18,10 @@ from apex.schedulers.pipeline import Pipeline
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import Tier
-from swiftllm.scheduling.draft import Draft
 from swiftllm.scheduling.parts import two_tiers
-from swiftllm.scheduling.residents import Residents
-from swiftllm.scheduling.rules import Rules
+from swiftllm.scheduling.plan_builder import PlanBuilder
+from swiftllm.scheduling.rules import SchedulingRules
+from swiftllm.scheduling.state import SchedulerState
 
 
 class Neo(Hybrid):
@@ -35,17 +35,17 @@ class Neo(Hybrid):
             raise ValueError("neo has no asynchronous overlap; use --system apex for it")
         super().__init__(model, config, can_overlap=False)
 
-    def decide(self, draft: Draft, ready: CpuDecodes) -> IterationPlan:
-        pipeline = Pipeline(self.model, LaneLoad.from_draft(draft))
+    def decide(self, builder: PlanBuilder, ready: CpuDecodes) -> IterationPlan:
+        pipeline = Pipeline(self.model, GpuBatchLoad.from_builder(builder))
         add_cpu_decodes(pipeline, ready, self.config)
         if not pipeline.load.requests or ready.overdue is not None:
-            return pipelined(draft, pipeline)
-        put_off_cpu_prompts(draft, pipeline, self.config)
+            return pipelined(builder, pipeline)
+        put_off_cpu_prompts(builder, pipeline, self.config)
         if any(batch.size for batch in pipeline.batches):
-            gpu_only_rate = pipeline.load.requests / lane_s(self.model, pipeline.load)
+            gpu_only_rate = pipeline.load.requests / gpu_batch_s(self.model, pipeline.load)
             if self.config.is_forced or pipeline.num_requests / pipeline.iteration_s() > gpu_only_rate:
-                return pipelined(draft, pipeline)
-        return gpu_only(draft, self.model, pipeline.load)
+                return pipelined(builder, pipeline)
+        return gpu_only(builder, self.model, pipeline.load)
 
 
 class FastDecode(Predicting):
@@ -54,19 +54,19 @@ class FastDecode(Predicting):
     The GPU computes prefills and linear layers only.
     """
 
-    rules = Rules(tiers=(Tier.CPU,))
+    rules = SchedulingRules(tiers=(Tier.CPU,))
 
     def __init__(self, model: PerfModel, config: StrategyConfig) -> None:
         if not config.pipelines:
             raise ValueError("fastdecode has asymmetric pipelining only; use --system neo or apex")
         super().__init__(model, config)
 
-    def plan(self, residents: Residents) -> IterationPlan:
-        draft = Draft(residents)
-        ready = CpuDecodes(two_tiers(draft))
-        load = LaneLoad.from_draft(draft)
+    def plan(self, state: SchedulerState) -> IterationPlan:
+        builder = PlanBuilder(state)
+        ready = CpuDecodes(two_tiers(builder))
+        load = GpuBatchLoad.from_builder(builder)
         if not ready:
-            return gpu_only(draft, self.model, load)
+            return gpu_only(builder, self.model, load)
         pipeline = Pipeline(self.model, load)
         pipeline.split_evenly(ready)
-        return pipelined(draft, pipeline)
+        return pipelined(builder, pipeline)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from apex.perf.lane_load import LaneLoad, context_tokens
+from apex.perf.gpu_batch_load import GpuBatchLoad, context_tokens
 from apex.perf.model import PerfModel
 from apex.schedulers.cpu_decodes import CpuDecodeQueue, CpuDecodes, longest_run
 from apex.schedulers.inequality import pipelined_layer_s
@@ -23,7 +23,7 @@ class CpuBatch:
 
     requests: list[Request] = field(default_factory=list)
     context_tokens: int = 0
-    num_under_way: int = 0  # requests of cohorts under way, which step beside the batch
+    num_under_way: int = 0  # requests of CPU batches under way, which run alone beside the batch
 
     @property
     def size(self) -> int:
@@ -36,19 +36,19 @@ class CpuBatch:
 
 
 class Pipeline:
-    """A lane and two CPU batches, with the times that the model predicts for one layer."""
+    """A GPU batch and two CPU batches, with the times that the model predicts for one layer."""
 
-    def __init__(self, model: PerfModel, load: LaneLoad) -> None:
+    def __init__(self, model: PerfModel, load: GpuBatchLoad) -> None:
         self.model = model
         self.batches = (CpuBatch(), CpuBatch())
         self.set_load(load)
 
-    def set_load(self, load: LaneLoad) -> None:
+    def set_load(self, load: GpuBatchLoad) -> None:
         self.load = load
-        self._lane_attention_s = load.gpu_attention_s(self.model)
+        self._gpu_batch_attention_s = load.gpu_attention_s(self.model)
 
     def add_under_way(self, requests: Sequence[Request]) -> None:
-        """Add requests that are part of the way through their token; they step with batch-1."""
+        """Add requests that are part of the way through their token; they run alone, with batch-1."""
         self.batches[1].num_under_way += len(requests)
         self.batches[1].context_tokens += context_tokens(requests)
 
@@ -61,41 +61,41 @@ class Pipeline:
         return any(seconds(size, context) <= window_s for seconds, window_s in self._windows(batch))
 
     def hides_cpu(self) -> bool:
-        """Whether the lane never waits for CPU attention."""
+        """Whether the GPU batch never waits for CPU attention."""
         return all(self.hides(batch, batch.size, batch.context_tokens) for batch in self.batches)
 
     def _windows(self, batch: CpuBatch) -> list[Window]:
         """What must fit into what: T_c0 into T_l1 + T_ga0 for batch-0, T_c1 into T_l0 for batch-1.
 
-        Where weights are streamed, the lane waits for a layer's before batch-0's boundary. So batch-1's attention is
+        Where weights are streamed, the GPU batch waits for a layer's before batch-0's stage. So batch-1's attention is
         also hidden if it ends with the wait: T_c1 + T_l1 + T_ga0 within the time between layers. One window is enough.
         """
         model, (first, second) = self.model, self.batches
         cpu_attention_s = model.cpu_attention_s
         if batch is first:
-            return [(cpu_attention_s, model.linear_s(second.size) + self._lane_attention_s)]
+            return [(cpu_attention_s, model.linear_s(second.size) + self._gpu_batch_attention_s)]
         windows: list[Window] = [(cpu_attention_s, model.linear_s(self.load.tokens + first.size))]
         if model.stream_s:
 
-            def with_boundary_s(size: int, context: int) -> float:
+            def with_stage_s(size: int, context: int) -> float:
                 return cpu_attention_s(size, context) + model.linear_s(size)
 
-            windows.append((with_boundary_s, model.stream_s - self._lane_attention_s))
+            windows.append((with_stage_s, model.stream_s - self._gpu_batch_attention_s))
         return windows
 
     def iteration_s(self) -> float:
-        """All layers and the end boundaries of lane and batch-1; the host's fixed work counts once."""
+        """All layers and the end stages of GPU batch and batch-1; the host's fixed work counts once."""
         model, (first, second) = self.model, self.batches
         layer_s = pipelined_layer_s(
             linear_0_s=model.linear_s(self.load.tokens + first.size),
             linear_1_s=model.linear_s(second.size),
-            gpu_attention_0_s=self._lane_attention_s,
+            gpu_attention_0_s=self._gpu_batch_attention_s,
             cpu_attention_0_s=model.cpu_attention_s(first.size, first.context_tokens),
             cpu_attention_1_s=model.cpu_attention_s(second.size, second.context_tokens),
         )
-        lane_rows = self.num_requests - second.size
-        ends_s = model.outside_layers_s(lane_rows) + model.outside_layers_s(second.size)
-        if lane_rows and second.size:
+        gpu_batch_rows = self.num_requests - second.size
+        ends_s = model.outside_layers_s(gpu_batch_rows) + model.outside_layers_s(second.size)
+        if gpu_batch_rows and second.size:
             ends_s -= model.host_work_s(0)
         return model.num_layers * model.layer_s(layer_s) + ends_s
 

@@ -111,6 +111,6 @@ def build_simulated(
         "strategy": asdict(strategy),
         "profile": dict(table.identity),
     }
-    if found.policy is Vllm:
-        found = replace(found, policy=partial(Vllm, runtime.rules(Vllm.rules)))
+    if found.scheduler is Vllm:
+        found = replace(found, scheduler=partial(Vllm, runtime.rules(Vllm.rules)))
     return build(found, Platform(backend, limits, kv, description, vocab_size), predictions)

@@ -41,8 +41,8 @@ class PaperSetting:
     A setting ``like`` another is a reading of the same paper's machine: a paper's claims about it are about both.
     ``reading`` names the assumptions by which two such settings differ; None where there is one setting.
 
-    ``launch_us`` is what the code of a paper's system spends on launches for each ticket, in microseconds; it counts
-    only if the setting ``charges_launches``.
+    ``launch_us`` is what the code of a paper's system spends on launches for each attention task, in microseconds; it
+    counts only if the setting ``charges_launches``.
 
     To vary an assumption, replace ``host`` or ``cpu_bandwidth_gb_s`` (:func:`dataclasses.replace`), or figures with
     :meth:`with_figures`. If ``cpu_bandwidth_gb_s`` is None, each system has the rate of its kernel: the share of the
@@ -144,8 +144,8 @@ class PaperSetting:
         shape = LayerShape.from_config(self.model_config)
         return cpu_attention_gb_s(load_host(self.host), kernel, shape, self.cpu_kv_dtype)
 
-    def ticket_launch_us(self, system: str) -> float | None:
-        """Microseconds that launches add to each ticket of a system; None if its paper's code has no figure."""
+    def attention_launch_us(self, system: str) -> float | None:
+        """Microseconds that launches add to each attention task of a system; None if its paper's code has no figure."""
         if system not in self.launch_us:
             return None
         return self.launch_us[system] if self.charges_launches else 0.0
@@ -208,7 +208,7 @@ def load_setting(name: str, path: Path = PAPERS_FILE) -> PaperSetting:
     fields = {**base, **fields, "figures": {**base["figures"], **fields["figures"]}}
     figures = {figure: Figure(**entry) for figure, entry in fields["figures"].items()}
     kernels = {system: entry["kernel"] for system, entry in raw["cpu_kernels"].items()}
-    launch_us = {system: entry["ticket_us"] for system, entry in raw["launches"].items()}
+    launch_us = {system: entry["attention_us"] for system, entry in raw["launches"].items()}
     hub_name = raw["models"][fields["model"]]["hub"]
     given = {**fields, "figures": figures, "cpu_kernels": kernels, "launch_us": launch_us, "hub_name": hub_name}
     return PaperSetting(name, **given)

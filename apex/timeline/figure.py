@@ -15,9 +15,9 @@ from apex.timeline.spans import Iteration, Kind, Span, SpanWork, Timeline
 ZOOM_LAYERS = 8
 
 WIDTH_INCHES = 13.0
-LANE_LINEAR, LANE_ATTENTION = "#A6A6A6", "#D6D6D6"
+GPU_BATCH_LINEAR, GPU_BATCH_ATTENTION = "#A6A6A6", "#D6D6D6"
 # Okabe and Ito's colours: distinct for every common kind of colour vision.
-COHORT_COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#F0E442")
+CPU_BATCH_COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#F0E442")
 SWAP, HOST_WORK = "#7A6A9B", "#C8B695"
 ZOOM_COLOUR = "#FFF3CC"
 INK, FAINT = "#222222", "#666666"
@@ -33,18 +33,18 @@ LETTER_EMS, LEGEND_ENTRY_EMS = 0.56, 4.0
 
 @dataclass(frozen=True)
 class Track:
-    """A row of the chart and its kinds of spans; a row of steps belongs to one cohort slot."""
+    """A row of the chart and its kinds of spans; a row of own stages belongs to one CPU batch slot."""
 
     title: str
     kinds: tuple[Kind, ...]
     slot: int | None = None
 
     def shows(self, span: Span) -> bool:
-        return span.kind in self.kinds and (self.slot is None or span.cohorts[0].slot == self.slot)
+        return span.kind in self.kinds and (self.slot is None or span.cpu_batches[0].slot == self.slot)
 
 
 def draw_timeline(timeline: Timeline) -> Figure:
-    """Draw the chart. Boxes show their layer where it fits; each cohort slot has a colour.
+    """Draw the chart. Boxes show their layer where it fits; each CPU batch slot has a colour.
 
     Raises:
         ValueError: the timeline is empty.
@@ -84,12 +84,12 @@ def draw_timeline(timeline: Timeline) -> Figure:
 
 def chart_tracks(timeline: Timeline) -> list[Track]:
     """The rows that have a span, top to bottom."""
-    slots = sorted({span.cohorts[0].slot for span in timeline.spans if span.kind is Kind.STEP})
-    letters = {tag.slot: tag.letter for span in timeline.spans for tag in span.cohorts}
+    slots = sorted({span.cpu_batches[0].slot for span in timeline.spans if span.kind is Kind.STEP})
+    letters = {tag.slot: tag.letter for span in timeline.spans for tag in span.cpu_batches}
     tracks = [
-        Track("lane:\nlinear layers", (Kind.LINEAR, Kind.WAIT, Kind.SWAP_WAIT, Kind.OTHER)),
-        Track("lane:\nattention", (Kind.ATTENTION,)),
-        *(Track(f"cohort {letters[slot]}:\nown steps", (Kind.STEP,), slot) for slot in slots),
+        Track("GPU batch:\nlinear layers", (Kind.LINEAR, Kind.WAIT, Kind.SWAP_WAIT, Kind.OTHER)),
+        Track("GPU batch:\nattention", (Kind.ATTENTION,)),
+        *(Track(f"CPU batch {letters[slot]}:\nown stages", (Kind.STEP,), slot) for slot in slots),
         Track("CPU:\nattention", (Kind.CPU_ATTENTION,)),
         Track("PCIe\nto host", (Kind.TO_HOST,)),
         Track("PCIe\nto GPU", (Kind.TO_GPU,)),
@@ -99,26 +99,27 @@ def chart_tracks(timeline: Timeline) -> list[Track]:
 
 
 def zoom_window(timeline: Timeline) -> tuple[float, float]:
-    """The window to enlarge, in seconds: consecutive layers of one iteration, with the most work of cohorts.
+    """The window to enlarge, in seconds: consecutive layers of one iteration, with the most work of CPU batches.
 
-    Windows in which cohorts both ride and step come first, and of equal ones the middle one. It reaches from the start
-    of one boundary of the lane to the start of another; with an empty lane boundaries of cohorts count.
+    Windows in which CPU batches both join and run alone come first, and of equal ones the middle one. It reaches from
+    the start of one stage of the GPU batch to the start of another; with an empty GPU batch stages of CPU batches
+    count.
     """
     crossings = [span for span in timeline.spans if span.kind in (Kind.LINEAR, Kind.STEP)]
-    lane = [span for span in crossings if span.kind is Kind.LINEAR] or crossings
-    tickets = [span for span in timeline.spans if span.kind is Kind.CPU_ATTENTION]
+    gpu_batch = [span for span in crossings if span.kind is Kind.LINEAR] or crossings
+    futures = [span for span in timeline.spans if span.kind is Kind.CPU_ATTENTION]
     candidates = []
-    for first, last in zip(lane, lane[ZOOM_LAYERS - 1 :], strict=False):
+    for first, last in zip(gpu_batch, gpu_batch[ZOOM_LAYERS - 1 :], strict=False):
         if first.iteration == last.iteration:
-            inside = [span for span in (*crossings, *tickets) if first.start_s <= span.start_s <= last.end_s]
-            kinds = {span.kind for span in inside if span.cohorts}
-            candidates.append(((len(kinds), sum(len(span.cohorts) for span in inside)), first.start_s, last))
+            inside = [span for span in (*crossings, *futures) if first.start_s <= span.start_s <= last.end_s]
+            kinds = {span.kind for span in inside if span.cpu_batches}
+            candidates.append(((len(kinds), sum(len(span.cpu_batches) for span in inside)), first.start_s, last))
     if not candidates:  # a model of few layers
         return timeline.iterations[0].start_s, timeline.iterations[0].end_s
     most = max(worth for worth, _, _ in candidates)
     best = [(start_s, last) for worth, start_s, last in candidates if worth == most]
     start_s, last = best[len(best) // 2]
-    after = [span.start_s for span in lane if span.start_s > last.start_s and span.iteration == last.iteration]
+    after = [span.start_s for span in gpu_batch if span.start_s > last.start_s and span.iteration == last.iteration]
     end_s = after[0] if after else next(i.end_s for i in timeline.iterations if i.index == last.iteration)
     return start_s, end_s
 
@@ -144,7 +145,7 @@ def draw_tracks(
             text = box_text(span, timeline.num_layers, (right_s - left_s) * points_per_s) if labels else ""
             if text:
                 middle_ms = ((left_s + right_s) / 2 - zero_s) * 1e3
-                up = 0.12 if span.kind is Kind.LINEAR and span.cohorts else 0.0
+                up = 0.12 if span.kind is Kind.LINEAR and span.cpu_batches else 0.0
                 ax.text(
                     middle_ms, y + up, text, ha="center", va="center", fontsize=LABEL_POINTS, color=INK, clip_on=True
                 )
@@ -152,7 +153,7 @@ def draw_tracks(
         if start_s <= poll.time_s < end_s:
             at = (poll.time_s - zero_s) * 1e3, len(tracks) - 1
             size = {"markersize": 6, "markeredgewidth": 2.0} if labels else {"markersize": 4, "markeredgewidth": 1.2}
-            ax.plot(*at, marker="x", color=cohort_colour(poll.cohort.slot), **size, clip_on=False)
+            ax.plot(*at, marker="x", color=cpu_batch_colour(poll.cpu_batch.slot), **size, clip_on=False)
     ax.set_xlim((start_s - zero_s) * 1e3, (end_s - zero_s) * 1e3)
     ax.set_ylim(-0.55, len(tracks) - 0.4)
     titles = [track.title if labels else track.title.replace("\n", " ") for track in tracks]
@@ -170,30 +171,35 @@ def draw_box(ax: Axes, span: Span, left_ms: float, width_ms: float, y: int, outl
     edge = {"edgecolor": "#FFFFFF" if hatch is None else FAINT, "linewidth": 0.7 if outlined else 0.0}
     place = (left_ms, y - ROW_HEIGHT / 2)
     ax.add_patch(Rectangle(place, width_ms, ROW_HEIGHT, facecolor=colour, hatch=hatch, **edge))
-    if span.kind is Kind.LINEAR:  # a stripe for each rider at the foot of the lane's box
-        stripe = ROW_HEIGHT * 0.36 / max(1, len(span.cohorts))
-        for number, tag in enumerate(span.cohorts):
+    if span.kind is Kind.LINEAR:  # a stripe for each joined CPU batch at the foot of the GPU batch's box
+        stripe = ROW_HEIGHT * 0.36 / max(1, len(span.cpu_batches))
+        for number, tag in enumerate(span.cpu_batches):
             foot = (left_ms, y - ROW_HEIGHT / 2 + number * stripe)
-            ax.add_patch(Rectangle(foot, width_ms, stripe, facecolor=cohort_colour(tag.slot), **edge))
+            ax.add_patch(Rectangle(foot, width_ms, stripe, facecolor=cpu_batch_colour(tag.slot), **edge))
 
 
 def box_style(span: Span) -> tuple[str, str | None]:
     """Fill colour and hatching."""
-    lane = {Kind.LINEAR: LANE_LINEAR, Kind.ATTENTION: LANE_ATTENTION, Kind.SWAP: SWAP, Kind.OTHER: HOST_WORK}
+    gpu_batch = {
+        Kind.LINEAR: GPU_BATCH_LINEAR,
+        Kind.ATTENTION: GPU_BATCH_ATTENTION,
+        Kind.SWAP: SWAP,
+        Kind.OTHER: HOST_WORK,
+    }
     if span.kind in (Kind.WAIT, Kind.SWAP_WAIT):
         return "#FFFFFF", "////"
-    return lane.get(span.kind) or cohort_colour(span.cohorts[0].slot), None
+    return gpu_batch.get(span.kind) or cpu_batch_colour(span.cpu_batches[0].slot), None
 
 
-def cohort_colour(slot: int) -> str:
-    return COHORT_COLOURS[slot % len(COHORT_COLOURS)]
+def cpu_batch_colour(slot: int) -> str:
+    return CPU_BATCH_COLOURS[slot % len(CPU_BATCH_COLOURS)]
 
 
 def box_text(span: Span, num_layers: int, room: float) -> str:
     """The longest text of a box that fits ``room`` points; empty if none does."""
     if span.kind in (Kind.WAIT, Kind.SWAP_WAIT, Kind.OTHER):
         return ""
-    letters = "+".join(tag.letter for tag in span.cohorts)
+    letters = "+".join(tag.letter for tag in span.cpu_batches)
     ends: dict[int | None, str] = {-1: "E", num_layers - 1: "L"}
     layer = ends.get(span.layer) if span.kind in (Kind.LINEAR, Kind.STEP) else None
     layer = layer or str("" if span.layer is None else span.layer)
@@ -234,12 +240,12 @@ def width_points(ax: Axes) -> float:
 # -- texts ------------------------------------------------------------------------------------------------------------
 
 NOTE = (
-    "Lane: requests that go straight through all layers. Cohort: requests whose KV cache is in host memory, where the "
-    "CPU computes their attention;\ntheir linear layers run together with the lane's (coloured foot of a box) or by "
-    "themselves (own steps). Linear box i is the work between attention i and attention i+1."
+    "GPU batch: requests that go straight through all layers. CPU batch: requests whose KV cache is in host memory, "
+    "where the CPU computes their attention;\ntheir linear layers run together with the GPU batch's (coloured foot of "
+    "a box) or alone (own stages). Linear box i is the work between attention i and attention i+1."
 )
 
-FREE_RUNNING_NOTE = " A free-running cohort rides at the lane's layer and steps elsewhere."
+FREE_RUNNING_NOTE = " A free-running CPU batch joins at the GPU batch's layer and runs alone elsewhere."
 
 
 def write_texts(figure: Figure, timeline: Timeline, height: float) -> None:
@@ -253,32 +259,36 @@ def write_texts(figure: Figure, timeline: Timeline, height: float) -> None:
 
 
 def draw_legend(figure: Figure, timeline: Timeline, height: float) -> None:
-    """The colours, and the first recorded size of the lane and of each cohort."""
-    lane = next((span for span in timeline.spans if span.kind is Kind.ATTENTION), None)
-    what = "lane" if lane is None else f"lane: {work_text(lane.work)}"
-    handles: list[Patch | Line2D] = [Patch(color=LANE_LINEAR, label=what)]
-    first = {span.cohorts[0].slot: span for span in reversed(timeline.spans) if span.kind is Kind.CPU_ATTENTION}
+    """The colours, and the first recorded size of the GPU batch and of each CPU batch."""
+    gpu_batch = next((span for span in timeline.spans if span.kind is Kind.ATTENTION), None)
+    what = "GPU batch" if gpu_batch is None else f"GPU batch: {work_text(gpu_batch.work)}"
+    handles: list[Patch | Line2D] = [Patch(color=GPU_BATCH_LINEAR, label=what)]
+    first = {span.cpu_batches[0].slot: span for span in reversed(timeline.spans) if span.kind is Kind.CPU_ATTENTION}
     for slot, span in sorted(first.items()):
-        text = f"cohort {span.cohorts[0].letter}: {work_text(span.work)}{crossings_text(timeline, slot)}"
-        handles.append(Patch(color=cohort_colour(slot), label=text))
+        text = f"CPU batch {span.cpu_batches[0].letter}: {work_text(span.work)}{crossings_text(timeline, slot)}"
+        handles.append(Patch(color=cpu_batch_colour(slot), label=text))
     if any(span.kind is Kind.OTHER for span in timeline.spans):
         handles.append(Patch(color=HOST_WORK, label="host work"))
     if any(span.kind is Kind.WAIT for span in timeline.spans):
-        handles.append(Patch(facecolor="#FFFFFF", edgecolor=FAINT, hatch="////", label="lane waits for a cohort"))
+        handles.append(
+            Patch(facecolor="#FFFFFF", edgecolor=FAINT, hatch="////", label="GPU batch waits for a CPU batch")
+        )
     if timeline.polls:
-        handles.append(Line2D([], [], color=INK, marker="x", linestyle="", label="cohort not ready: lane goes on"))
+        handles.append(
+            Line2D([], [], color=INK, marker="x", linestyle="", label="CPU batch not ready: GPU batch goes on")
+        )
     where = {"loc": "lower left", "bbox_to_anchor": (0.004, 0.34 / height), "ncols": len(handles)}
     ems = sum(LETTER_EMS * len(str(handle.get_label())) + LEGEND_ENTRY_EMS for handle in handles)
-    size = min(LEGEND_POINTS, 72 * WIDTH_INCHES / ems)  # several cohorts need more room than one
+    size = min(LEGEND_POINTS, 72 * WIDTH_INCHES / ems)  # several CPU batches need more room than one
     figure.legend(handles=handles, **where, frameon=False, fontsize=size, handlelength=1.4, columnspacing=1.6)
 
 
 def crossings_text(timeline: Timeline, slot: int) -> str:
-    """How often cohorts of a slot rode and stepped, where a free-running one chose between both."""
+    """How often CPU batches of a slot joined and stepped, where a free-running one chose between both."""
     if not any(iteration.free_running for iteration in timeline.iterations):
         return ""
-    rides, steps = (timeline.crossings(slot, kind) for kind in (Kind.LINEAR, Kind.STEP))
-    return f"; {counted(rides, 'ride')}, {counted(steps, 'step')}"
+    joins, alone = (timeline.crossings(slot, kind) for kind in (Kind.LINEAR, Kind.STEP))
+    return f"; {counted(joins, 'join')}, {counted(alone, 'stage')} alone"
 
 
 def work_text(work: SpanWork) -> str:

@@ -15,8 +15,8 @@ from swiftllm.core.request import RequestOutput
 from swiftllm.engine.engine import Engine
 
 ROWS = (
-    ("Lane: linear layers", (Kind.LINEAR, Kind.WAIT, Kind.SWAP_WAIT, Kind.OTHER)),
-    ("Lane: attention", (Kind.ATTENTION,)),
+    ("GPU batch: linear layers", (Kind.LINEAR, Kind.WAIT, Kind.SWAP_WAIT, Kind.OTHER)),
+    ("GPU batch: attention", (Kind.ATTENTION,)),
     ("CPU requests: linear layers", (Kind.STEP,)),
     ("CPU worker: attention", (Kind.CPU_ATTENTION,)),
     ("PCIe to host", (Kind.TO_HOST,)),
@@ -44,7 +44,7 @@ class LiveTimeline:
         self._num_iterations += 1
         if self._backend is None:
             if self._wanted:
-                self._backend = attach(self._engine.executor, self._engine.residents.requests)
+                self._backend = attach(self._engine.executor, self._engine.state.requests)
                 self._backend.begin_notes(self._num_iterations)
             return
         backend, notes = self._backend, self._backend.notes
@@ -52,10 +52,10 @@ class LiveTimeline:
             detach(self._engine.executor, backend)
             notes.outcome = plan, result
         # CPU attention may outlast the iteration, and until it is done its times may change.
-        if all(ticket.inner.ready() for ticket in (*notes.carried, *notes.tickets)):
-            self._backend, lane = None, notes.spans
+        if all(future.inner.ready() for future in (*notes.carried, *notes.futures)):
+            self._backend, gpu_batch = None, notes.spans
             # Not if there was no work, or if an iteration that failed has left spans before these.
-            if lane and lane[-1].end_s - lane[0].start_s <= notes.result.duration_s:
+            if gpu_batch and gpu_batch[-1].end_s - gpu_batch[0].start_s <= notes.result.duration_s:
                 self._latest, self._wanted = iteration_json(backend), False
 
     def on_finish(self, request: object, reason: str) -> None:
@@ -65,22 +65,22 @@ class LiveTimeline:
 def iteration_json(backend: RecordingBackend) -> dict[str, Any]:
     """The iteration in a backend's notes as JSON: its totals, and rows of spans in the order of a page.
 
-    A span is [start, duration, kind, cohort letters, text], in milliseconds from the start of the iteration. It may
+    A span is [start, duration, kind, CPU batch letters, text], in milliseconds from the start of the iteration. It may
     begin before the iteration and end after it.
     """
     notes, num_layers = backend.notes, backend.num_layers
     plan, result, spans = notes.plan, notes.result, backend.spans_of([notes])
-    zero_s = min(span.start_s for span in spans if span.kind.is_lane)
+    zero_s = min(span.start_s for span in spans if span.kind.is_gpu_batch)
     return {
         "iteration": notes.iteration,
         "strategy": plan.strategy.value,
         "num_layers": num_layers,
         "duration_ms": milliseconds(result.duration_s),
         "predicted_ms": milliseconds(plan.predicted.get("iteration_s", 0.0)) or None,
-        "lane_busy_ms": milliseconds(result.lane_busy_s),
-        "lane_decodes": len(plan.decodes),
+        "gpu_batch_busy_ms": milliseconds(result.gpu_batch_busy_s),
+        "gpu_batch_decodes": len(plan.decodes),
         "prefill_tokens": sum(item.num_tokens for item in plan.prefills),
-        "cpu_requests": sum(len(cohort.requests) for cohort in plan.cohorts),
+        "cpu_requests": sum(len(cpu_batch.requests) for cpu_batch in plan.cpu_batches),
         "rows": [
             {"title": title, "spans": list(span_rows(spans, kinds, zero_s, num_layers))}
             for title, kinds in ROWS
@@ -93,7 +93,7 @@ def span_rows(spans: Sequence[Span], kinds: Sequence[Kind], zero_s: float, num_l
     for span in sorted(spans, key=lambda span: span.start_s):
         if span.kind in kinds:
             start_ms, duration_ms = milliseconds(span.start_s - zero_s), milliseconds(span.duration_s)
-            letters = "".join(tag.letter for tag in span.cohorts)
+            letters = "".join(tag.letter for tag in span.cpu_batches)
             text = f"{span_name(span, num_layers)}; {span.work.requests} requests, {span.work.tokens} tokens"
             yield [start_ms, duration_ms, span.kind.name.lower(), letters, text]
 

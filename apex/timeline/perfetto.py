@@ -9,7 +9,7 @@ from typing import Any
 from apex.timeline.spans import Iteration, Kind, Span, Timeline, span_name
 
 PROCESSES = {Kind.CPU_ATTENTION: "CPU attention worker", Kind.TO_HOST: "PCIe", Kind.TO_GPU: "PCIe"}
-ITERATIONS = ("lane", "iterations")
+ITERATIONS = ("GPU batch", "iterations")
 
 Event = dict[str, Any]
 Track = tuple[str, str]  # a process and one of its threads
@@ -19,7 +19,7 @@ def trace_json(timeline: Timeline) -> dict[str, Any]:
     """The trace of a timeline as JSON values.
 
     It has complete events in microseconds from the first iteration's start, and a thread for each track. Arrows go from
-    a boundary to its ticket, and from a ticket to the boundary that used its result.
+    a stage to its attention task, and from an attention task to the stage that used its result.
     """
     zero_s = timeline.iterations[0].start_s if timeline.iterations else 0.0
     strategies = {iteration.index: iteration.strategy for iteration in timeline.iterations}
@@ -51,7 +51,7 @@ def trace_json(timeline: Timeline) -> dict[str, Any]:
         ]
     for iteration in timeline.iterations:
         args = {
-            "lane_busy_ms": iteration.lane_busy_s * 1e3,
+            "gpu_batch_busy_ms": iteration.gpu_batch_busy_s * 1e3,
             "cpu_busy_ms": iteration.cpu_busy_s * 1e3,
             "predicted_ms": None if iteration.predicted_s is None else iteration.predicted_s * 1e3,
         }
@@ -62,13 +62,13 @@ def trace_json(timeline: Timeline) -> dict[str, Any]:
             "strategy": strategies.get(span.iteration, "before this window"),
             "layer": span.layer,
             **asdict(span.work),
-            "cohorts": [f"{tag.letter} (number {tag.number})" for tag in span.cohorts],
+            "cpu_batches": [f"{tag.letter} (number {tag.number})" for tag in span.cpu_batches],
             "span": span.index,
             "after": list(span.after),
         }
         events.append(complete(span.kind.value, span_name(span, timeline.num_layers), span, track_of(span), args))
     for poll in timeline.polls:
-        name = f"{poll.cohort.letter} not ready at {poll.layer}"
+        name = f"{poll.cpu_batch.letter} not ready at {poll.layer}"
         args = {"iteration": poll.iteration, "layer": poll.layer}
         events.append(event("i", "poll", name, poll.time_s, ITERATIONS, s="t", args=args))
     arrows = ((spans[index], span) for span in timeline.spans for index in span.after)
@@ -80,5 +80,5 @@ def trace_json(timeline: Timeline) -> dict[str, Any]:
 
 
 def track_of(span: Span) -> Track:
-    own = f" {span.cohorts[0].letter}" if span.kind is Kind.STEP and len(span.cohorts) == 1 else ""
-    return PROCESSES.get(span.kind, "lane"), f"{span.kind.value}{own}"
+    own = f" {span.cpu_batches[0].letter}" if span.kind is Kind.STEP and len(span.cpu_batches) == 1 else ""
+    return PROCESSES.get(span.kind, "GPU batch"), f"{span.kind.value}{own}"

@@ -47,8 +47,8 @@ class TimelineRecorder:
         notes = self._backend.begin_notes(self._count)
         result = self._run(plan)
         notes.outcome = plan, result
-        # A ticket that outlasts the iteration counts; one that was only collected does not.
-        notes.uses_cpu = bool(notes.tickets) or any(t.index in self._backend.outstanding for t in notes.carried)
+        # An attention task that outlasts the iteration counts; one that was only collected does not.
+        notes.uses_cpu = bool(notes.futures) or any(t.index in self._backend.outstanding for t in notes.carried)
         self._count += 1
         self._recent.append(notes)
         if len(self._recent) == self._recent.maxlen:
@@ -106,7 +106,7 @@ def recording(
 ) -> Iterator[TimelineRecorder]:
     """Record what the engine does inside the block, see :class:`TimelineRecorder`."""
     executor, run = engine.executor, engine.executor.run
-    backend = attach(executor, engine.residents.requests)
+    backend = attach(executor, engine.state.requests)
     recorder = TimelineRecorder(backend, run, num_iterations, start, progress)
     executor.run = recorder.run
     try:

@@ -1,7 +1,7 @@
 """A backend that records what an executor asks of it: each operation's times, and what had to end before it.
 
-It replaces the real backend only while a recording runs. Cohorts under way are wrapped at its start and unwrapped at
-its end.
+It replaces the real backend only while a recording runs. CPU batches under way are wrapped at its start and unwrapped
+at its end.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
-from apex.timeline.spans import CohortTag, Iteration, Kind, Poll, Span, SpanWork
-from swiftllm.core.plan import IterationPlan, LaneItem, StepResult, Swap
+from apex.timeline.spans import CpuBatchTag, Iteration, Kind, Poll, Span, SpanWork
+from swiftllm.core.plan import GpuBatchItem, IterationPlan, StepResult, Swap
 from swiftllm.core.request import Request
-from swiftllm.engine.backend import Batch, ExecutorBackend, SwapTimes, Ticket, TicketTimes
-from swiftllm.engine.executor import CohortRun, Executor
+from swiftllm.engine.backend import AttentionFuture, AttentionTimes, Batch, ExecutorBackend, SwapTimes
+from swiftllm.engine.executor import CpuBatchRun, Executor
 
 
 @dataclass(eq=False)
 class RecordedBatch:
-    """A lane of the wrapped backend, and its size."""
+    """A GPU batch of the wrapped backend, and its size."""
 
     inner: Batch
     work: SpanWork
@@ -31,34 +31,34 @@ class RecordedBatch:
 
 
 @dataclass(eq=False)
-class RecordedCohort(RecordedBatch):
-    """A cohort of the wrapped backend, and the indexes of the spans that last moved it."""
+class RecordedCpuBatch(RecordedBatch):
+    """A CPU batch of the wrapped backend, and the indexes of the spans that last moved it."""
 
     requests: tuple[Request, ...]
-    tag: CohortTag
-    boundary: int | None = None
-    ticket: int | None = None
+    tag: CpuBatchTag
+    stage: int | None = None
+    future: int | None = None
 
 
 @dataclass(eq=False)
-class RecordedTicket:
-    """A ticket that records waiting, and failed polls at the lane's layer.
+class RecordedFuture:
+    """An attention task that records waiting, and failed polls at the GPU batch's layer.
 
     Its spans are made at the end, when its times are final.
     """
 
     backend: RecordingBackend
-    inner: Ticket
+    inner: AttentionFuture
     index: int
     iteration: int
     layer: int
     batch_work: SpanWork
-    tag: CohortTag
+    tag: CpuBatchTag
     after: tuple[int, ...]
 
     def ready(self) -> bool:
         is_ready = self.inner.ready()
-        if not is_ready and self.layer == self.backend.lane_layer:
+        if not is_ready and self.layer == self.backend.gpu_batch_layer:
             now_s, notes = self.backend.now(), self.backend.notes
             notes.polls.append(Poll(now_s, notes.iteration, self.layer, self.tag))
         return is_ready
@@ -70,12 +70,12 @@ class RecordedTicket:
         self.backend.outstanding.pop(self.index, None)
         return seconds
 
-    def times(self) -> TicketTimes:
+    def times(self) -> AttentionTimes:
         return self.inner.times()
 
     def spans(self, indexes: Iterator[int]) -> Iterator[Span]:
         times = self.times()
-        where = {"layer": self.layer, "work": self.batch_work, "cohorts": (self.tag,)}
+        where = {"layer": self.layer, "work": self.batch_work, "cpu_batches": (self.tag,)}
         if times.to_host is not None:
             yield Span(next(indexes), Kind.TO_HOST, *times.to_host, self.iteration, **where, after=self.after)
         yield Span(
@@ -87,16 +87,16 @@ class RecordedTicket:
 
 @dataclass
 class Notes:
-    """The record of one iteration; ``carried`` are the tickets under way when it began.
+    """The record of one iteration; ``carried`` are the attention tasks under way when it began.
 
     ``outcome``, its plan and result, and ``uses_cpu`` are set once it is over.
     """
 
     iteration: int
     start_s: float = 0.0
-    carried: tuple[RecordedTicket, ...] = ()
+    carried: tuple[RecordedFuture, ...] = ()
     spans: list[Span] = field(default_factory=list)
-    tickets: list[RecordedTicket] = field(default_factory=list)
+    futures: list[RecordedFuture] = field(default_factory=list)
     polls: list[Poll] = field(default_factory=list)
     outcome: tuple[IterationPlan, StepResult] | None = None
     uses_cpu: bool = False
@@ -124,10 +124,10 @@ class Notes:
             plan.strategy.value,
             self.start_s,
             self.start_s + result.duration_s,
-            result.lane_busy_s,
+            result.gpu_batch_busy_s,
             result.cpu_busy_s,
             plan.predicted.get("iteration_s"),
-            any(cohort.rule.steps and not cohort.rule.waits for cohort in plan.cohorts),
+            any(cpu_batch.mode.runs_alone and not cpu_batch.mode.waits for cpu_batch in plan.cpu_batches),
         )
 
 
@@ -137,12 +137,12 @@ class RecordingBackend:
     def __init__(self, inner: ExecutorBackend) -> None:
         self.inner = inner
         self.notes = Notes(0)
-        self.outstanding: dict[int, RecordedTicket] = {}
-        self.lane_layer = -1  # the boundary that the lane crosses next
+        self.outstanding: dict[int, RecordedFuture] = {}
+        self.gpu_batch_layer = -1  # the stage that the GPU batch runs next
         self.indexes = itertools.count()
-        self._swaps: SwapTimes | None = None  # those that the lane may have to wait for
-        self._cohort_numbers = itertools.count()
-        self._slots: WeakValueDictionary[int, RecordedCohort] = WeakValueDictionary()
+        self._swaps: SwapTimes | None = None  # those that the GPU batch may have to wait for
+        self._cpu_batch_numbers = itertools.count()
+        self._slots: WeakValueDictionary[int, RecordedCpuBatch] = WeakValueDictionary()
 
     @property
     def num_layers(self) -> int:
@@ -152,7 +152,7 @@ class RecordingBackend:
         return self.inner.now()
 
     def record_span(
-        self, kind: Kind, start_s: float, layer: int | None, work: SpanWork, cohorts: tuple[CohortTag, ...] = (),
+        self, kind: Kind, start_s: float, layer: int | None, work: SpanWork, cpu_batches: tuple[CpuBatchTag, ...] = (),
         after: tuple[int, ...] = (), end_s: float | None = None,
     ) -> int | None:  # fmt: skip
         """Record a span from ``start_s`` to ``end_s``, by default now; returns its index, or None for one of no
@@ -161,7 +161,9 @@ class RecordingBackend:
         if end_s <= start_s:
             return None
         index = next(self.indexes)
-        self.notes.spans.append(Span(index, kind, start_s, end_s, self.notes.iteration, layer, work, cohorts, after))
+        self.notes.spans.append(
+            Span(index, kind, start_s, end_s, self.notes.iteration, layer, work, cpu_batches, after)
+        )
         return index
 
     def swap(self, swaps: Sequence[Swap]) -> None:
@@ -173,77 +175,79 @@ class RecordingBackend:
             copied = (start_s, end_s) if times is None else (times.start_s, times.end_s)
             self.record_span(Kind.SWAP, copied[0], None, work, end_s=copied[1])
 
-    def open_lane(self, items: Sequence[LaneItem]) -> RecordedBatch:
+    def open_gpu_batch(self, items: Sequence[GpuBatchItem]) -> RecordedBatch:
         start_s = self.now()
-        batch = self.inner.open_lane(items)
+        batch = self.inner.open_gpu_batch(items)
         work = SpanWork(batch.num_rows, len(items), sum(item.context_len for item in items))
         self.record_span(Kind.OTHER, start_s, None, work)
         return RecordedBatch(batch, work)
 
-    def open_cohort(self, requests: Sequence[Request]) -> RecordedCohort:
+    def open_cpu_batch(self, requests: Sequence[Request]) -> RecordedCpuBatch:
         start_s = self.now()
-        cohort = self._tagged(self.inner.open_cohort(requests), requests)
-        self.record_span(Kind.OTHER, start_s, None, cohort.work, (cohort.tag,))
-        return cohort
+        cpu_batch = self._tagged(self.inner.open_cpu_batch(requests), requests)
+        self.record_span(Kind.OTHER, start_s, None, cpu_batch.work, (cpu_batch.tag,))
+        return cpu_batch
 
-    def drop_rows(self, cohort: RecordedCohort, request_ids: frozenset[str]) -> RecordedCohort:
-        batch = self.inner.drop_rows(cohort.inner, request_ids)
-        staying = tuple(request for request in cohort.requests if request.request_id not in request_ids)
-        return self._hold_slot(replace(cohort, inner=batch, work=_cohort_work(staying), requests=staying))
+    def drop_rows(self, cpu_batch: RecordedCpuBatch, request_ids: frozenset[str]) -> RecordedCpuBatch:
+        batch = self.inner.drop_rows(cpu_batch.inner, request_ids)
+        staying = tuple(request for request in cpu_batch.requests if request.request_id not in request_ids)
+        return self._hold_slot(replace(cpu_batch, inner=batch, work=_cpu_batch_work(staying), requests=staying))
 
-    def _tagged(self, batch: Batch, requests: Sequence[Request]) -> RecordedCohort:
+    def _tagged(self, batch: Batch, requests: Sequence[Request]) -> RecordedCpuBatch:
         slot = next(slot for slot in itertools.count() if slot not in self._slots)
-        tag = CohortTag(next(self._cohort_numbers), slot)
-        return self._hold_slot(RecordedCohort(batch, _cohort_work(requests), tuple(requests), tag))
+        tag = CpuBatchTag(next(self._cpu_batch_numbers), slot)
+        return self._hold_slot(RecordedCpuBatch(batch, _cpu_batch_work(requests), tuple(requests), tag))
 
-    def _hold_slot(self, cohort: RecordedCohort) -> RecordedCohort:
-        self._slots[cohort.tag.slot] = cohort  # a weak reference: free again once the executor drops the cohort
-        return cohort
+    def _hold_slot(self, cpu_batch: RecordedCpuBatch) -> RecordedCpuBatch:
+        self._slots[cpu_batch.tag.slot] = (
+            cpu_batch  # a weak reference: free again once the executor drops the CPU batch
+        )
+        return cpu_batch
 
-    def boundary(self, layer: int, batches: Sequence[RecordedBatch]) -> Mapping[str, int]:
+    def run_stage(self, layer: int, batches: Sequence[RecordedBatch]) -> Mapping[str, int]:
         start_s = self.now()
-        tokens = self.inner.boundary(layer, [batch.inner for batch in batches])
-        cohorts = [batch for batch in batches if isinstance(batch, RecordedCohort)]
-        if len(cohorts) < len(batches):
-            self.lane_layer = layer + 1
-        kind = Kind.LINEAR if len(cohorts) < len(batches) else Kind.STEP
-        tickets = tuple(cohort.ticket for cohort in cohorts if cohort.ticket is not None)
+        tokens = self.inner.run_stage(layer, [batch.inner for batch in batches])
+        cpu_batches = [batch for batch in batches if isinstance(batch, RecordedCpuBatch)]
+        if len(cpu_batches) < len(batches):
+            self.gpu_batch_layer = layer + 1
+        kind = Kind.LINEAR if len(cpu_batches) < len(batches) else Kind.STEP
+        futures = tuple(cpu_batch.future for cpu_batch in cpu_batches if cpu_batch.future is not None)
         work = sum((batch.work for batch in batches), SpanWork())
-        index = self.record_span(kind, start_s, layer, work, tuple(cohort.tag for cohort in cohorts), tickets)
-        for cohort in cohorts:
-            cohort.boundary, cohort.ticket = index, None
+        index = self.record_span(kind, start_s, layer, work, tuple(cpu_batch.tag for cpu_batch in cpu_batches), futures)
+        for cpu_batch in cpu_batches:
+            cpu_batch.stage, cpu_batch.future = index, None
         return tokens
 
-    def gpu_attention(self, layer: int, lane: RecordedBatch) -> None:
+    def gpu_attention(self, layer: int, gpu_batch: RecordedBatch) -> None:
         start_s = self.now()
         ready_s = start_s if self._swaps is None else self._swaps.ready_s(layer)
-        self.inner.gpu_attention(layer, lane.inner)
-        self.record_span(Kind.SWAP_WAIT, start_s, layer, lane.work, end_s=ready_s)
-        self.record_span(Kind.ATTENTION, max(start_s, ready_s), layer, lane.work)
+        self.inner.gpu_attention(layer, gpu_batch.inner)
+        self.record_span(Kind.SWAP_WAIT, start_s, layer, gpu_batch.work, end_s=ready_s)
+        self.record_span(Kind.ATTENTION, max(start_s, ready_s), layer, gpu_batch.work)
 
-    def whole_iteration(self, lane: RecordedBatch) -> None:
+    def run_full_graph(self, gpu_batch: RecordedBatch) -> None:
         """Declined, so that the executor goes layer by layer and each operation is recorded."""
 
-    def submit_cpu_attention(self, layer: int, cohort: RecordedCohort) -> RecordedTicket:
+    def submit_cpu_attention(self, layer: int, cpu_batch: RecordedCpuBatch) -> RecordedFuture:
         start_s = self.now()
-        inner = self.inner.submit_cpu_attention(layer, cohort.inner)
-        self.record_span(Kind.OTHER, start_s, layer, cohort.work, (cohort.tag,))
-        ticket = self._recorded(inner, layer, cohort)
-        self.notes.tickets.append(ticket)
-        return ticket
+        inner = self.inner.submit_cpu_attention(layer, cpu_batch.inner)
+        self.record_span(Kind.OTHER, start_s, layer, cpu_batch.work, (cpu_batch.tag,))
+        future = self._recorded(inner, layer, cpu_batch)
+        self.notes.futures.append(future)
+        return future
 
-    def _recorded(self, inner: Ticket, layer: int, cohort: RecordedCohort) -> RecordedTicket:
-        index = cohort.ticket = next(self.indexes)
-        after = () if cohort.boundary is None else (cohort.boundary,)
-        ticket = RecordedTicket(self, inner, index, self.notes.iteration, layer, cohort.work, cohort.tag, after)
-        self.outstanding[index] = ticket
-        return ticket
+    def _recorded(self, inner: AttentionFuture, layer: int, cpu_batch: RecordedCpuBatch) -> RecordedFuture:
+        index = cpu_batch.future = next(self.indexes)
+        after = () if cpu_batch.stage is None else (cpu_batch.stage,)
+        future = RecordedFuture(self, inner, index, self.notes.iteration, layer, cpu_batch.work, cpu_batch.tag, after)
+        self.outstanding[index] = future
+        return future
 
-    def adopt_cohort(self, cohort: CohortRun, requests: Sequence[Request]) -> None:
-        """Wrap a cohort that was opened before recording began, and its ticket."""
-        cohort.batch = batch = self._tagged(cohort.batch, requests)
-        if cohort.ticket is not None:
-            cohort.ticket = self._recorded(cohort.ticket, cohort.boundary, batch)
+    def adopt_cpu_batch(self, cpu_batch: CpuBatchRun, requests: Sequence[Request]) -> None:
+        """Wrap a CPU batch that was opened before recording began, and its attention task."""
+        cpu_batch.batch = batch = self._tagged(cpu_batch.batch, requests)
+        if cpu_batch.future is not None:
+            cpu_batch.future = self._recorded(cpu_batch.future, cpu_batch.stage, batch)
 
     def begin_notes(self, iteration: int) -> Notes:
         """Begin the record of an iteration."""
@@ -251,14 +255,14 @@ class RecordingBackend:
         return self.notes
 
     def spans_of(self, window: Sequence[Notes]) -> list[Span]:
-        """All spans of consecutive iterations that are over, and those of their tickets."""
-        tickets = [ticket for notes in window[:1] for ticket in notes.carried]
-        tickets += [ticket for notes in window for ticket in notes.tickets]
+        """All spans of consecutive iterations that are over, and those of their attention tasks."""
+        futures = [future for notes in window[:1] for future in notes.carried]
+        futures += [future for notes in window for future in notes.futures]
         spans = [span for notes in window for span in notes.spans]
-        return spans + [span for ticket in tickets for span in ticket.spans(self.indexes)]
+        return spans + [span for future in futures for span in future.spans(self.indexes)]
 
 
-def _cohort_work(requests: Sequence[Request]) -> SpanWork:
+def _cpu_batch_work(requests: Sequence[Request]) -> SpanWork:
     return SpanWork(len(requests), len(requests), sum(request.num_tokens for request in requests))
 
 
@@ -266,10 +270,10 @@ def _cohort_work(requests: Sequence[Request]) -> SpanWork:
 
 
 def attach(executor: Executor, requests: Mapping[str, Request]) -> RecordingBackend:
-    """Record the executor from its next iteration on. ``requests`` are the residents', by id."""
+    """Record the executor from its next iteration on. ``requests`` are those of the scheduler state, by id."""
     executor.backend = backend = RecordingBackend(executor.backend)
-    for cohort in executor.cohorts:
-        backend.adopt_cohort(cohort, [requests[i] for i in cohort.request_ids if i in requests])
+    for cpu_batch in executor.cpu_batches:
+        backend.adopt_cpu_batch(cpu_batch, [requests[i] for i in cpu_batch.request_ids if i in requests])
     return backend
 
 
@@ -278,8 +282,8 @@ def detach(executor: Executor, backend: RecordingBackend) -> None:
     if executor.backend is not backend:
         return
     executor.backend = backend.inner
-    for cohort in executor.cohorts:
-        if isinstance(cohort.batch, RecordedCohort):
-            cohort.batch = cohort.batch.inner
-        if isinstance(cohort.ticket, RecordedTicket):
-            cohort.ticket = cohort.ticket.inner
+    for cpu_batch in executor.cpu_batches:
+        if isinstance(cpu_batch.batch, RecordedCpuBatch):
+            cpu_batch.batch = cpu_batch.batch.inner
+        if isinstance(cpu_batch.future, RecordedFuture):
+            cpu_batch.future = cpu_batch.future.inner

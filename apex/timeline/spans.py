@@ -12,24 +12,24 @@ from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
-    """What a span is. Spans of the first six kinds follow one another on the lane's thread.
+    """What a span is. Spans of the first six kinds follow one another on the GPU batch's thread.
 
     On hardware the host does not know when swapped blocks are copied: there a swap's span is the time to begin it.
     """
 
-    LINEAR = "lane: linear layers"
-    ATTENTION = "lane: attention"
-    STEP = "cohorts: own steps"
-    WAIT = "lane waits"
-    SWAP_WAIT = "lane waits for swapped blocks"
-    OTHER = "host work"  # making batches, submitting cohorts to the CPU worker
+    LINEAR = "GPU batch: linear layers"
+    ATTENTION = "GPU batch: attention"
+    STEP = "CPU batches: own stages"
+    WAIT = "GPU batch waits"
+    SWAP_WAIT = "GPU batch waits for swapped blocks"
+    OTHER = "host work"  # making batches, submitting CPU batches to the CPU worker
     CPU_ATTENTION = "CPU attention"
     TO_HOST = "PCIe to host"
     TO_GPU = "PCIe to GPU"
     SWAP = "swaps"
 
     @property
-    def is_lane(self) -> bool:
+    def is_gpu_batch(self) -> bool:
         return self not in (Kind.CPU_ATTENTION, Kind.TO_HOST, Kind.TO_GPU, Kind.SWAP)
 
 
@@ -48,8 +48,8 @@ class SpanWork:
 
 
 @dataclass(frozen=True)
-class CohortTag:
-    """A cohort's number in the order of opening, and its slot: the lowest one free at that time."""
+class CpuBatchTag:
+    """A CPU batch's number in the order of opening, and its slot: the lowest one free at that time."""
 
     number: int
     slot: int
@@ -61,10 +61,11 @@ class CohortTag:
 
 @dataclass(frozen=True)
 class Span:
-    """One operation. ``layer`` is a boundary's or an attention's, as in :class:`swiftllm.engine.backend.Backend`.
+    """One operation. ``layer`` is a stage's or an attention's, as in :class:`swiftllm.engine.backend.Backend`.
 
-    ``cohorts`` took part: the riders of a boundary, or the owner of a step or ticket. ``after`` has the ``index`` of
-    each span that had to end first: a ticket's boundary, a rider's ticket. Spans outside the timeline are left out.
+    ``cpu_batches`` took part: the joined CPU batches of a stage, or the owner of a stage alone or of an attention task.
+    ``after`` has the ``index`` of each span that had to end first: an attention task's stage, a joined CPU batch's
+    attention task. Spans outside the timeline are left out.
     """
 
     index: int
@@ -74,7 +75,7 @@ class Span:
     iteration: int
     layer: int | None = None
     work: SpanWork = SpanWork()
-    cohorts: tuple[CohortTag, ...] = ()
+    cpu_batches: tuple[CpuBatchTag, ...] = ()
     after: tuple[int, ...] = ()
 
     @property
@@ -84,33 +85,34 @@ class Span:
 
 @dataclass(frozen=True)
 class Poll:
-    """A cohort at the lane's layer whose ticket was not ready: the lane went on without it."""
+    """A CPU batch at the GPU batch's layer whose attention task was not ready: the GPU batch went on without it."""
 
     time_s: float
     iteration: int
     layer: int
-    cohort: CohortTag
+    cpu_batch: CpuBatchTag
 
 
 @dataclass(frozen=True)
 class Iteration:
     """One iteration's times; for busy times see :class:`swiftllm.core.plan.StepResult`.
 
-    ``free_running``: whether a cohort of its plan may step beside the lane, which never waits for it.
+    ``free_running``: whether a CPU batch of its plan may run a stage alone beside the GPU batch, which never waits for
+    it.
     """
 
     index: int
     strategy: str
     start_s: float
     end_s: float
-    lane_busy_s: float
+    gpu_batch_busy_s: float
     cpu_busy_s: float
     predicted_s: float | None
     free_running: bool = False
 
     @property
     def title(self) -> str:
-        """The strategy, and whether its cohorts are free-running."""
+        """The strategy, and whether its CPU batches are free-running."""
         return self.strategy + (" (free-running)" if self.free_running else "")
 
 
@@ -135,13 +137,13 @@ class Timeline:
         return tuple(dict.fromkeys(iteration.title for iteration in self.iterations))
 
     def crossings(self, slot: int, kind: Kind) -> int:
-        """Boundaries that cohorts of a slot crossed: riding with the lane (LINEAR), or by themselves (STEP)."""
-        return sum(span.kind is kind and any(tag.slot == slot for tag in span.cohorts) for span in self.spans)
+        """Stages that CPU batches of a slot ran: joining with the GPU batch (LINEAR), or by themselves (ALONE)."""
+        return sum(span.kind is kind and any(tag.slot == slot for tag in span.cpu_batches) for span in self.spans)
 
 
 def span_name(span: Span, num_layers: int) -> str:
-    """A short name: operation, layer and cohorts."""
-    letters = "+".join(tag.letter for tag in span.cohorts)
+    """A short name: operation, layer and CPU batches."""
+    letters = "+".join(tag.letter for tag in span.cpu_batches)
     if span.kind in (Kind.LINEAR, Kind.STEP):
         ends: dict[int | None, str] = {-1: "embedding", num_layers - 1: "logits"}
         what = ends.get(span.layer, f"linear {span.layer}")

@@ -173,7 +173,7 @@ def kernel_ratio(setting: PaperSetting, system: str, ratio: float) -> PaperSetti
 
 @axis(TASK)
 def hand_over_us(task: SimulatedTask, microseconds: float) -> SimulatedTask:
-    """Microseconds that the lane spends on submitting each ticket.
+    """Microseconds that the GPU batch spends on submitting each attention task.
 
     Raises:
         ValueError: there are fewer than 0.
@@ -197,7 +197,7 @@ def actual_over_believed(task: SimulatedTask, ratio: float) -> SimulatedTask:
     """A scheduler that believes another time of CPU attention; the machine stays as it is."""
     if ratio == 1.0:
         return task
-    return replace(task, believed=scaled_table(task.hardware.table, lane=1.0, cpu_attention=1.0 / ratio))
+    return replace(task, believed=scaled_table(task.hardware.table, gpu_batch=1.0, cpu_attention=1.0 / ratio))
 
 
 @axis(TASK, predicts)
@@ -223,7 +223,7 @@ def slower(task: SimulatedTask, ratio: float) -> SimulatedTask:
     if ratio == 1.0:
         return task
     table = task.hardware.table
-    hardware = replace(task.hardware, table=scaled_table(table, lane=ratio, cpu_attention=ratio))
+    hardware = replace(task.hardware, table=scaled_table(table, gpu_batch=ratio, cpu_attention=ratio))
     return replace(task, hardware=hardware, believed=table)
 
 

@@ -6,7 +6,6 @@ choose. :func:`command` makes its ``main``.
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from evaluation.experiments.runner import (
     summarise,
     unchanged_rows,
 )
-from evaluation.results.folder import ResultFolder
+from evaluation.results.folder import ResultFolder, read_json
 from evaluation.results.progress import print_line
 from evaluation.results.provenance import machine_identity
 from swiftllm.machine import usable_cores
@@ -165,12 +164,12 @@ def show_again(folder: Path, experiments: Sequence[Experiment]) -> int:
     """
     by_name = {experiment.name: experiment for experiment in experiments}
     summary_file, provenance_file = folder / "summary.json", folder / "provenance.json"
-    if not summary_file.is_file() or not (summary := json.loads(summary_file.read_text())):
+    if not summary_file.is_file() or not (summary := read_json(summary_file)):
         example = f"results/{experiments[0].name}/latest"
         raise ValueError(f"no results in {folder}: give a folder that has a summary.json, such as {example}")
     name, machine = None, machine_identity()
     if provenance_file.is_file():
-        provenance = json.loads(provenance_file.read_text())
+        provenance = read_json(provenance_file)
         name, machine = provenance["configuration"].get("experiment", "something else"), provenance["machine"]
         if name.removesuffix(SENSITIVITY) not in by_name:
             raise ValueError(f"{folder} holds results of {name}, not of {' or '.join(by_name)}")

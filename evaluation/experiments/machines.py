@@ -20,7 +20,7 @@ from evaluation.results.frame import bases, frame_of, over, with_columns
 from swiftllm.scheduling.admission import SchedulerLimits
 
 BLOCK_SIZE = 16
-MAX_TOKENS = 2048  # in the lane in one iteration
+MAX_TOKENS = 2048  # in the GPU batch in one iteration
 MAX_REQUESTS = 1024  # that hold KV cache at once
 IDEAL = "swiftllm over an ideal link"
 """The run of the GPU-only system whose all-reduces take no time."""

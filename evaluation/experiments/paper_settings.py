@@ -40,7 +40,7 @@ def simulated_task(
         "num_clipped": num_clipped,
         **({} if setting.cpu_kv_dtype == "auto" else {"cpu_kv_dtype": setting.cpu_kv_dtype}),
         **_reading_values(setting, system),
-        **({} if (launch_us := setting.ticket_launch_us(system)) is None else {"ticket_launch_us": launch_us}),
+        **({} if (launch_us := setting.attention_launch_us(system)) is None else {"attention_launch_us": launch_us}),
         **_parallel_values(setting),
         **(values or {}),
     }
@@ -90,7 +90,7 @@ def simulated_hardware(setting: PaperSetting, system: str) -> SimulatedHardware:
         max_tokens=setting.limits.max_num_batched_tokens,
         tensor_parallel=setting.tensor_parallel,
     )
-    if launch_us := setting.ticket_launch_us(system):
+    if launch_us := setting.attention_launch_us(system):
         table = with_hand_over(table, launch_us)
     card, gpus = load_gpu(setting.gpu).name, setting.tensor_parallel
     cards, layers = card if gpus == 1 else f"{gpus}x {card}", setting.model_config.num_layers
@@ -98,7 +98,7 @@ def simulated_hardware(setting: PaperSetting, system: str) -> SimulatedHardware:
 
 
 def with_hand_over(table: ProfileTable, microseconds: float) -> ProfileTable:
-    """The table of a machine whose lane spends this on submitting each ticket."""
+    """The table of a machine whose GPU batch spends this on submitting each attention task."""
     return replace(table, hand_over=Curve((1, 2), (microseconds * 1e-6,) * 2))
 
 

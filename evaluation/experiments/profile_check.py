@@ -123,7 +123,7 @@ def operation_errors(config: EngineConfig) -> list[OperationError]:
         swapped_blocks=(4, 16),
         prefill_tokens=(8, 24, 48, 96, 192, 384),
         prefill_cached=(0, 64, 512),
-        prefill_lanes=(2, 4, 16),
+        prefill_chunks_counts=(2, 4, 16),
         decode_requests=(2, 8, 32),
         decode_contexts=(64, 256, 1024),
         iteration_requests=(8, 32, 128),
@@ -151,11 +151,11 @@ def predictions(model: PerfModel) -> dict[str, Callable]:
     """Seconds by size, for the operations of the profiler's grid."""
     return {
         "linear": model.linear_s,
-        "first": model.first_boundary_s,
-        "last": model.last_boundary_s,
+        "first": model.first_stage_s,
+        "last": model.last_stage_s,
         "prefill_attention": lambda size: model.prefill_attention_s([size]),
         "prefill_attention_cpu_tier": lambda size: model.prefill_attention_s([size], [size]),
-        "prefill_lane": lambda size: model.prefill_attention_s([(size[1], 0)] * size[0]),
+        "prefill_chunks": lambda size: model.prefill_attention_s([(size[1], 0)] * size[0]),
         "gpu_attention": lambda size: model.gpu_attention_s(size[0], size[0] * size[1]),
         "cpu_attention": lambda size: model.cpu_attention_s(size[0], size[0] * size[1]),
         "swap": model.swap_s,

@@ -121,7 +121,7 @@ def run_case(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[
         case = replace(case, num_cpu_blocks=min(case.num_cpu_blocks, most_cpu_blocks(model)))
         pools = {"num_gpu_blocks": case.num_gpu_blocks, "num_cpu_blocks": case.num_cpu_blocks}
         limits = {"max_num_batched_tokens": case.max_model_len, "max_model_len": case.max_model_len}
-        config = EngineConfig(str(model), case.device, case.dtype, "dummy", lane_threads=1, **pools, **limits)
+        config = EngineConfig(str(model), case.device, case.dtype, "dummy", gpu_batch_threads=1, **pools, **limits)
         with closing(build_system(system, config)) as engine:
             # What a system with a CPU worker has measured: a GPU-only one has none to measure with.
             identity = profile_identity(config, engine.backend)
@@ -183,7 +183,7 @@ def replay_case(engine: Engine, case: Case, name: str, limit_s: float) -> dict[s
         "output_tokens": output_tokens,
         # Of a run that the limit cuts short, the tokens so far: few of its requests, or none, are complete.
         "output_tokens_per_s": metrics["output_tokens_per_s"] if completed else output_tokens / done.wall_s,
-        **{name: metrics[name] for name in ("lane_busy_fraction", "cpu_busy_fraction")},
+        **{name: metrics[name] for name in ("gpu_batch_busy_fraction", "cpu_busy_fraction")},
         "strategy_iterations": done.stats["strategy_iterations"],
     }
 

@@ -95,11 +95,11 @@ def verdict(
     ]
     missed = sorted((goal for goal in goals(kernels) if not goal.met), key=lambda goal: -goal.miss)
     lines += [f"Slow: {goal.what}: {goal.value:.3g}, goal {goal.relation} {goal.goal:g}." for goal in missed[:3]]
-    for table in kernels.get("lane_profiles") or ():
+    for table in kernels.get("gpu_batch_profiles") or ():
         if table["span_us"] and table["kernels"]:
             longest = table["kernels"][0]
             lines.append(
-                f"{table['lane']}: idle {table['idle_us'] / table['span_us']:.0%}, most in {longest['name']} "
+                f"{table['gpu_batch']}: idle {table['idle_us'] / table['span_us']:.0%}, most in {longest['name']} "
                 f"({longest['us'] / table['span_us']:.0%})."
             )
     return lines
@@ -156,7 +156,7 @@ def page(
         lines += kernel_lines(kernels)
     if runs:
         ratio, error = "over swiftllm", "SIMULATED tokens/s"
-        titles = ("case", "system", "tokens/s", ratio, "lane busy", "CPU busy", error, "its error", "")
+        titles = ("case", "system", "tokens/s", ratio, "GPU batch busy", "CPU busy", error, "its error", "")
         lines += ["", *markdown_lines(titles, [run_cells(run, runs) for run in runs])]
         lines += ["", "SIMULATED: predicted from the profile table that apex measured first (`measured/profiles`)."]
         lines += [f"![{run['timeline']}]({run['timeline']})" for run in runs if run.get("timeline")]
@@ -192,7 +192,7 @@ def kernel_lines(kernels: dict[str, Any]) -> list[str]:
     if draws := kernels.get("sampling"):
         title = f"sampling, {draws[0]['rows']} rows of {draws[0]['vocab_size']:,}"
         lines += ["", *markdown_lines((title, "ms"), [(row["how"], f"{row['ms']:.2f}") for row in draws])]
-    return lines + lane_lines(kernels)
+    return lines + gpu_batch_lines(kernels)
 
 
 def machine_lines(kernels: dict[str, Any]) -> list[str]:
@@ -210,19 +210,19 @@ def machine_lines(kernels: dict[str, Any]) -> list[str]:
     return lines
 
 
-def lane_lines(kernels: dict[str, Any]) -> list[str]:
-    """Captures by bucket, iterations by kind of lane, and where the time of these goes."""
+def gpu_batch_lines(kernels: dict[str, Any]) -> list[str]:
+    """Captures by bucket, iterations by kind of GPU batch, and where the time of these goes."""
     lines = []
     if captured := kernels.get("captures"):
         rows = [
             (str(one["rows"]), str(one["graphs"]), f"{one['seconds']:.2f}", f"{one['MiB']:.0f}") for one in captured
         ]
         lines += ["", *markdown_lines(("rows of graphs", "graphs", "s", "MiB"), rows)]
-    if times := kernels.get("lane_times"):
-        rows = [(row["lane"], f"{row['ms']:.2f}", f"{row['host_ms']:.2f}") for row in times]
+    if times := kernels.get("gpu_batch_times"):
+        rows = [(row["gpu_batch"], f"{row['ms']:.2f}", f"{row['host_ms']:.2f}") for row in times]
         lines += ["", *markdown_lines(("iteration of", "ms", "host's ms"), rows)]
-    for table in kernels.get("lane_profiles") or ():
-        about = f"{table['lane']}, {table['iterations']} iterations"
+    for table in kernels.get("gpu_batch_profiles") or ():
+        about = f"{table['gpu_batch']}, {table['iterations']} iterations"
         if table["span_us"]:
             about += f": {table['launches']} launches, {table['span_us']:.0f} us, idle {table['idle_us']:.0f} us"
         rows = [(one["name"], str(one["calls"]), f"{one['us']:.0f}") for one in table["kernels"][:SHOWN_KERNELS]]
@@ -246,7 +246,7 @@ def run_cells(run: dict[str, Any], runs: list[dict[str, Any]]) -> list[str]:
         run["system"],
         f"{rate_of(run):.0f}",
         f"{rate_of(run) / base:.2f}" if base else "",
-        f"{measured['lane_busy_fraction']:.0%}",
+        f"{measured['gpu_batch_busy_fraction']:.0%}",
         f"{measured['cpu_busy_fraction']:.0%}",
         "" if error is None else f"{run['simulated']['output_tokens_per_s']:.0f}",
         "" if error is None else f"{error:+.1%}",

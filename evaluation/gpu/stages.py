@@ -39,7 +39,7 @@ REHEARSAL_FACTOR = 10.0
 KERNEL_CHECKS = ("rows", "blocks", "decode-attention")
 LONG_TOKENS = ("tokens-float32", "tokens-streamed")
 MACHINE_PARTS = ("versions", "both_ways", "pinned_allocation", "polling", "wake_up", "memory", "gemm")
-LANE_PARTS = ("captures", "lane_profiles", "lane_times")
+GPU_BATCH_PARTS = ("captures", "gpu_batch_profiles", "gpu_batch_times")
 SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"  # often not on PATH
 # The limit and the least seconds of a run. Apex first: it measures the profile, from which all others are predicted.
 END_TO_END_S = {
@@ -90,7 +90,7 @@ def all_stages(folder: Path, rehearse: bool) -> list[Stage]:
         one("machine", 120.0, 30.0, *bench, "--parts", *MACHINE_PARTS),
         Stage("kernels", 150.0, operations, 60.0),
         Stage("tokens", 180.0, tokens, 60.0),
-        one("lanes", 150.0, 60.0, *bench, "--parts", *LANE_PARTS),
+        one("gpu_batches", 150.0, 60.0, *bench, "--parts", *GPU_BATCH_PARTS),
         *(run(*system_and_case) for system_and_case in first),
         one("speeds", 200.0, 60.0, *bench),
         *(run(*system_and_case) for system_and_case in later),

@@ -114,7 +114,7 @@ def local_setting(paper: PaperSetting, card: Card | None, host_bytes: int, optio
         max_num_seqs=min(limits.max_num_seqs, max_tokens),
         max_model_len=min(limits.max_model_len, shape.max_position_embeddings),
         enable_prefix_caching=False,
-        lane_threads=1,  # without a GPU the lane takes the GPU's part, so it has the same size in all systems
+        gpu_batch_threads=1,  # without a GPU the GPU batch takes the GPU's part, so it has the same size in all systems
         cpu_threads=options.cpu_threads,
         cpu_kernel=options.cpu_kernel,
     )

@@ -226,12 +226,12 @@ def own_system_notes(records: Records) -> list[str]:
 
 def neo_notes(records: Records) -> list[str]:
     """Which NEO a simulated `neo` is: its schedule in this engine, with or without the launches of NEO's code."""
-    rows = [record for record in records if is_simulated(record) and record.get("ticket_launch_us") is not None]
+    rows = [record for record in records if is_simulated(record) and record.get("attention_launch_us") is not None]
     if not rows:
         return []
-    names, charged = " and ".join(distinct(rows, "system")), max(row["ticket_launch_us"] for row in rows)
+    names, charged = " and ".join(distinct(rows, "system")), max(row["attention_launch_us"] for row in rows)
     launches = (
-        f"charged with {charged:g} us a ticket for the launches of NEO's code"
+        f"charged with {charged:g} us an attention task for the launches of NEO's code"
         if charged
         else ("the launches of NEO's own code are not charged (--neo-launches)")
     )

@@ -27,7 +27,7 @@ COLUMNS: Columns = (
     ("system", "system", "s"), ("tok/s", "output_tokens_per_s", ".1f"), ("predicted", PREDICTED, ".1f"),
     ("lowest", "output_tokens_per_s_low", ".1f"), ("highest", "output_tokens_per_s_high", ".1f"),
     ("ratio", "ratio", ".2f"), ("s/token", "per_token_latency_s_mean", ".3f"),
-    ("goodput", "goodput_requests_per_s", ".2f"), ("lane", "lane_busy_fraction", ".0%"),
+    ("goodput", "goodput_requests_per_s", ".2f"), ("GPU batch", "gpu_batch_busy_fraction", ".0%"),
     ("CPU", "cpu_busy_fraction", ".0%"),
 )  # fmt: skip
 # Latencies at the clients of a server.
@@ -49,8 +49,8 @@ def print_results(title: str, summary: Sequence[FlatRecord], console: Console) -
     """The main metrics (summary.md has all of them): a table for each panel and workload.
 
     ratio: output tokens/s over the baseline's; s/token: mean per-token latency; goodput: requests/s that meet the
-    targets; lane and CPU: the fraction of time in which they computed; predicted: SIMULATED tok/s from the profile of
-    the machine that measured. Empty columns are left out.
+    targets; GPU batch and CPU: the fraction of time in which they computed; predicted: SIMULATED tok/s from the profile
+    of the machine that measured. Empty columns are left out.
     """
     for compared in comparisons(summary):
         groups = grouped(compared, "panel", lambda row: row.get("setting_title") or row["model"], "workload_title")

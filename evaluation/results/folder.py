@@ -49,7 +49,7 @@ SUMMARY_FIELDS = (
     "per_token_latency_s_mean", "per_token_latency_s_p50", "per_token_latency_s_p90", "per_token_latency_s_p99",
     "ttft_s_mean", "ttft_s_p50", "ttft_s_p90", "ttft_s_p99",
     "tpot_s_mean", "tpot_s_p50", "tpot_s_p90", "tpot_s_p99",
-    "completed", "failed", "wall_s", "lane_busy_fraction", "cpu_busy_fraction",
+    "completed", "failed", "wall_s", "gpu_batch_busy_fraction", "cpu_busy_fraction",
 )  # fmt: skip
 
 
@@ -62,6 +62,23 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """The per-request records of a point, in the workload's order."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
+
+
+FORMER_NAMES = {
+    "lane_busy_fraction": "gpu_batch_busy_fraction", "lane_threads": "gpu_batch_threads",
+    "ticket_launch_us": "attention_launch_us", "ticket_us": "attention_us", "prefill_lane": "prefill_chunks",
+    "max_cohorts": "max_cpu_batches", "cohorts-1": "cpu-batches-1", "cohorts-4": "cpu-batches-4",
+    "lane_factor": "gpu_batch_factor",
+}  # fmt: skip
+"""Of columns, settings and rows in results recorded until 2026-11-28."""
+
+
+def read_json(path: Path) -> Any:
+    """A ``summary.json`` or ``provenance.json``, with today's names."""
+    text = path.read_text()
+    for former, name in FORMER_NAMES.items():
+        text = text.replace(f'"{former}"', f'"{name}"')
+    return json.loads(text)
 
 
 def to_json(value: Any) -> str:
@@ -174,7 +191,8 @@ def span_of(record: FlatRecord, metric: str) -> tuple[float, float]:
 
 SWEPT = (
     "case", "gpu", "model", "host", "kernel", "load", "request_rate", "output_len", "host_read_gb_s",
-    "cpu_bandwidth_gb_s", "reading", "ticket_launch_us", "num_gpu_blocks", "actual_over_believed", "online_correction",
+    "cpu_bandwidth_gb_s", "reading", "attention_launch_us", "num_gpu_blocks", "actual_over_believed",
+    "online_correction",
 )  # fmt: skip
 """Fields that a figure may sweep."""
 
@@ -192,7 +210,7 @@ TABLE = (
     ("requests_per_s", "requests/s", "{:.2f}"),
     ("per_token_latency_s_mean", "per-token latency mean (s)", "{:.3f}"),
     ("per_token_latency_s_p99", "p99 (s)", "{:.3f}"),
-    ("lane_busy_fraction", "lane busy", "{:.0%}"),
+    ("gpu_batch_busy_fraction", "GPU batch busy", "{:.0%}"),
     ("cpu_busy_fraction", "CPU worker busy", "{:.0%}"),
     ("completed", "completed", "{:.0f}"),
     ("failed", "failed", "{:.0f}"),

@@ -22,26 +22,28 @@ class Strategy(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Rule:
-    """How a cohort crosses the boundaries of an iteration."""
+class CpuBatchMode:
+    """How a CPU batch runs the stages of an iteration."""
 
-    waits: bool  # the lane waits for its tickets, so that its token is done when the iteration is
-    rides: bool  # it crosses boundaries together with the lane
-    steps: bool  # it crosses boundaries on its own
-    most: float = math.inf  # boundaries that it crosses at most, beside a lane
-
-
-RIDE = Rule(waits=True, rides=True, steps=False)  # NEO's batch-0
-STEP = Rule(waits=True, rides=False, steps=True)  # NEO's batch-1
-HOP = Rule(waits=False, rides=True, steps=False, most=1)  # APEX's overlap: when the ticket is ready
-FREE = Rule(waits=False, rides=True, steps=True)  # free-running: as soon as the ticket is ready, riding where it can
+    waits: bool  # the GPU batch waits for its attention tasks, so that its token is done when the iteration is
+    joins: bool  # it runs stages together with the GPU batch
+    runs_alone: bool  # it runs stages on its own
+    max_stages: float = math.inf  # stages that it runs at most, beside a GPU batch
 
 
-class LaneItem(NamedTuple):
+JOINED = CpuBatchMode(waits=True, joins=True, runs_alone=False)  # NEO's batch-0
+ALONE = CpuBatchMode(waits=True, joins=False, runs_alone=True)  # NEO's batch-1
+# APEX's overlap: when the attention task is ready
+OVERLAPPED = CpuBatchMode(waits=False, joins=True, runs_alone=False, max_stages=1)
+# free-running: as soon as the attention task is ready, joining where it can
+FREE_RUNNING = CpuBatchMode(waits=False, joins=True, runs_alone=True)
+
+
+class GpuBatchItem(NamedTuple):
     """``num_tokens`` tokens of one request from position ``start``: a prefill chunk, or a decode of one token.
 
-    ``tier`` is where the K and V are stored. A decode in the lane always has its cache on the GPU. A prefill for the
-    CPU tier is computed in the lane, and its K and V are stored to the CPU pool layer by layer.
+    ``tier`` is where the K and V are stored. A decode in the GPU batch always has its cache on the GPU. A prefill for
+    the CPU tier is computed in the GPU batch, and its K and V are stored to the CPU pool layer by layer.
     """
 
     request: Request
@@ -61,20 +63,20 @@ class LaneItem(NamedTuple):
         return self.context_len == self.request.num_tokens
 
     @classmethod
-    def decodes(cls, requests: Sequence[Request]) -> list[LaneItem]:
-        """A decode item for each request. All are made at once, since a lane may have a thousand of them."""
+    def decodes(cls, requests: Sequence[Request]) -> list[GpuBatchItem]:
+        """A decode item for each request. All are made at once, since a GPU batch may have a thousand of them."""
         starts = [request.num_tokens - 1 for request in requests]
         fields = zip(requests, starts, repeat(1), repeat(Tier.GPU), repeat(False), strict=False)
         return list(map(tuple.__new__, repeat(cls), fields))
 
 
 @dataclass(frozen=True)
-class CohortPlan:
-    """CPU requests that stand at the same boundary and move together. ``cohort_id`` stays until their token is done."""
+class CpuBatchPlan:
+    """CPU requests that stand at the same stage and move together. ``cpu_batch_id`` stays until their token is done."""
 
-    cohort_id: int
+    cpu_batch_id: int
     requests: tuple[Request, ...]
-    rule: Rule
+    mode: CpuBatchMode
 
 
 @dataclass(frozen=True)
@@ -92,19 +94,20 @@ class Swap:
 
 @dataclass(frozen=True)
 class IterationPlan:
-    """One iteration: its swaps, its lane and its cohorts.
+    """One iteration: its swaps, its GPU batch and its CPU batches.
 
-    ``decodes`` are the requests whose next token is decoded in the lane, beside the ``prefills``. ``leaving`` are the
-    ids of requests to take out of their cohorts as soon as no ticket needs them: aborted, or called back to the GPU.
-    ``predicted`` holds the predictions behind the plan, in seconds, for logs and figures.
+    ``decodes`` are the requests whose next token is decoded in the GPU batch, beside the ``prefills``. ``leaving`` are
+    the ids of requests to take out of their CPU batches as soon as no attention task needs them: aborted, or recalled
+    to the GPU. ``predicted`` holds the predictions behind the plan, in seconds, for logs and figures.
 
-    An iteration without a lane lasts until all its cohorts have their tokens, since waiting delays nothing. With a
-    ``time_limit_s`` it ends after so many seconds, and cohorts stay where they are: a request may arrive meanwhile.
+    An iteration without a GPU batch lasts until all its CPU batches have their tokens, since waiting delays nothing.
+    With a ``time_limit_s`` it ends after so many seconds, and CPU batches stay where they are: a request may arrive
+    meanwhile.
     """
 
     decodes: tuple[Request, ...] = ()
-    prefills: tuple[LaneItem, ...] = ()
-    cohorts: tuple[CohortPlan, ...] = ()
+    prefills: tuple[GpuBatchItem, ...] = ()
+    cpu_batches: tuple[CpuBatchPlan, ...] = ()
     swaps: tuple[Swap, ...] = ()
     leaving: frozenset[str] = frozenset()
     predicted: dict[str, float] = field(default_factory=dict)
@@ -112,22 +115,22 @@ class IterationPlan:
 
     @property
     def strategy(self) -> Strategy:
-        """What the rules of the cohorts make of the iteration."""
-        if not self.cohorts:
+        """What the modes of the CPU batches make of the iteration."""
+        if not self.cpu_batches:
             return Strategy.GPU_ONLY
-        return Strategy.PIPELINING if all(cohort.rule.waits for cohort in self.cohorts) else Strategy.OVERLAP
+        return Strategy.PIPELINING if all(cpu_batch.mode.waits for cpu_batch in self.cpu_batches) else Strategy.OVERLAP
 
     @cached_property
-    def lane(self) -> tuple[LaneItem, ...]:
+    def gpu_batch(self) -> tuple[GpuBatchItem, ...]:
         """Decodes and prefills as items for the backend. First read it before the iteration moves positions."""
-        return (*LaneItem.decodes(self.decodes), *self.prefills)
+        return (*GpuBatchItem.decodes(self.decodes), *self.prefills)
 
-    def in_lane(self) -> list[Request]:
+    def in_gpu_batch(self) -> list[Request]:
         return [*self.decodes, *(item.request for item in self.prefills)]
 
     def requests(self) -> list[Request]:
         """All requests that the iteration computes."""
-        return [*self.in_lane(), *(request for cohort in self.cohorts for request in cohort.requests)]
+        return [*self.in_gpu_batch(), *(request for cpu_batch in self.cpu_batches for request in cpu_batch.requests)]
 
     def moving(self) -> list[Request]:
         """The requests that move to the other tier."""
@@ -135,22 +138,23 @@ class IterationPlan:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.decodes or self.prefills or self.cohorts or self.swaps or self.leaving)
+        return not (self.decodes or self.prefills or self.cpu_batches or self.swaps or self.leaving)
 
 
 @dataclass(frozen=True)
 class StepResult:
     """The result of one plan.
 
-    ``tokens`` maps request ids to sampled tokens. ``boundaries`` maps each unfinished cohort to the boundary that it
-    crosses next (-1 is the embedding). A finished cohort is absent and its requests are in ``tokens``.
-    ``left`` has the ids of leaving requests that are now out of their cohorts; no ticket uses their blocks.
-    ``lane_busy_s`` excludes the time spent waiting for tickets. ``cpu_busy_s`` sums the CPU attention finished.
+    ``tokens`` maps request ids to sampled tokens. ``stages`` maps each unfinished CPU batch to the stage that it
+    runs next (-1 is the embedding). A finished CPU batch is absent and its requests are in ``tokens``.
+    ``left`` has the ids of leaving requests that are now out of their CPU batches; no attention task uses their blocks.
+    ``gpu_batch_busy_s`` excludes the time spent waiting for attention tasks. ``cpu_busy_s`` sums the CPU attention
+    finished.
     """
 
     tokens: dict[str, int]
-    boundaries: dict[int, int]
-    left: frozenset[str]
+    stages: dict[int, int]
+    detached: frozenset[str]
     duration_s: float
-    lane_busy_s: float
+    gpu_batch_busy_s: float
     cpu_busy_s: float

@@ -127,8 +127,8 @@ class Request:
     ``num_uncomputed`` of these tokens have no K and V in the cache: all at first, only the newest during decoding.
     ``num_kv_slots`` is the number of tokens that the request's blocks can hold; the KV cache manager updates it.
     ``arrival_order`` is the rank of the service class, then the arrival index: requests are served in this order.
-    ``block_names`` are those of its full blocks so far, which may hold K and V or not; of these blocks the first
-    ``num_named`` are findable by others in the request's tier. None: the request has no part in a prefix cache.
+    ``block_hashes`` are those of its full blocks so far, which may hold K and V or not; of these blocks the first
+    ``num_hashed`` are findable by others in the request's tier. None: the request has no part in a prefix cache.
     ``cached_tokens`` tells by tier how many tokens were found there when the prompt was started.
 
     An iteration touches up to a thousand requests, and cache misses dominate that time. So the class has slots, and
@@ -148,7 +148,7 @@ class Request:
     _most_tokens: int = field(init=False, repr=False)
     _stop_token_ids: frozenset[int] = field(init=False, repr=False)
     num_kv_slots: int = 0
-    cohort_id: int | None = None  # set while a cohort computes its next token
+    cpu_batch_id: int | None = None  # set while a CPU batch computes its next token
     last_served: int = 0  # the iteration that last advanced it; set by schedulers that decode in the CPU tier
     finish_reason: FinishReason | None = None
 
@@ -165,8 +165,8 @@ class Request:
     service_class: ServiceClass = ServiceClass.LATENCY_SENSITIVE
     arrival_order: tuple[int, int] = field(init=False)
     cache_salt: str | None = None
-    block_names: list[bytes] | None = None
-    num_named: int = 0
+    block_hashes: list[bytes] | None = None
+    num_hashed: int = 0
     cached_tokens: Mapping[Tier, int] | None = None
     _token_counts: TokenCounts | None = field(default=None, init=False, repr=False)
     _progress: GrammarProgress | None = field(default=None, init=False, repr=False)
@@ -256,8 +256,8 @@ class Request:
     def start_over(self) -> None:
         """Reset to waiting, with nothing computed, after the blocks are gone. The output stays."""
         self.status = RequestStatus.WAITING
-        self.tier = self.cohort_id = None
-        self.num_kv_slots = self.num_named = 0
+        self.tier = self.cpu_batch_id = None
+        self.num_kv_slots = self.num_hashed = 0
         self.num_tokens = self.num_uncomputed = self.prompt_len + self.output_len
         del self.logprobs[self.output_len :]
 

@@ -124,9 +124,9 @@ class SamplingParams:
             ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"in 0..{MAX_LOGPROBS}"),
             ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= MAX_LOGPROBS, f"in 0..{MAX_LOGPROBS}"),
         )
-        for name, holds, rule in checks:
+        for name, holds, mode in checks:
             if not holds:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be {rule}")
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {mode}")
 
     def varied(self, **changes: Any) -> SamplingParams:
         """The same but for ``changes``, which are not checked. All other values are shared, however large."""

@@ -1,4 +1,5 @@
-"""The hardware interface of an executor. Lanes and cohorts are opaque to it; only a backend knows their contents."""
+"""The hardware interface of an executor. GPU batches and CPU batches are opaque to it; only a backend knows their
+contents."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, TokenLogprob
 
 
 class WorkerDied(RuntimeError):
-    """The CPU worker died before a ticket was done. :meth:`Backend.recover` restarts it."""
+    """The CPU worker died before an attention task was done. :meth:`Backend.recover` restarts it."""
 
 
 class RankFailed(RuntimeError):
@@ -32,7 +33,7 @@ class HostDied(RuntimeError):
 
 
 @dataclass(frozen=True)
-class TicketTimes:
+class AttentionTimes:
     """Times of one CPU attention task, in seconds of the backend's clock.
 
     The worker computes from ``start_s`` to ``done_s``. The result is usable from ``ready_s``. ``to_host`` and
@@ -59,7 +60,7 @@ class SwapTimes:
         return self.start_s + (layer + 1) / self.num_layers * (self.end_s - self.start_s)
 
 
-class Ticket(Protocol):
+class AttentionFuture(Protocol):
     """One CPU attention task under way."""
 
     def ready(self) -> bool:
@@ -73,27 +74,27 @@ class Ticket(Protocol):
         """
         ...
 
-    def times(self) -> TicketTimes:
+    def times(self) -> AttentionTimes:
         """Times of the task, for timelines. Call only once the result is available."""
         ...
 
 
 class Batch(Protocol):
-    """A lane or a cohort: rows of activations, one per token, that cross boundaries together."""
+    """A GPU batch or a CPU batch: rows of activations, one per token, that run stages together."""
 
     @property
     def num_rows(self) -> int: ...
 
 
-LaneT = TypeVar("LaneT", bound=Batch)
-CohortT = TypeVar("CohortT", bound=Batch)
+GpuBatchT = TypeVar("GpuBatchT", bound=Batch)
+CpuBatchT = TypeVar("CpuBatchT", bound=Batch)
 
 
-class ExecutorBackend(Protocol[LaneT, CohortT]):
+class ExecutorBackend(Protocol[GpuBatchT, CpuBatchT]):
     """What an executor asks for.
 
-    Layers are numbered 0..num_layers-1. Boundary ``i`` is the linear work between attention i and attention i+1.
-    Boundary -1 is the embedding and the first QKV. Boundary num_layers-1 ends in logits and sampled tokens.
+    Layers are numbered 0..num_layers-1. Stage ``i`` is the linear work between attention i and attention i+1.
+    Stage -1 is the embedding and the first QKV. Stage num_layers-1 ends in logits and sampled tokens.
     """
 
     @property
@@ -105,44 +106,45 @@ class ExecutorBackend(Protocol[LaneT, CohortT]):
 
     def swap(self, swaps: Sequence[Swap]) -> SwapTimes | None:
         """Begin to copy blocks between the tiers; what is asked of this backend afterwards finds them copied, and may
-        reuse the source blocks. A lane's attention waits for the part of its layer. Returns the times of the copies
-        where they are known beforehand."""
+        reuse the source blocks. A GPU batch's attention waits for the part of its layer. Returns the times of the
+        copies where they are known beforehand."""
         ...
 
-    def open_lane(self, items: Sequence[LaneItem]) -> LaneT: ...
+    def open_gpu_batch(self, items: Sequence[GpuBatchItem]) -> GpuBatchT: ...
 
-    def open_cohort(self, requests: Sequence[Request]) -> CohortT:
-        """A cohort before boundary -1, which is to compute the last known token of each request."""
+    def open_cpu_batch(self, requests: Sequence[Request]) -> CpuBatchT:
+        """A CPU batch before stage -1, which is to compute the last known token of each request."""
         ...
 
-    def drop_rows(self, cohort: CohortT, request_ids: frozenset[str]) -> CohortT:
-        """The cohort without these requests. Call only while the cohort has no outstanding ticket."""
+    def drop_rows(self, cpu_batch: CpuBatchT, request_ids: frozenset[str]) -> CpuBatchT:
+        """The CPU batch without these requests. Call only while the CPU batch has no outstanding attention task."""
         ...
 
-    def boundary(self, layer: int, batches: Sequence[LaneT | CohortT]) -> Mapping[str, int]:
-        """Compute boundary ``layer`` for all batches, with concatenated GEMMs, so that weights are read once.
+    def run_stage(self, layer: int, batches: Sequence[GpuBatchT | CpuBatchT]) -> Mapping[str, int]:
+        """Compute stage ``layer`` for all batches, with concatenated GEMMs, so that weights are read once.
 
-        The last boundary returns the sampled tokens by request id; all others return nothing. The last boundary also
+        The last stage returns the sampled tokens by request id; all others return nothing. The last stage also
         appends to ``Request.prompt_logprobs`` for the chunks of requests that ask for them.
         """
         ...
 
-    def gpu_attention(self, layer: int, lane: LaneT) -> None:
-        """Attention of one layer for the lane, prefills and decodes. Stores the new K and V in each item's tier."""
+    def gpu_attention(self, layer: int, gpu_batch: GpuBatchT) -> None:
+        """Attention of one layer for the GPU batch, prefills and decodes. Stores the new K and V in each item's
+        tier."""
 
-    def whole_iteration(self, lane: LaneT) -> Mapping[str, int] | None:
-        """Compute all boundaries and attentions of an iteration without cohorts. Returns the sampled tokens.
+    def run_full_graph(self, gpu_batch: GpuBatchT) -> Mapping[str, int] | None:
+        """Compute all stages and attentions of an iteration without CPU batches. Returns the sampled tokens.
 
-        None: not possible for this lane, and nothing was computed. The executor then goes layer by layer.
+        None: not possible for this GPU batch, and nothing was computed. The executor then goes layer by layer.
         """
         ...
 
-    def submit_cpu_attention(self, layer: int, cohort: CohortT) -> Ticket:
-        """Submit one layer's decode attention of a cohort, including its K/V store, to the CPU worker."""
+    def submit_cpu_attention(self, layer: int, cpu_batch: CpuBatchT) -> AttentionFuture:
+        """Submit one layer's decode attention of a CPU batch, including its K/V store, to the CPU worker."""
         ...
 
 
-class Backend(ExecutorBackend[LaneT, CohortT], Protocol[LaneT, CohortT]):
+class Backend(ExecutorBackend[GpuBatchT, CpuBatchT], Protocol[GpuBatchT, CpuBatchT]):
     """The same, and what an engine asks for."""
 
     @property
@@ -151,7 +153,7 @@ class Backend(ExecutorBackend[LaneT, CohortT], Protocol[LaneT, CohortT]):
         ...
 
     def holds_weights(self, layer: int) -> bool:
-        """Whether boundary ``layer`` can be crossed now without a copy of its weights for that alone."""
+        """Whether stage ``layer`` can be run now without a copy of its weights for that alone."""
         ...
 
     def take_logprobs(self) -> Mapping[str, TokenLogprob]:

@@ -1,4 +1,4 @@
-"""The engine's step loop over requests. Residents, policy, executor and backend are injected."""
+"""The engine's step loop over requests. Scheduler, state, executor and backend are injected."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from swiftllm.engine.backend import Backend, HostDied
 from swiftllm.engine.executor import Executor
 from swiftllm.kv.blocks import KVCacheManager
 from swiftllm.scheduling.admission import Admission, as_token_ids
-from swiftllm.scheduling.policy import Policy
-from swiftllm.scheduling.residents import Residents
+from swiftllm.scheduling.scheduler import Scheduler
+from swiftllm.scheduling.state import SchedulerState
 
 if TYPE_CHECKING:
     from swiftllm.model.folder.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ MAX_EMPTY_PLANS = 1000
 
 
 class EngineStalled(RuntimeError):
-    """Requests are unfinished but the policy plans nothing: a defect. The message has the engine's state."""
+    """Requests are unfinished but the scheduler plans nothing: a defect. The message has the engine's state."""
 
 
 class HostWatch(Protocol):
@@ -63,7 +63,7 @@ class EngineStats:
     prefix_queries: int = 0
     prefix_hits: dict[str, int] = field(default_factory=Counter)
     duration_s: float = 0.0
-    lane_busy_s: float = 0.0
+    gpu_batch_busy_s: float = 0.0
     cpu_busy_s: float = 0.0
     predicted_s: float = 0.0
     preemptions: int = 0
@@ -79,26 +79,26 @@ class EngineStats:
         self.output_tokens += len(result.tokens)
         self.prefill_tokens += sum(item.num_tokens for item in plan.prefills)
         self.duration_s += result.duration_s
-        self.lane_busy_s += result.lane_busy_s
+        self.gpu_batch_busy_s += result.gpu_batch_busy_s
         self.cpu_busy_s += result.cpu_busy_s
         self.predicted_s += plan.predicted.get("iteration_s", 0.0)
         self.swapped_blocks += sum(len(swap.source_blocks) for swap in plan.swaps)
         self.strategy_iterations[plan.strategy.value] += 1
         for item in plan.prefills:
             request = item.request
-            if request.block_names is not None and request.output_len == 1 and item.context_len == request.prompt_len:
+            if request.block_hashes is not None and request.output_len == 1 and item.context_len == request.prompt_len:
                 self.prefix_queries += request.prompt_len
                 for tier, tokens in (request.cached_tokens or {}).items():
                     self.prefix_hits[tier.value] += tokens
 
 
 class Engine:
-    """One model, its residents, one policy, one executor. Not thread-safe, except :meth:`make_request`."""
+    """One model, its scheduler state, one scheduler, one executor. Not thread-safe, except :meth:`make_request`."""
 
     def __init__(
         self,
-        residents: Residents,
-        policy: Policy,
+        state: SchedulerState,
+        scheduler: Scheduler,
         executor: Executor,
         backend: Backend,
         *,
@@ -108,12 +108,12 @@ class Engine:
         description: Mapping[str, Any] | None = None,
         hosts: HostWatch | None = None,
     ) -> None:
-        self.residents = residents
-        self.policy = policy
+        self.state = state
+        self.scheduler = scheduler
         self.executor = executor
         self.backend = backend
         self.tokenizer = tokenizer
-        policy.manage_copies(residents.kv)
+        scheduler.manage_copies(state.kv)
         self._hosts = hosts
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -128,15 +128,15 @@ class Engine:
 
     @property
     def kv(self) -> KVCacheManager:
-        return self.residents.kv
+        return self.state.kv
 
     @property
     def admission(self) -> Admission:
         """All by which :meth:`make_request` refuses requests. Constant."""
-        residents, kv = self.residents, self.kv
+        state, kv = self.state, self.kv
         num_blocks = {tier: kv.capacity(tier) for tier in Tier}
-        tiers = {service_class: residents.rules.tiers_of(service_class) for service_class in ServiceClass}
-        return Admission(self.vocab_size, residents.limits.max_model_len, kv.groups, num_blocks, tiers)
+        tiers = {service_class: state.rules.tiers_of(service_class) for service_class in ServiceClass}
+        return Admission(self.vocab_size, state.limits.max_model_len, kv.groups, num_blocks, tiers)
 
     def make_request(
         self,
@@ -184,22 +184,22 @@ class Engine:
             RequestRefused: its id is in use, or it cannot keep its targets now (:class:`RequestRefusedForNow`).
         """
         if check_targets:
-            self.policy.check_targets(request, self.residents)
-        self.residents.add(request)
-        self.policy.added(request)
+            self.scheduler.check_targets(request, self.state)
+        self.state.add(request)
+        self.scheduler.added(request)
         self.has_best_effort |= request.service_class is ServiceClass.BEST_EFFORT
         return request
 
     def abort(self, request_id: str) -> bool:
         """End a request, whatever its state. The next step returns its output so far. False: no such request."""
-        request = self.residents.abort(request_id)
+        request = self.state.abort(request_id)
         if request is not None:
-            self.policy.ended(request)
+            self.scheduler.ended(request)
             self._ended.append(self._output(request, num_new=0))
         return request is not None
 
     def has_unfinished(self) -> bool:
-        return bool(self.residents.requests or self._ended)
+        return bool(self.state.requests or self._ended)
 
     def step(self) -> list[RequestOutput]:
         """Run one iteration and return its outputs. After any exception, call :meth:`recover`.
@@ -211,7 +211,7 @@ class Engine:
         """
         self.last_iteration = None
         touched: list[Request] = []
-        if self.residents.requests:
+        if self.state.requests:
             try:
                 self._watch_hosts()
                 touched = self._iterate()
@@ -225,22 +225,22 @@ class Engine:
 
     def _iterate(self) -> list[Request]:
         self._running_plan = None
-        plan = self.policy.plan(self.residents)
+        plan = self.scheduler.plan(self.state)
         self._num_empty_plans = self._num_empty_plans + 1 if plan.is_empty else 0
         if self._num_empty_plans > MAX_EMPTY_PLANS:
-            raise EngineStalled(f"{MAX_EMPTY_PLANS} empty plans in a row with {self.state()}")
+            raise EngineStalled(f"{MAX_EMPTY_PLANS} empty plans in a row with {self.status()}")
         self._running_plan = plan
         result = self.executor.run(plan)
         self._running_plan = None
         for request_id, logprob in self.backend.take_logprobs().items():
-            request = self.residents.requests.get(request_id)
+            request = self.state.requests.get(request_id)
             if request is not None:
                 request.logprobs.append(logprob)
-        # Predictions are compared with what ran: before tokens are added, and before cohorts move.
-        self.policy.observe(plan, result, self.residents.cohorts.boundaries())
-        touched, ended = self.residents.apply(plan, result)
+        # Predictions are compared with what ran: before tokens are added, and before CPU batches move.
+        self.scheduler.observe(plan, result, self.state.cpu_batches.stages())
+        touched, ended = self.state.apply(plan, result)
         for request in ended:
-            self.policy.ended(request)
+            self.scheduler.ended(request)
         self._stats.record_iteration(plan, result)
         if self.has_best_effort:
             of_class = [request for request in touched if request.service_class is ServiceClass.BEST_EFFORT]
@@ -270,7 +270,7 @@ class Engine:
         self.backend.take_logprobs()
         plan, self._running_plan = self._running_plan, None
         unfinished = plan.swaps if plan is not None and death is not None and death.in_swap else ()
-        lost = self.residents.forget_hosts(hosts, unfinished)
+        lost = self.state.forget_hosts(hosts, unfinished)
         self._stats.host_deaths += len(hosts)
         self._stats.recomputed_after_host_deaths += len(lost)
         logger.warning("host %s of the CPU tier is gone: %d requests are computed again", hosts, len(lost))
@@ -280,7 +280,7 @@ class Engine:
     def at_work(self) -> list[Request]:
         """The unfinished requests that the running step, or the step that raised, was last working on. If that is not
         known, all unfinished requests."""
-        unfinished = [request for request in self.residents.requests.values() if not request.is_finished]
+        unfinished = [request for request in self.state.requests.values() if not request.is_finished]
         if self._running_plan is None:
             return unfinished
         at_work = self.executor.at_work()
@@ -298,14 +298,14 @@ class Engine:
         self.executor.abandon()
         self.backend.recover()
         self._running_plan, self._num_empty_plans = None, 0
-        self.policy.emptied()
-        return self.residents.remove_all()
+        self.scheduler.emptied()
+        return self.state.remove_all()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Requests that hold blocks go on, and have no part in the cache any more."""
-        for request in self.residents.requests.values():
+        for request in self.state.requests.values():
             if request.tier is not None:
-                request.block_names = None
+                request.block_hashes = None
         self.kv.reset_cache()
 
     # -- outputs and state ------------------------------------------------------------------------------------------
@@ -327,23 +327,23 @@ class Engine:
         return self.backend.now()
 
     def stats(self) -> EngineStats:
-        self._stats.preemptions = self.residents.num_preemptions
+        self._stats.preemptions = self.state.num_preemptions
         self._stats.worker_restarts = self.backend.worker_restarts
         self._stats.hosts_connected = 0 if self._hosts is None else self._hosts.num_connected
         return self._stats
 
-    def state(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Current sizes of queues and pools, for logs and error messages."""
         return {
-            "waiting": len(self.residents.waiting),
-            "running": {tier.value: len(queue) for tier, queue in self.residents.running.items()},
+            "waiting": len(self.state.waiting),
+            "running": {tier.value: len(queue) for tier, queue in self.state.running.items()},
             "blocks_used": {tier.value: pool.num_used for tier, pool in self.kv.allocators.items()},
             "blocks_free": {tier.value: pool.num_free for tier, pool in self.kv.allocators.items()},
         }
 
     def describe(self) -> dict[str, Any]:
         """The engine's configuration as JSON values, for provenance files and the start-up message."""
-        return {**self._description, "limits": asdict(self.residents.limits)}
+        return {**self._description, "limits": asdict(self.state.limits)}
 
     def close(self) -> None:
         self.backend.close()

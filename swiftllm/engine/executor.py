@@ -1,6 +1,11 @@
-"""Carries out plans: moves a lane and cohorts across the boundaries of an iteration, in one loop for every strategy.
+"""Carries out plans: takes a GPU batch and CPU batches through the layers, in one loop for every strategy.
 
-A strategy is the set of rules of its cohorts (APEX section 3). A plan without cohorts is GPU-only.
+Stage ``i`` is the linear layers between attention ``i`` and attention ``i + 1``; stage -1 is the embedding and the
+first Q, K and V. The GPU computes all stages. The attention of the GPU batch is the GPU's too, that of a CPU batch the
+CPU's, as an asynchronous task. A CPU batch joins a stage of the GPU batch, in the same matrix products, or runs it
+alone: on the GPU, in products of its own.
+
+The modes of a plan's CPU batches make its strategy (APEX section 3). A plan without CPU batches is GPU-only.
 """
 
 from __future__ import annotations
@@ -12,30 +17,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from swiftllm.core.plan import RIDE, CohortPlan, IterationPlan, Rule, StepResult
-from swiftllm.engine.backend import Batch, ExecutorBackend, HostDied, Ticket
+from swiftllm.core.plan import JOINED, CpuBatchMode, CpuBatchPlan, IterationPlan, StepResult
+from swiftllm.engine.backend import AttentionFuture, Batch, ExecutorBackend, HostDied
 
 
 @dataclass(eq=False)
-class CohortRun:
-    """A cohort under way. ``boundary`` is the one it crosses next, ``ticket`` the attention that precedes it.
+class CpuBatchRun:
+    """A CPU batch under way. ``stage`` is the one it runs next, ``future`` the attention that precedes it.
 
-    ``submission`` ranks the tickets by time: the CPU worker serves them in this order. ``rule`` and ``crossings_left``
-    are those of the iteration that last named it.
+    ``submission`` counts the attention tasks: the CPU worker serves them in this order. ``mode`` and
+    ``stages_left`` are those of the iteration that last named it.
     """
 
     batch: Batch
     request_ids: tuple[str, ...]
-    boundary: int = -1
-    ticket: Ticket | None = None
+    stage: int = -1
+    future: AttentionFuture | None = None
     submission: int = 0
-    rule: Rule = RIDE
-    crossings_left: float = math.inf
+    mode: CpuBatchMode = JOINED
+    stages_left: float = math.inf
 
     @property
     def is_ready(self) -> bool:
-        """Whether the attention that precedes the boundary is done; never blocks."""
-        return self.ticket is None or self.ticket.ready()
+        """Whether the attention that precedes the stage is done; never blocks."""
+        return self.future is None or self.future.ready()
 
 
 @dataclass
@@ -43,20 +48,20 @@ class _Run:
     """What one iteration has given so far."""
 
     tokens: dict[str, int] = field(default_factory=dict)
-    left: set[str] = field(default_factory=set)
+    detached: set[str] = field(default_factory=set)
     waited_s: float = 0.0
     cpu_busy_s: float = 0.0
 
 
 class _AtWork:
-    """A context that notes who is being worked on. After an exception in it, the note stays."""
+    """A context that notes which requests are worked on. After an exception the note stays: these are the suspects."""
 
     def __init__(self) -> None:
-        self.lane, self.groups = False, ()
+        self.gpu_batch, self.groups = False, ()
 
-    def on(self, *groups: Sequence[str], lane: bool = False) -> _AtWork:
-        """The context of work on groups of request ids, or on the ``lane`` beside them."""
-        self.lane, self.groups = lane, groups
+    def on(self, *groups: Sequence[str], gpu_batch: bool = False) -> _AtWork:
+        """The context of work on groups of request ids, or on the ``gpu_batch`` beside them."""
+        self.gpu_batch, self.groups = gpu_batch, groups
         return self
 
     def __enter__(self) -> None: ...
@@ -67,172 +72,180 @@ class _AtWork:
 
 
 class Executor:
-    """Moves the lane through all layers, and each cohort by its rule.
+    """Moves the GPU batch through all layers, and each CPU batch by its mode.
 
-    A cohort lives from the plan that first names it until its token is done, which may take many plans.
+    A CPU batch lives from the plan that first names it until its token is done, which may take many plans.
     """
 
-    def __init__(self, backend: ExecutorBackend, may_step: Callable[[int], bool] = lambda boundary: True) -> None:
-        """``may_step``: whether a cohort that is not waited for may cross this boundary without the lane now.
+    def __init__(self, backend: ExecutorBackend, may_run_alone: Callable[[int], bool] = lambda stage: True) -> None:
+        """``may_run_alone``: whether a CPU batch that is not waited for may run this stage without the GPU batch now.
 
         It may not where the weights would be streamed for it alone.
         """
         self.backend = backend
-        self.may_step = may_step
-        self._cohorts: dict[int, CohortRun] = {}
+        self.may_run_alone = may_run_alone
+        self._cpu_batches: dict[int, CpuBatchRun] = {}
         self._plan = IterationPlan()
         self._submissions = itertools.count(1)
         self._at_work = _AtWork()
 
     @property
-    def cohorts(self) -> tuple[CohortRun, ...]:
+    def cpu_batches(self) -> tuple[CpuBatchRun, ...]:
         """Those under way between iterations, the oldest first."""
-        return tuple(self._cohorts.values())
+        return tuple(self._cpu_batches.values())
 
     def run(self, plan: IterationPlan) -> StepResult:
-        """Carry out one plan. The lane has crossed all layers when this returns; cohorts may be under way.
+        """Carry out one plan. The GPU batch has gone through all layers when this returns; CPU batches may be under
+        way.
 
-        Cohorts of earlier plans that this plan does not name stay at their boundary.
+        CPU batches of earlier plans that this plan does not name stay at their stage.
         """
         backend, run, at_work = self.backend, _Run(), self._at_work
         self._plan = plan
         start_s = backend.now()
         try:
-            self._remove_leaving(plan, run)
+            self._detach_leaving(plan, run)
         except HostDied as death:
             death.in_swap = True  # the plan's swaps have not begun
             raise
         with at_work.on([request.request_id for request in plan.moving()]):
             backend.swap(plan.swaps)
-        with at_work.on(lane=True):
-            lane = backend.open_lane(plan.lane) if plan.lane else None
-        cohorts = [self._cohort(cohort_plan, lane) for cohort_plan in plan.cohorts]
+        with at_work.on(gpu_batch=True):
+            gpu_batch = backend.open_gpu_batch(plan.gpu_batch) if plan.gpu_batch else None
+        cpu_batches = [self._cpu_batch(cpu_batch_plan, gpu_batch) for cpu_batch_plan in plan.cpu_batches]
         last = backend.num_layers - 1
-        boundaries = range(-1, backend.num_layers)
-        if lane is not None and not cohorts:
-            with at_work.on(lane=True):
-                tokens = backend.whole_iteration(lane)
+        stages = range(-1, backend.num_layers)
+        if gpu_batch is not None and not cpu_batches:
+            with at_work.on(gpu_batch=True):
+                tokens = backend.run_full_graph(gpu_batch)
             if tokens is not None:
                 run.tokens.update(tokens)
-                boundaries = range(0)
-        elif lane is None and plan.time_limit_s is not None:
-            self._advance(cohorts, start_s + plan.time_limit_s, run)
-            boundaries = range(0)
-        for boundary in boundaries:
-            riders = [c for c in cohorts if c.boundary == boundary and c.rule.rides and self._boards(c, run)]
-            self._cross(boundary, lane, riders, run)
-            if lane is not None and boundary < last:
-                with at_work.on(lane=True):
-                    backend.gpu_attention(boundary + 1, lane)
-            for cohort in cohorts:
-                if cohort.boundary <= last and cohort.rule.steps and self._steps_now(cohort, boundary + 1):
-                    self._step(cohort, run)
-        self._cohorts = {i: c for i, c in self._cohorts.items() if c.boundary <= last}
+                stages = range(0)
+        elif gpu_batch is None and plan.time_limit_s is not None:
+            self._advance(cpu_batches, start_s + plan.time_limit_s, run)
+            stages = range(0)
+        for stage in stages:
+            joined = [c for c in cpu_batches if c.stage == stage and c.mode.joins and self._joins_now(c, run)]
+            self._run_stage(stage, gpu_batch, joined, run)
+            if gpu_batch is not None and stage < last:
+                with at_work.on(gpu_batch=True):
+                    backend.gpu_attention(stage + 1, gpu_batch)
+            for cpu_batch in cpu_batches:
+                if cpu_batch.stage <= last and cpu_batch.mode.runs_alone and self._runs_alone_now(cpu_batch, stage + 1):
+                    self._run_alone(cpu_batch, run)
+        self._cpu_batches = {i: c for i, c in self._cpu_batches.items() if c.stage <= last}
         duration_s = backend.now() - start_s
-        under_way = {cohort_id: cohort.boundary for cohort_id, cohort in self._cohorts.items()}
-        left, busy_s = frozenset(run.left), duration_s - run.waited_s
-        return StepResult(run.tokens, under_way, left, duration_s, busy_s, run.cpu_busy_s)
+        under_way = {cpu_batch_id: cpu_batch.stage for cpu_batch_id, cpu_batch in self._cpu_batches.items()}
+        detached, busy_s = frozenset(run.detached), duration_s - run.waited_s
+        return StepResult(run.tokens, under_way, detached, duration_s, busy_s, run.cpu_busy_s)
 
     def at_work(self) -> frozenset[str]:
         """Ids of the requests that :meth:`run` works on, or last worked on before it raised: the suspects."""
-        lane = [request.request_id for request in self._plan.in_lane()] if self._at_work.lane else []
-        return frozenset(itertools.chain(lane, *self._at_work.groups))
+        gpu_batch = [request.request_id for request in self._plan.in_gpu_batch()] if self._at_work.gpu_batch else []
+        return frozenset(itertools.chain(gpu_batch, *self._at_work.groups))
 
     def abandon(self) -> None:
-        """Drop all cohorts. No CPU attention touches any block once this returns."""
-        for cohort in self._cohorts.values():
-            if cohort.ticket is not None:
+        """Drop all CPU batches. No CPU attention touches any block once this returns."""
+        for cpu_batch in self._cpu_batches.values():
+            if cpu_batch.future is not None:
                 with contextlib.suppress(Exception):  # a failed task touches no block either
-                    cohort.ticket.wait()
-        self._cohorts.clear()
+                    cpu_batch.future.wait()
+        self._cpu_batches.clear()
 
-    def _cohort(self, plan: CohortPlan, lane: Batch | None) -> CohortRun:
-        """The cohort under way, or a new one, with its rule for this iteration."""
-        cohort = self._cohorts.get(plan.cohort_id)
-        if cohort is None:
+    def _cpu_batch(self, plan: CpuBatchPlan, gpu_batch: Batch | None) -> CpuBatchRun:
+        """The CPU batch under way, or a new one, with its mode for this iteration."""
+        cpu_batch = self._cpu_batches.get(plan.cpu_batch_id)
+        if cpu_batch is None:
             request_ids = tuple(request.request_id for request in plan.requests)
             with self._at_work.on(request_ids):
-                cohort = self._cohorts[plan.cohort_id] = CohortRun(self.backend.open_cohort(plan.requests), request_ids)
-        cohort.rule = RIDE if lane is None and plan.rule.rides else plan.rule  # without a lane waiting delays nothing
-        cohort.crossings_left = cohort.rule.most
-        return cohort
+                cpu_batch = self._cpu_batches[plan.cpu_batch_id] = CpuBatchRun(
+                    self.backend.open_cpu_batch(plan.requests), request_ids
+                )
+        # without a GPU batch waiting delays nothing
+        cpu_batch.mode = JOINED if gpu_batch is None and plan.mode.joins else plan.mode
+        cpu_batch.stages_left = cpu_batch.mode.max_stages
+        return cpu_batch
 
-    def _boards(self, cohort: CohortRun, run: _Run) -> bool:
-        """Whether a cohort at the lane's boundary crosses it with the lane; its ticket is waited for if need be."""
-        if cohort.crossings_left <= 0 or not (cohort.rule.waits or cohort.is_ready):
+    def _joins_now(self, cpu_batch: CpuBatchRun, run: _Run) -> bool:
+        """Whether a CPU batch at the GPU batch's stage runs it with the GPU batch; its attention task is waited for
+        if need be."""
+        if cpu_batch.stages_left <= 0 or not (cpu_batch.mode.waits or cpu_batch.is_ready):
             return False
-        self._wait(cohort, run)
+        self._wait(cpu_batch, run)
         return True
 
-    def _steps_now(self, cohort: CohortRun, next_of_lane: int) -> bool:
-        """Whether a cohort crosses its boundary on its own before the lane goes on to the boundary ``next_of_lane``."""
-        if cohort.rule.waits:
+    def _runs_alone_now(self, cpu_batch: CpuBatchRun, next_of_gpu_batch: int) -> bool:
+        """Whether a CPU batch runs its stage on its own before the GPU batch goes on to the stage
+        ``next_of_gpu_batch``."""
+        if cpu_batch.mode.waits:
             return True
-        if cohort.crossings_left <= 0 or cohort.boundary == next_of_lane:  # there it boards: a ride costs less
+        if cpu_batch.stages_left <= 0 or cpu_batch.stage == next_of_gpu_batch:  # there it joins: joining costs less
             return False
-        return self.may_step(cohort.boundary) and cohort.is_ready
+        return self.may_run_alone(cpu_batch.stage) and cpu_batch.is_ready
 
-    def _step(self, cohort: CohortRun, run: _Run) -> None:
-        """Let the cohort cross its boundary without the lane, once its ticket is ready."""
-        self._wait(cohort, run)
-        self._cross(cohort.boundary, None, [cohort], run)
+    def _run_alone(self, cpu_batch: CpuBatchRun, run: _Run) -> None:
+        """Let the CPU batch run its stage without the GPU batch, once its attention task is ready."""
+        self._wait(cpu_batch, run)
+        self._run_stage(cpu_batch.stage, None, [cpu_batch], run)
 
-    def _advance(self, cohorts: Sequence[CohortRun], end_s: float, run: _Run) -> None:
-        """Without a lane: let cohorts cross their boundaries until ``end_s``, or until all have their tokens.
+    def _advance(self, cpu_batches: Sequence[CpuBatchRun], end_s: float, run: _Run) -> None:
+        """Without a GPU batch: let CPU batches run their stages until ``end_s``, or until all have their tokens.
 
-        It ends late by one ticket at most, since at least one cohort crosses a boundary. Tickets are waited for in the
-        order in which the worker serves them, so that no cohort stays behind.
+        It ends late by one attention task at most, since at least one CPU batch runs a stage. Attention tasks are
+        waited for in the order in which the worker serves them, so that no CPU batch stays behind.
         """
-        queue = sorted(cohorts, key=attrgetter("submission"))
+        queue = sorted(cpu_batches, key=attrgetter("submission"))
         while queue:
-            cohort = next((cohort for cohort in queue if cohort.is_ready), queue[0])
-            queue.remove(cohort)
-            self._step(cohort, run)
-            if cohort.boundary < self.backend.num_layers:
-                queue.append(cohort)
+            cpu_batch = next((cpu_batch for cpu_batch in queue if cpu_batch.is_ready), queue[0])
+            queue.remove(cpu_batch)
+            self._run_alone(cpu_batch, run)
+            if cpu_batch.stage < self.backend.num_layers:
+                queue.append(cpu_batch)
             if self.backend.now() >= end_s:
                 break
 
-    def _wait(self, cohort: CohortRun, run: _Run) -> None:
-        """Wait for the cohort's ticket, and take out requests that leave: now nothing uses their blocks.
+    def _wait(self, cpu_batch: CpuBatchRun, run: _Run) -> None:
+        """Wait for the CPU batch's attention task, and take out requests that leave: now nothing uses their blocks.
 
-        The seconds count as waiting, not as work of the lane.
+        The seconds count as waiting, not as work of the GPU batch.
         """
-        if cohort.ticket is not None:
-            with self._at_work.on(cohort.request_ids):
+        if cpu_batch.future is not None:
+            with self._at_work.on(cpu_batch.request_ids):
                 before_s = self.backend.now()
-                run.cpu_busy_s += cohort.ticket.wait()
+                run.cpu_busy_s += cpu_batch.future.wait()
                 run.waited_s += self.backend.now() - before_s
-            cohort.ticket = None
-        if self._plan.leaving and (leaving := self._plan.leaving.intersection(cohort.request_ids)):
-            run.left |= leaving
-            cohort.request_ids = tuple(i for i in cohort.request_ids if i not in leaving)
-            if cohort.request_ids:
-                cohort.batch = self.backend.drop_rows(cohort.batch, leaving)
+            cpu_batch.future = None
+        if self._plan.leaving and (leaving := self._plan.leaving.intersection(cpu_batch.request_ids)):
+            run.detached |= leaving
+            cpu_batch.request_ids = tuple(i for i in cpu_batch.request_ids if i not in leaving)
+            if cpu_batch.request_ids:
+                cpu_batch.batch = self.backend.drop_rows(cpu_batch.batch, leaving)
 
-    def _cross(self, boundary: int, lane: Batch | None, cohorts: Sequence[CohortRun], run: _Run) -> None:
-        """Let lane and cohorts cross a boundary together, and submit the next tickets of the cohorts."""
-        batches = ([lane] if lane is not None else []) + [cohort.batch for cohort in cohorts]
+    def _run_stage(self, stage: int, gpu_batch: Batch | None, cpu_batches: Sequence[CpuBatchRun], run: _Run) -> None:
+        """Let GPU batch and CPU batches run a stage together, and submit the next attention tasks of the CPU
+        batches."""
+        batches = ([gpu_batch] if gpu_batch is not None else []) + [cpu_batch.batch for cpu_batch in cpu_batches]
         if not batches:
             return
-        with self._at_work.on(*(cohort.request_ids for cohort in cohorts), lane=lane is not None):
-            run.tokens.update(self.backend.boundary(boundary, batches))
-            for cohort in cohorts:
-                cohort.crossings_left -= 1
-                cohort.boundary += 1
-                if cohort.boundary < self.backend.num_layers:
-                    cohort.ticket = self.backend.submit_cpu_attention(cohort.boundary, cohort.batch)
-                    cohort.submission = next(self._submissions)
+        with self._at_work.on(*(cpu_batch.request_ids for cpu_batch in cpu_batches), gpu_batch=gpu_batch is not None):
+            run.tokens.update(self.backend.run_stage(stage, batches))
+            for cpu_batch in cpu_batches:
+                cpu_batch.stages_left -= 1
+                cpu_batch.stage += 1
+                if cpu_batch.stage < self.backend.num_layers:
+                    cpu_batch.future = self.backend.submit_cpu_attention(cpu_batch.stage, cpu_batch.batch)
+                    cpu_batch.submission = next(self._submissions)
 
-    def _remove_leaving(self, plan: IterationPlan, run: _Run) -> None:
-        """Remove leaving requests from cohorts whose attention is done; wait for it only in an otherwise empty plan.
+    def _detach_leaving(self, plan: IterationPlan, run: _Run) -> None:
+        """Remove leaving requests from CPU batches whose attention is done; wait for it only in an otherwise empty
+        plan.
 
-        From other cohorts they are removed as soon as it is done: see :meth:`_wait`.
+        From other CPU batches they are removed as soon as it is done: see :meth:`_wait`.
         """
-        nothing_else = not plan.lane and not plan.cohorts
-        for cohort_id, cohort in list(self._cohorts.items()):
-            if plan.leaving.isdisjoint(cohort.request_ids) or not (nothing_else or cohort.is_ready):
+        nothing_else = not plan.gpu_batch and not plan.cpu_batches
+        for cpu_batch_id, cpu_batch in list(self._cpu_batches.items()):
+            if plan.leaving.isdisjoint(cpu_batch.request_ids) or not (nothing_else or cpu_batch.is_ready):
                 continue
-            self._wait(cohort, run)
-            if not cohort.request_ids:
-                del self._cohorts[cohort_id]
+            self._wait(cpu_batch, run)
+            if not cpu_batch.request_ids:
+                del self._cpu_batches[cpu_batch_id]

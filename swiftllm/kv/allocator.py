@@ -53,7 +53,7 @@ class BlockOrder:
         return block
 
 
-class BlockAllocator:
+class BlockPool:
     """Allocates the block ids ``first``..``first + num_blocks - 1`` of one tier, or of one host's part of the CPU tier.
 
     With ``caches``, blocks may have names. A named block that nobody holds any more is cached: it is found by its name,
@@ -111,10 +111,10 @@ class BlockAllocator:
         self._used.clear()
         self.num_tables = 0
         self._more_holders: dict[int, int] = {}  # of held blocks, how many hold them beside the first one
-        num_named = self.num_blocks if self.caches else 0
+        num_hashed = self.num_blocks if self.caches else 0
         self._blocks: dict[bytes, int] = {}  # by name
-        self._names: list[bytes | None] = [None] * num_named
-        self._cached = BlockOrder(num_named)  # counted from ``first``; the next one to be reused comes first
+        self._names: list[bytes | None] = [None] * num_hashed
+        self._cached = BlockOrder(num_hashed)  # counted from ``first``; the next one to be reused comes first
 
     def free(self, blocks: Sequence[int]) -> None:
         """Take one holder from each of a request's blocks, given in the request's order.
@@ -217,7 +217,7 @@ class HostPools:
     def __init__(self, num_blocks: Sequence[int], *, caches: bool = False) -> None:
         firsts = [0, *accumulate(num_blocks)]
         pools = zip(num_blocks, firsts, strict=False)
-        self.pools = [BlockAllocator(count, first, caches=caches) for count, first in pools]
+        self.pools = [BlockPool(count, first, caches=caches) for count, first in pools]
         self._firsts, self._sizes = firsts[:-1], tuple(num_blocks)
 
     @property
@@ -236,11 +236,11 @@ class HostPools:
     def num_cached(self) -> int:
         return sum(pool.num_cached for pool in self.pools)
 
-    def by_preference(self) -> list[BlockAllocator]:
+    def by_preference(self) -> list[BlockPool]:
         local, *others = self.pools
         return [local, *sorted(others, key=lambda pool: -pool.num_free)]
 
-    def pool_of(self, block: int) -> BlockAllocator:
+    def pool_of(self, block: int) -> BlockPool:
         return self.pools[bisect_right(self._firsts, block) - 1]
 
     def free_all(self) -> None:

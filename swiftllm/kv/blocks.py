@@ -13,9 +13,9 @@ from itertools import chain, islice
 
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Request, Tier
-from swiftllm.kv.allocator import BlockAllocator, HostPools
+from swiftllm.kv.allocator import BlockPool, HostPools
 from swiftllm.kv.layer_groups import LayerGroups
-from swiftllm.kv.names import BlockNames
+from swiftllm.kv.names import BlockHashes
 
 LEAST_COMPUTED = 2
 """Tokens of a request that are computed at least when it starts, so that it starts as a prompt and not as a decode."""
@@ -52,11 +52,11 @@ class KVCacheManager:
         self.groups = groups or LayerGroups(block_size)
         assert self.groups.are_exact or not cached_tiers, "blocks of a ring are overwritten"
         self.block_size = block_size
-        self.names = BlockNames(block_size) if cached_tiers else None
+        self.names = BlockHashes(block_size) if cached_tiers else None
         self.host_pools = HostPools((num_cpu_blocks, *host_blocks), caches=Tier.CPU in cached_tiers)
-        self._gpu_pool = gpu = BlockAllocator(num_gpu_blocks, caches=Tier.GPU in cached_tiers)
+        self._gpu_pool = gpu = BlockPool(num_gpu_blocks, caches=Tier.GPU in cached_tiers)
         local = self.host_pools.pools[0]
-        self.allocators: dict[Tier, BlockAllocator | HostPools] = {
+        self.allocators: dict[Tier, BlockPool | HostPools] = {
             Tier.GPU: gpu,
             Tier.CPU: self.host_pools if host_blocks else local,
         }
@@ -92,12 +92,12 @@ class KVCacheManager:
         """Blocks that a tier always has. Other hosts may go away, so theirs do not count."""
         return self.host_pools.pools[0].num_blocks if tier is Tier.CPU else self.allocators[tier].num_blocks
 
-    def pools(self, tier: Tier) -> Sequence[BlockAllocator]:
+    def pools(self, tier: Tier) -> Sequence[BlockPool]:
         """The pools of a tier in the order in which they are filled: this host, then the host with most free blocks."""
         allocator = self.allocators[tier]
         return allocator.by_preference() if isinstance(allocator, HostPools) else (allocator,)
 
-    def pool_of(self, request: Request) -> BlockAllocator:
+    def pool_of(self, request: Request) -> BlockPool:
         """The pool of a request that holds blocks."""
         assert request.tier is not None, "a waiting request"
         allocator = self.allocators[request.tier]
@@ -116,7 +116,7 @@ class KVCacheManager:
         """Blocks that come free with all of these requests of one tier. Others may share some of theirs."""
         if not self._caching:
             return sum(map(self.num_held, requests))
-        holders: dict[BlockAllocator, Counter[int]] = {}
+        holders: dict[BlockPool, Counter[int]] = {}
         for request in requests:
             if table := self.block_tables.get(request.request_id):
                 holders.setdefault(self.pool_of(request), Counter()).update(table)
@@ -148,7 +148,7 @@ class KVCacheManager:
         pool.num_tables += 1
         self.block_tables[request.request_id] = table
         found = len(here) + len(there)
-        request.num_kv_slots, request.num_named = self._slots_for(num_tokens), found
+        request.num_kv_slots, request.num_hashed = self._slots_for(num_tokens), found
         request.num_uncomputed = request.num_tokens - found * self.block_size
         if not request.output_len:
             by_tier = {tier: len(here) * self.block_size, tier.other: len(there) * self.block_size}
@@ -180,7 +180,7 @@ class KVCacheManager:
         allocator = self.allocators[tier]
         missing = [self._growth_of(request) for request in requests]
         if isinstance(allocator, HostPools):
-            counts: Counter[BlockAllocator] = Counter()
+            counts: Counter[BlockPool] = Counter()
             for request, count in zip(requests, missing, strict=True):
                 counts[self.pool_of(request)] += count
             if any(count > pool.num_free for pool, count in counts.items()):
@@ -220,7 +220,7 @@ class KVCacheManager:
         new_pool.num_tables += 1
         copied = [i for i in range(len(old_blocks)) if i not in shared]
         self._swap(request, target.other, [old_blocks[i] for i in copied], [new_blocks[i] for i in copied])
-        request.tier, request.num_named = target, 0
+        request.tier, request.num_hashed = target, 0
         self.publish(request)
 
     def drop_move(self, request: Request) -> None:
@@ -240,7 +240,7 @@ class KVCacheManager:
             pool = self.pool_of(request)
             pool.free(self.block_tables.pop(request.request_id))
             pool.num_tables -= 1
-        request.num_kv_slots = request.num_named = 0
+        request.num_kv_slots = request.num_hashed = 0
 
     def free_all_blocks(self) -> None:
         """Free all blocks of both tiers, and drop all block tables and names."""
@@ -248,7 +248,7 @@ class KVCacheManager:
         for allocator in self.allocators.values():
             allocator.free_all()
 
-    def _pool_with_room(self, tier: Tier, num_blocks: int, names: Sequence[bytes] = ()) -> BlockAllocator:
+    def _pool_with_room(self, tier: Tier, num_blocks: int, names: Sequence[bytes] = ()) -> BlockPool:
         """Where a request that enters a tier gets its blocks: of the pools with room for it and the next token of each
         request there, the one with most of ``names``, by default the first; else of those with room. Without any, the
         one filled first."""
@@ -266,7 +266,7 @@ class KVCacheManager:
     def name_prompt(self, request: Request) -> None:
         """Name the full blocks of a new request's prompt, if there is a prefix cache. Any thread."""
         if self.names is not None:
-            request.block_names = []
+            request.block_hashes = []
             self.names.extend(request, request.prompt_len // self.block_size)
 
     def publish(self, request: Request) -> None:
@@ -275,18 +275,18 @@ class KVCacheManager:
         Prompts' are after each chunk. What decodes fill is when the request moves or gives its blocks back: naming 60
         blocks an iteration of 1,000 decodes one by one takes half a millisecond.
         """
-        if request.block_names is None or self.names is None:
+        if request.block_hashes is None or self.names is None:
             return
         num_full = request.num_computed_tokens // self.block_size
-        if num_full <= request.num_named:
+        if num_full <= request.num_hashed:
             return
         pool, table = self.pool_of(request), self.block_tables[request.request_id]
         if not pool.caches:
             return
         self.names.extend(request, num_full)
-        for i in range(request.num_named, num_full):
-            pool.name(table[i], request.block_names[i])
-        request.num_named = num_full
+        for i in range(request.num_hashed, num_full):
+            pool.name(table[i], request.block_hashes[i])
+        request.num_hashed = num_full
 
     def num_findable(self, request: Request) -> int:
         """The first blocks of a request's tokens that are cached, in whatever tier."""
@@ -311,20 +311,20 @@ class KVCacheManager:
 
     def _names_to_find(self, request: Request) -> Sequence[bytes]:
         """The blocks that a request may find; those whose prompt is to be scored must compute all of it."""
-        if not request.block_names or request.sampling.prompt_logprobs is not None:
+        if not request.block_hashes or request.sampling.prompt_logprobs is not None:
             return ()
-        return request.block_names[: max(0, request.num_tokens - LEAST_COMPUTED) // self.block_size]
+        return request.block_hashes[: max(0, request.num_tokens - LEAST_COMPUTED) // self.block_size]
 
     def _computed_names(self, request: Request) -> Sequence[bytes]:
         """The full blocks of a running request, as far as K and V are computed and names are made."""
-        return (request.block_names or ())[: request.num_computed_tokens // self.block_size]
+        return (request.block_hashes or ())[: request.num_computed_tokens // self.block_size]
 
-    def _other_pool(self, pool: BlockAllocator) -> BlockAllocator | None:
+    def _other_pool(self, pool: BlockPool) -> BlockPool | None:
         """The pool of the other tier from which cached blocks are copied to this one; those of other hosts stay."""
         gpu, local = self._gpu_pool, self.host_pools.pools[0]
         return {gpu: local, local: gpu}.get(pool)
 
-    def _longest_prefix(self, names: Sequence[bytes], pool: BlockAllocator) -> tuple[dict[int, int], dict[int, int]]:
+    def _longest_prefix(self, names: Sequence[bytes], pool: BlockPool) -> tuple[dict[int, int], dict[int, int]]:
         """The cached blocks of the longest prefix, by place: those of a pool, and those to be copied to it."""
         here: dict[int, int] = {}
         there: dict[int, int] = {}

@@ -15,9 +15,9 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB, InsufficientMemory
-from swiftllm.model.boundaries.placement import Placement
 from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.weights.sizes import WeightSizes, boundary_bytes, embedding_bytes, weight_bytes
+from swiftllm.model.stages.placement import Placement
+from swiftllm.model.weights.sizes import WeightSizes, embedding_bytes, stage_bytes, weight_bytes
 
 HOST_HEADROOM_BYTES = GIB // 2  # left free for activations and other processes
 CPU_TIER_SHARE = 0.5  # of host memory, by default: page caches and other programs grow meanwhile
@@ -173,7 +173,7 @@ def check_weights(
     needed = weight_bytes(model, dtype)
     placed = None if placement is None or placement.is_all_resident else placement
     if placed is not None:
-        sizes = boundary_bytes(model, dtype)
+        sizes = stage_bytes(model, dtype)
         needed += int(placed.gpu_bytes(sizes)) - sum(sizes)
     if placement is not None and placement.embedding_on_host:
         needed -= embedding_bytes(model, dtype)

@@ -16,7 +16,7 @@ from hashlib import sha256
 from swiftllm.core.request import Request
 
 
-class BlockNames:
+class BlockHashes:
     """Makes the names of one engine's blocks of ``block_size`` tokens. :meth:`extend` may be called on any thread."""
 
     def __init__(self, block_size: int) -> None:
@@ -27,8 +27,8 @@ class BlockNames:
         return sha256(self._secret + (b"" if salt is None else b"\0" + salt.encode("utf-8", "surrogatepass"))).digest()
 
     def extend(self, request: Request, num_blocks: int) -> None:
-        """Add to ``request.block_names`` until there are so many. All tokens of these blocks must be known."""
-        names, size = request.block_names, self._block_size
+        """Add to ``request.block_hashes`` until there are so many. All tokens of these blocks must be known."""
+        names, size = request.block_hashes, self._block_size
         assert names is not None, "a request that has no part in the cache"
         first = len(names)
         if first >= num_blocks:

@@ -1,7 +1,7 @@
 """The linear work of a Llama-family model, cut at the attentions.
 
-Activations are rows, one per token; this file knows no requests and no KV caches. Rows ``enter`` the first layer,
-``cross`` from each layer's attention to the next one's, and ``leave`` after the last. The caller computes the
+Activations are rows, one per token; this file knows no requests and no KV caches. Rows go through the ``first_stage``,
+then a ``stage`` from each layer's attention to the next one's, then the ``last_stage``. The caller computes the
 attentions in between. Each row has a residual, to which both halves of a layer add in place.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from swiftllm.model.boundaries.loaded_weights import LoadedWeights
-from swiftllm.model.boundaries.providers import BoundaryWeights, FfnWeights
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.config.rope import rotary_table
+from swiftllm.model.stages.loaded_weights import LoadedWeights
+from swiftllm.model.stages.providers import FfnWeights, StageWeights
 from swiftllm.ops.interface import Ops
 
 FFN_ELEMENTS_AT_ONCE = 1 << 27  # of gate and up: some thousand rows, enough for efficient GEMMs, in 256 MiB of 16 bits
@@ -24,8 +24,8 @@ class LlamaModel:
     Attributes:
         residual_dtype: of residuals.
 
-    The caller enters a boundary's ``weights`` before it computes one; see
-    :class:`~swiftllm.model.boundaries.loaded_weights.LoadedWeights`.
+    The caller enters a stage's ``weights`` before it computes one; see
+    :class:`~swiftllm.model.stages.loaded_weights.LoadedWeights`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LlamaModel:
         self.weights = weights
         self.num_logits = weights.num_logits
         self._last = config.num_layers - 1
-        some_weight = weights.boundary(-1).norm
+        some_weight = weights.stage(-1).norm
         self.residual_dtype = residual_dtype or some_weight.dtype
         table = rotary_table(
             max_model_len or config.max_position_embeddings,
@@ -57,23 +57,25 @@ class LlamaModel:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """``token_ids [rows]`` to residuals ``[rows, hidden_size]``."""
-        embed, multiplier = self.weights.boundary(-1).embed, self.config.embedding_multiplier
+        embed, multiplier = self.weights.stage(-1).embed, self.config.embedding_multiplier
         assert embed is not None
         residual = embed(token_ids).to(self.residual_dtype)
         return residual if multiplier == 1.0 else residual.mul_(multiplier)
 
-    def enter(self, residual: torch.Tensor, rotary_rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def first_stage(
+        self, residual: torch.Tensor, rotary_rows: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Norm, QKV and rotary of the first layer, from ``embed``; ``rotary_rows`` is ``rotary_table`` at the positions
         of the rows.
 
         Returns q, k and v of each row side by side, ``[rows, num_heads + 2 num_kv_heads, head_dim]``, in ``out`` if
         that is given (see :meth:`~swiftllm.ops.interface.Ops.make_linear`); ``split_qkv`` separates them.
         """
-        weights = self.weights.boundary(-1)
+        weights = self.weights.stage(-1)
         normed = self.ops.rms_norm(residual, weights.norm, self.config.rms_norm_eps)
         return self._qkv(weights, normed, rotary_rows, out)
 
-    def cross(
+    def stage(
         self,
         layer: int,
         attention_out: torch.Tensor,
@@ -82,12 +84,12 @@ class LlamaModel:
         out: torch.Tensor | None = None,
         num_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The rest of ``layer`` and the beginning of the next one: what :meth:`enter` returns.
+        """The rest of ``layer`` and the beginning of the next one: what :meth:`first_stage` returns.
 
         ``attention_out [rows, num_heads, head_dim]``; ``residual [rows, hidden_size]`` is the next layer's afterwards.
         ``num_rows``, int32 ``[1]`` on the device: rows from that one on are padding, which goes to no expert.
         """
-        weights = self.weights.boundary(layer)
+        weights = self.weights.stage(layer)
         if weights.in_one_call is not None:
             qkv = weights.in_one_call(attention_out.flatten(1), residual, rotary_rows).unflatten(
                 1, (-1, self.config.head_dim)
@@ -97,15 +99,15 @@ class LlamaModel:
         normed = self._norm_of_sum(self._ffn(weights.ffn, attention_out, residual, num_rows), residual, weights.norm)
         return self._qkv(weights, normed, rotary_rows, out)
 
-    def leave(
+    def last_stage(
         self, attention_out: torch.Tensor, residual: torch.Tensor, num_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The rest of the last layer, final norm and vocabulary: logits ``[rows, num_logits]`` in the model's dtype.
 
         ``attention_out [rows, num_heads, head_dim]``; ``residual [rows, hidden_size]`` is overwritten.
-        ``num_rows``: see :meth:`cross`.
+        ``num_rows``: see :meth:`stage`.
         """
-        weights = self.weights.boundary(self._last)
+        weights = self.weights.stage(self._last)
         if weights.in_one_call is not None:
             return weights.in_one_call(attention_out.flatten(1), residual, None)
         assert weights.ffn is not None
@@ -114,7 +116,7 @@ class LlamaModel:
 
     def sinks(self, layer: int) -> torch.Tensor | None:
         """float32 ``[num_heads]``: see :meth:`~swiftllm.ops.interface.Ops.decode_attention`."""
-        return self.weights.boundary(layer - 1).sinks
+        return self.weights.stage(layer - 1).sinks
 
     def split_qkv(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of q ``[rows, num_heads, head_dim]``, k and v ``[rows, num_kv_heads, head_dim]``; rows not adjacent."""
@@ -124,7 +126,7 @@ class LlamaModel:
 
     def _qkv(
         self,
-        weights: BoundaryWeights,
+        weights: StageWeights,
         normed: torch.Tensor,
         rotary_rows: torch.Tensor,
         out: torch.Tensor | None,

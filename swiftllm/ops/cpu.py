@@ -287,13 +287,13 @@ class PackedCrossing:
         return out
 
 
-def torch_threads(dtype: torch.dtype, lane_threads: int) -> int:
-    """How many threads torch should have if the lane has ``lane_threads``.
+def torch_threads(dtype: torch.dtype, gpu_batch_threads: int) -> int:
+    """How many threads torch should have if the GPU batch has ``gpu_batch_threads``.
 
     One where pacpu computes the GEMMs. Between operations torch's threads spin on cores that pacpu's threads need, and
     small layers then take ten times as long.
     """
-    return 1 if pacpu_multiplies(dtype) else lane_threads
+    return 1 if pacpu_multiplies(dtype) else gpu_batch_threads
 
 
 def pacpu_multiplies(dtype: torch.dtype) -> bool:

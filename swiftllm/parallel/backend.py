@@ -1,7 +1,8 @@
 """The driver's backend: makes each call on all ranks.
 
-The driver alone decides which cohorts board. It learns from each rank how many CPU attentions are over, and a ticket is
-ready when it is on all ranks. Ranks that looked for themselves would disagree, and cross a boundary with unequal rows.
+The driver alone decides which CPU batches join. It learns from each rank how many CPU attentions are over, and an
+attention task is ready when it is on all ranks. Ranks that looked for themselves would disagree, and run a stage with
+unequal rows.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any, TypeVar
 import torch
 
 from swiftllm.config import EngineConfig
-from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request
 from swiftllm.device import open_device
-from swiftllm.engine.backend import RankFailed, Ticket, TicketTimes
+from swiftllm.engine.backend import AttentionFuture, AttentionTimes, RankFailed
 from swiftllm.kv.budget import plan_blocks
 from swiftllm.kv.format import check_kv
 from swiftllm.machine import available_host_bytes
@@ -33,9 +34,9 @@ from swiftllm.parallel.loading import load_rank
 from swiftllm.parallel.peer import Peer
 from swiftllm.parallel.shards import Shard
 from swiftllm.parallel.team import Team
-from swiftllm.runtime.batch import CohortBatch, LaneBatch, Rows
+from swiftllm.runtime.batch import CpuBatchTensors, GpuBatchTensors, Rows
 from swiftllm.runtime.cores import CoreDivision
-from swiftllm.runtime.description import describe_cohort, describe_lane
+from swiftllm.runtime.description import cpu_batch_input, gpu_batch_input
 from swiftllm.runtime.torch_backend import TorchBackend, serve_loaded
 from swiftllm.runtime.workers import InlineWorker, MakeWorker
 
@@ -45,13 +46,13 @@ REGROUP_TRIES = 3  # a rank may also die while it loads
 
 
 @dataclass(frozen=True)
-class ShardedTicket:
+class ShardedFuture:
     """A CPU attention that every rank computes for its own heads.
 
     ``number``: how many the ranks have had by then. ``under_way`` surrounds what may wait for a rank.
     """
 
-    own: Ticket
+    own: AttentionFuture
     peers: Sequence[Peer]
     number: int
     under_way: Callable[[], AbstractContextManager[None]]
@@ -60,14 +61,14 @@ class ShardedTicket:
         return self.own.ready() and all(peer.has_finished(self.number) for peer in self.peers)
 
     def wait(self) -> float:
-        """See :class:`~swiftllm.engine.backend.Ticket`; the seconds are those of the driver's own part."""
+        """See :class:`~swiftllm.engine.backend.AttentionFuture`; the seconds are those of the driver's own part."""
         with self.under_way():
             seconds = self.own.wait()
             for peer in self.peers:
                 peer.wait_until_finished(self.number)
         return seconds
 
-    def times(self) -> TicketTimes:
+    def times(self) -> AttentionTimes:
         return self.own.times()
 
 
@@ -90,24 +91,24 @@ class ShardedBackend:
         self._batch_numbers = itertools.count()
         self._numbers: weakref.WeakKeyDictionary[Rows, int] = weakref.WeakKeyDictionary()
         self._forgotten: deque[int] = deque()
-        self._num_tickets = 0
+        self._num_futures = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
 
     # -- batches: the other ranks know them by numbers -----------------------------------------------------------------
 
-    def open_lane(self, items: Sequence[LaneItem]) -> LaneBatch:
-        described = describe_lane(items, self.block_tables, self.own.layer_groups)
-        return self._open(partial(self.own.build_lane, *described), "open_lane", tuple(described[0]))
+    def open_gpu_batch(self, items: Sequence[GpuBatchItem]) -> GpuBatchTensors:
+        described = gpu_batch_input(items, self.block_tables, self.own.layer_groups)
+        return self._open(partial(self.own.build_gpu_batch, *described), "open_gpu_batch", tuple(described[0]))
 
-    def open_cohort(self, requests: Sequence[Request]) -> CohortBatch:
-        described = describe_cohort(requests, self.block_tables, self.own.layer_groups)
-        return self._open(partial(self.own.build_cohort, described, requests), "open_cohort", tuple(described))
+    def open_cpu_batch(self, requests: Sequence[Request]) -> CpuBatchTensors:
+        described = cpu_batch_input(requests, self.block_tables, self.own.layer_groups)
+        return self._open(partial(self.own.build_cpu_batch, described, requests), "open_cpu_batch", tuple(described))
 
-    def drop_rows(self, cohort: CohortBatch, request_ids: frozenset[str]) -> CohortBatch:
-        kept = cohort.rows_without(request_ids)
-        return self._open(partial(self.own.keep_rows, cohort, kept), "keep_rows", self._numbers[cohort], kept)
+    def drop_rows(self, cpu_batch: CpuBatchTensors, request_ids: frozenset[str]) -> CpuBatchTensors:
+        kept = cpu_batch.rows_without(request_ids)
+        return self._open(partial(self.own.keep_rows, cpu_batch, kept), "keep_rows", self._numbers[cpu_batch], kept)
 
     def _open(self, own: Callable[[], Batch], name: str, *arguments: Any) -> Batch:
         """Number what ``own`` makes. The other ranks forget it when it is no longer used here."""
@@ -127,30 +128,30 @@ class ShardedBackend:
             moves = [(swap.source.value, swap.source_blocks, swap.target_blocks) for swap in swaps]
             self.team.on_all(partial(self.own.swap, swaps), "swap", moves)
 
-    def boundary(self, layer: int, batches: Sequence[Rows]) -> Mapping[str, int]:
+    def run_stage(self, layer: int, batches: Sequence[Rows]) -> Mapping[str, int]:
         numbers = [self._numbers[batch] for batch in batches]
-        return self.team.on_all(partial(self.own.boundary, layer, batches), "boundary", layer, numbers)
+        return self.team.on_all(partial(self.own.run_stage, layer, batches), "run_stage", layer, numbers)
 
-    def gpu_attention(self, layer: int, lane: LaneBatch) -> None:
-        own = partial(self.own.gpu_attention, layer, lane)
-        self.team.on_all(own, "gpu_attention", layer, self._numbers[lane])
+    def gpu_attention(self, layer: int, gpu_batch: GpuBatchTensors) -> None:
+        own = partial(self.own.gpu_attention, layer, gpu_batch)
+        self.team.on_all(own, "gpu_attention", layer, self._numbers[gpu_batch])
 
-    def whole_iteration(self, lane: LaneBatch) -> Mapping[str, int] | None:
+    def run_full_graph(self, gpu_batch: GpuBatchTensors) -> Mapping[str, int] | None:
         if self.own.graphs is None:
             return None
-        return self.team.on_all(partial(self.own.whole_iteration, lane), "whole_iteration", self._numbers[lane])
+        return self.team.on_all(partial(self.own.run_full_graph, gpu_batch), "run_full_graph", self._numbers[gpu_batch])
 
-    def submit_cpu_attention(self, layer: int, cohort: CohortBatch) -> ShardedTicket:
-        own = partial(self.own.submit_cpu_attention, layer, cohort)
-        ticket = self.team.on_all(own, "submit_cpu_attention", layer, self._numbers[cohort])
-        self._num_tickets += 1
-        return ShardedTicket(ticket, tuple(self.team.peers), self._num_tickets, self.team.under_way)
+    def submit_cpu_attention(self, layer: int, cpu_batch: CpuBatchTensors) -> ShardedFuture:
+        own = partial(self.own.submit_cpu_attention, layer, cpu_batch)
+        future = self.team.on_all(own, "submit_cpu_attention", layer, self._numbers[cpu_batch])
+        self._num_futures += 1
+        return ShardedFuture(future, tuple(self.team.peers), self._num_futures, self.team.under_way)
 
     # -- between iterations --------------------------------------------------------------------------------------------
 
     def use_cores(self, division: CoreDivision) -> None:
         own = partial(self.own.use_cores, division)
-        self.team.on_all(own, "use_cores", division.lane_threads, division.cpu_threads)
+        self.team.on_all(own, "use_cores", division.gpu_batch_threads, division.cpu_threads)
         self.team.use_cores(division)
 
     def write_blocks(self, num_blocks: int, progress: Callable[[float, str], None]) -> None:
@@ -179,7 +180,7 @@ class ShardedBackend:
                     if not left:
                         raise
                     logger.warning("the ranks did not meet, they try again: %s", failure)
-        self._num_tickets, self.team.is_whole = 0, True
+        self._num_futures, self.team.is_whole = 0, True
 
     def regroup(self) -> None:
         """See :meth:`Team.regroup`. Captured graphs hold the communicator, so they are captured again."""

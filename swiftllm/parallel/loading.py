@@ -5,13 +5,13 @@ from __future__ import annotations
 from swiftllm.config import EngineConfig
 from swiftllm.device.device import Device
 from swiftllm.kv.budget import check_weights
-from swiftllm.model.boundaries.loaded_weights import read_weights
-from swiftllm.model.boundaries.placement import all_resident
 from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.stages.loaded_weights import read_weights
+from swiftllm.model.stages.placement import all_resident
 from swiftllm.parallel.group import Group
 from swiftllm.parallel.shards import Shard, ShardedWeights
 from swiftllm.runtime.loaded_model import LoadedModel
-from swiftllm.runtime.processors import Processors
+from swiftllm.runtime.processors import ExecutionContext
 
 
 def load_rank(config: EngineConfig, hardware: Device, group: Group) -> LoadedModel:
@@ -21,7 +21,7 @@ def load_rank(config: EngineConfig, hardware: Device, group: Group) -> LoadedMod
         ValueError: the model cannot be divided among so many ranks.
         InsufficientMemory: the part does not fit.
     """
-    processors, model = Processors(config, hardware), ModelConfig.from_folder(config.model)
+    processors, model = ExecutionContext(config, hardware), ModelConfig.from_folder(config.model)
     shard = Shard(model, group.rank, group.size)
     device, dtype, free_bytes = hardware.torch_device, processors.dtype, hardware.free_bytes()
     if device.type == "cpu":  # a host's memory is that of all ranks

@@ -79,7 +79,7 @@ class Peer:
         match message:
             case None:
                 return False
-            case ("ticket",):
+            case ("attention",):
                 self.finished += 1
             case ("failed", why):
                 self._fail(f"failed: {why}")

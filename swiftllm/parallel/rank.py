@@ -10,16 +10,16 @@ from typing import NamedTuple
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.device import open_device
-from swiftllm.engine.backend import Ticket
+from swiftllm.engine.backend import AttentionFuture
 from swiftllm.kv.budget import KVPlan
 from swiftllm.machine import InsufficientMemory
 from swiftllm.parallel.group import Group
 from swiftllm.parallel.loading import load_rank
 from swiftllm.parallel.pipe import Pipe, PipeClosed
 from swiftllm.runtime.attention_choices import use_fastest_attention
-from swiftllm.runtime.batch import CohortBatch, LaneBatch, Rows
+from swiftllm.runtime.batch import CpuBatchTensors, GpuBatchTensors, Rows
 from swiftllm.runtime.cores import CoreDivision
-from swiftllm.runtime.description import CohortDescription, LaneDescription
+from swiftllm.runtime.description import CpuBatchInput, GpuBatchInput
 from swiftllm.runtime.torch_backend import TorchBackend, serve_loaded
 from swiftllm.runtime.workers import AttentionTask, CpuTask, CpuWorker, InlineWorker, RunsTasks
 
@@ -48,7 +48,7 @@ class ReportingRunner:
             self._pipe.send("failed", _text(error))
             raise
         if isinstance(task, AttentionTask):
-            self._pipe.send("ticket")
+            self._pipe.send("attention")
 
 
 class Rank:
@@ -63,7 +63,7 @@ class Rank:
         self._group = group
         self._pipe = pipe
         self._batches: dict[int, Rows] = {}
-        self._tickets: dict[int, Ticket] = {}
+        self._futures: dict[int, AttentionFuture] = {}
         self._is_broken = False
 
     def serve(self) -> None:
@@ -83,29 +83,29 @@ class Rank:
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
-    def open_lane(self, number: int, description: tuple) -> None:
-        self._batches[number] = self.backend.build_lane(LaneDescription(*description))
+    def open_gpu_batch(self, number: int, description: tuple) -> None:
+        self._batches[number] = self.backend.build_gpu_batch(GpuBatchInput(*description))
 
-    def open_cohort(self, number: int, description: tuple) -> None:
-        self._batches[number] = self.backend.build_cohort(CohortDescription(*description))
+    def open_cpu_batch(self, number: int, description: tuple) -> None:
+        self._batches[number] = self.backend.build_cpu_batch(CpuBatchInput(*description))
 
     def keep_rows(self, number: int, of_number: int, kept: Sequence[int]) -> None:
-        self.wait_for_ticket(of_number)
-        self._batches[number] = self.backend.keep_rows(self._cohort(of_number), kept)
+        self.wait_for_future(of_number)
+        self._batches[number] = self.backend.keep_rows(self._cpu_batch(of_number), kept)
 
     def forget(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._batches.pop(number, None)
-            self._tickets.pop(number, None)
+            self._futures.pop(number, None)
 
-    def _lane(self, number: int) -> LaneBatch:
+    def _gpu_batch(self, number: int) -> GpuBatchTensors:
         batch = self._batches[number]
-        assert isinstance(batch, LaneBatch)
+        assert isinstance(batch, GpuBatchTensors)
         return batch
 
-    def _cohort(self, number: int) -> CohortBatch:
+    def _cpu_batch(self, number: int) -> CpuBatchTensors:
         batch = self._batches[number]
-        assert isinstance(batch, CohortBatch)
+        assert isinstance(batch, CpuBatchTensors)
         return batch
 
     # -- the work of an iteration --------------------------------------------------------------------------------------
@@ -113,30 +113,30 @@ class Rank:
     def swap(self, moves: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> None:
         self.backend.swap([BlockMove(Tier(source), *blocks) for source, *blocks in moves])
 
-    def boundary(self, layer: int, numbers: Sequence[int]) -> None:
+    def run_stage(self, layer: int, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self.wait_for_ticket(number)
-        self.backend.boundary(layer, [self._batches[number] for number in numbers])
+            self.wait_for_future(number)
+        self.backend.run_stage(layer, [self._batches[number] for number in numbers])
 
     def gpu_attention(self, layer: int, number: int) -> None:
-        self.backend.gpu_attention(layer, self._lane(number))
+        self.backend.gpu_attention(layer, self._gpu_batch(number))
 
-    def whole_iteration(self, number: int) -> None:
-        self.backend.whole_iteration(self._lane(number))
+    def run_full_graph(self, number: int) -> None:
+        self.backend.run_full_graph(self._gpu_batch(number))
 
     def submit_cpu_attention(self, layer: int, number: int) -> None:
-        self._tickets[number] = self.backend.submit_cpu_attention(layer, self._cohort(number))
+        self._futures[number] = self.backend.submit_cpu_attention(layer, self._cpu_batch(number))
 
-    def wait_for_ticket(self, number: int) -> None:
-        """The driver has chosen this cohort, whether or not this rank is done with it."""
-        ticket = self._tickets.pop(number, None)
-        if ticket is not None:
-            ticket.wait()
+    def wait_for_future(self, number: int) -> None:
+        """The driver has chosen this CPU batch, whether or not this rank is done with it."""
+        future = self._futures.pop(number, None)
+        if future is not None:
+            future.wait()
 
     # -- between iterations --------------------------------------------------------------------------------------------
 
-    def use_cores(self, lane_threads: int, cpu_threads: int) -> None:
-        self.backend.use_cores(CoreDivision(lane_threads, cpu_threads, "as the driver has it"))
+    def use_cores(self, gpu_batch_threads: int, cpu_threads: int) -> None:
+        self.backend.use_cores(CoreDivision(gpu_batch_threads, cpu_threads, "as the driver has it"))
 
     def write_blocks(self, num_blocks: int) -> None:
         self.backend.write_blocks(num_blocks, lambda done, what: None)
@@ -147,10 +147,10 @@ class Rank:
         if leaves:
             self._is_broken = True
             self._group.leave()
-        for ticket in self._tickets.values():
+        for future in self._futures.values():
             with contextlib.suppress(Exception):  # reported when it happened
-                ticket.wait()
-        self._tickets.clear()
+                future.wait()
+        self._futures.clear()
         self._batches.clear()
         self.backend.recover()
         self._pipe.send("done", epoch, not self._is_broken)

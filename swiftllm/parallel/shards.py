@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import torch
 
-from swiftllm.model.boundaries.loaded_weights import LoadedWeights
-from swiftllm.model.boundaries.providers import BoundaryWeights
 from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.stages.loaded_weights import LoadedWeights
+from swiftllm.model.stages.providers import StageWeights
 from swiftllm.model.weights.llama_weights import LlamaWeights, ModelPart
 from swiftllm.model.weights.quantised.readers import IN, OUT, Axis
 from swiftllm.ops.interface import Linear, Ops
@@ -72,19 +72,19 @@ class ShardedWeights(LoadedWeights):
         self._group = group
         self._vocab_size = vocab_size
         self._part_size = sizes.vocab_size
-        embed = self.boundaries[0].embed
+        embed = self.stages[0].embed
         assert embed is not None
         self._embed_own = embed
         self.num_logits = vocab_size if group.rank == 0 else sizes.vocab_size
-        first, *others = self.boundaries
-        self.boundaries = [replace(first, embed=self._embed), *map(self._completed, others)]
-        last = self.boundaries[-1]
-        self.boundaries[-1] = replace(last, projection=self._gathered(last.projection))
+        first, *others = self.stages
+        self.stages = [replace(first, embed=self._embed), *map(self._completed, others)]
+        last = self.stages[-1]
+        self.stages[-1] = replace(last, projection=self._gathered(last.projection))
 
-    def _completed(self, boundary: BoundaryWeights) -> BoundaryWeights:
-        assert boundary.ffn is not None  # which only boundary -1 lacks
-        ffn = replace(boundary.ffn, o=self._summed(boundary.ffn.o), mlp=self._summed(boundary.ffn.mlp))
-        return replace(boundary, ffn=ffn, in_one_call=None)
+    def _completed(self, stage: StageWeights) -> StageWeights:
+        assert stage.ffn is not None  # which only stage -1 lacks
+        ffn = replace(stage.ffn, o=self._summed(stage.ffn.o), mlp=self._summed(stage.ffn.mlp))
+        return replace(stage, ffn=ffn, in_one_call=None)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         own = token_ids - self._group.rank * self._part_size

@@ -26,7 +26,7 @@ from swiftllm.machine import allowed_cores, bind_to, unbind, usable_cores
 from swiftllm.parallel.group import Group
 from swiftllm.parallel.launch import SpawnedRanks
 from swiftllm.parallel.peer import LAST_WORDS_S, Peer
-from swiftllm.runtime.cores import CoreDivision, core_divisions, most_lane_threads
+from swiftllm.runtime.cores import CoreDivision, core_divisions, most_gpu_batch_threads
 from swiftllm.topology import cores_of_ranks, describe_cores, node_of_device, numa_nodes
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,8 @@ class Team:
         self._launcher = launcher
         self._settings = asdict(config)
         self._place = {"size": size, "port": group.port, "threaded": threaded}
-        self._threads = most_lane_threads(max(1, usable_cores() // size))
-        self.use_cores(core_divisions(config, lane_on_cpu=not on_gpu)[0])
+        self._threads = most_gpu_batch_threads(max(1, usable_cores() // size))
+        self.use_cores(core_divisions(config, without_gpu=not on_gpu)[0])
         nodes = [_node_of_card(rank) if on_gpu else None for rank in range(size)]
         self.rank_cores = cores_of_ranks(allowed_cores(), numa_nodes(), nodes) if CAN_BIND else []
         self._is_bound = bool(self.rank_cores) and bind_to(self.rank_cores[0])
@@ -77,7 +77,7 @@ class Team:
 
     def use_cores(self, division: CoreDivision) -> None:
         """Ranks that start from now on compute with these numbers of threads."""
-        self._settings |= {"lane_threads": division.lane_threads, "cpu_threads": division.cpu_threads}
+        self._settings |= {"gpu_batch_threads": division.gpu_batch_threads, "cpu_threads": division.cpu_threads}
 
     # -- coming and going ----------------------------------------------------------------------------------------------
 

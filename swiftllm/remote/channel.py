@@ -28,13 +28,13 @@ from swiftllm.remote.frames import (
     send_frame,
     set_silence_limit,
 )
-from swiftllm.runtime.workers import WorkTicket
+from swiftllm.runtime.workers import WorkFuture
 from swiftllm.threads import DeviceThread
 
 MAX_QUEUED_BYTES = 256 << 20  # of frames that are not sent yet
 
 
-class RemoteTicket(WorkTicket):
+class RemoteFuture(WorkFuture):
     """An answer under way, whose bytes go to ``target``."""
 
     def __init__(self, target: memoryview, send_back: Callable[[], None] | None = None) -> None:
@@ -49,7 +49,7 @@ class RemoteTicket(WorkTicket):
         self.finish()
 
     def _end(self) -> None:
-        self.target = memoryview(b"")  # it holds a tensor, and the ticket may outlive it
+        self.target = memoryview(b"")  # it holds a tensor, and the attention task may outlive it
         super()._end()
 
 
@@ -67,8 +67,8 @@ class _Outgoing:
 class Channel:
     """Frames to one host, sent in the order of the calls.
 
-    The end of the connection, or ``SILENCE_S`` without a byte, ends the channel: every ticket under way and every later
-    call fails with :class:`HostDied`.
+    The end of the connection, or ``SILENCE_S`` without a byte, ends the channel: every attention task under way and
+    every later call fails with :class:`HostDied`.
 
     Attributes:
         bytes_sent: with headers.
@@ -84,7 +84,7 @@ class Channel:
         self._sequences = itertools.count(1)
         self._queue: SimpleQueue[_Outgoing | None] = SimpleQueue()
         self._state = threading.Condition()
-        self._pending: dict[int, RemoteTicket] = {}
+        self._pending: dict[int, RemoteFuture] = {}
         self._queued_bytes = 0
         self.error: str | None = None
         set_silence_limit(connection, SILENCE_S)
@@ -125,15 +125,15 @@ class Channel:
         out: torch.Tensor,
         arrived: Event | None = None,
         send_back: Callable[[], None] | None = None,
-    ) -> RemoteTicket:
+    ) -> RemoteFuture:
         """As :meth:`post`, with an answer, which must fill ``out``."""
-        ticket = RemoteTicket(as_bytes(out), send_back)
+        future = RemoteFuture(as_bytes(out), send_back)
         sequence = next(self._sequences)
         with self._state:
             self._check()
-            self._pending[sequence] = ticket
+            self._pending[sequence] = future
         self.post(header._replace(sequence=sequence), *tensors, arrived=arrived)
-        return ticket
+        return future
 
     def _check(self) -> None:
         if self.is_dead:
@@ -172,19 +172,19 @@ class Channel:
         if header.sequence == 0:
             raise ProtocolError(f"it ended the connection: {receive_text(self._connection, header.num_bytes)}")
         with self._state:
-            ticket = self._pending.pop(header.sequence)
+            future = self._pending.pop(header.sequence)
         try:
             if header.kind == FrameKind.FAILED:
                 text = receive_text(self._connection, header.num_bytes)
-                ticket.fail(RuntimeError(f"attention host {self.name}: {text}"))
+                future.fail(RuntimeError(f"attention host {self.name}: {text}"))
                 return
-            if header.num_bytes != len(ticket.target):
-                raise ProtocolError(f"an answer of {header.num_bytes} bytes came for one of {len(ticket.target)}")
-            receive_into(self._connection, ticket.target)
+            if header.num_bytes != len(future.target):
+                raise ProtocolError(f"an answer of {header.num_bytes} bytes came for one of {len(future.target)}")
+            receive_into(self._connection, future.target)
         except BaseException as error:
-            ticket.fail(self._death(error))
+            future.fail(self._death(error))
             raise
-        ticket.answer(header.seconds)
+        future.answer(header.seconds)
 
     def _end(self, error: BaseException) -> None:
         with self._state:
@@ -195,8 +195,8 @@ class Channel:
             self._state.notify_all()
         with contextlib.suppress(OSError):  # it is already
             self._connection.shutdown(socket.SHUT_RDWR)
-        for ticket in pending.values():
-            ticket.fail(self._death(self.error))
+        for future in pending.values():
+            future.fail(self._death(self.error))
 
     def close(self) -> None:
         """End the connection and its threads. Nothing may be under way."""

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 
 from swiftllm.device.device import Event
-from swiftllm.engine.backend import HostDied, Ticket, TicketTimes
+from swiftllm.engine.backend import AttentionFuture, AttentionTimes, HostDied
 from swiftllm.remote.tier import RemoteCpuTier
 from swiftllm.runtime.cpu_tier import CpuTier
 from swiftllm.runtime.workers import AttentionTask, BlocksRead, BlocksWrite, HostRead, HostWrite, RowsWrite
@@ -97,20 +97,22 @@ class AttentionHosts:
             opened.append((tier, rows, tier.open(block_tables[rows] + shift, seq_lens[rows], window)))
         return opened
 
-    def attend(self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None) -> Ticket:
+    def attend(
+        self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None
+    ) -> AttentionFuture:
         if len(task.rows) == 1:
             ((tier, _, opened),) = task.rows
             return tier.attend(replace(task, rows=opened), arrived, send_back)
-        joined = JoinedTicket(len(task.rows), send_back)
+        joined = JoinedFuture(len(task.rows), send_back)
         # Another host's part first: with a worker that computes at once, the local part would hold it up.
         for tier, rows, opened in sorted(task.rows, key=lambda part: part[0] is self._tiers[0]):
             part = AttentionTask(task.layer, opened, task.qkv[rows], task.out[rows], task.sinks)
             try:
-                ticket = tier.attend(part, arrived, joined.part_done)
+                future = tier.attend(part, arrived, joined.part_done)
             except HostDied as error:  # the other parts are under way and must be waited for
                 joined.error = error
             else:
-                joined.parts.append(ticket)
+                joined.parts.append(future)
         return joined
 
     def write(self, write: HostWrite, arrived: Event) -> None:
@@ -124,12 +126,12 @@ class AttentionHosts:
                 part = BlocksWrite(write.layers, write.content[:, rows].contiguous(), blocks)
             tier.write(part, arrived)
 
-    def read(self, read: HostRead, send_back: Callable[[], None] | None = None) -> Ticket:
+    def read(self, read: HostRead, send_back: Callable[[], None] | None = None) -> AttentionFuture:
         parts = list(self._split(read.blocks))
         if len(parts) == 1:
             ((tier, _, blocks),) = parts
             return tier.read(replace(read, blocks=blocks), send_back)
-        joined = JoinedTicket(len(parts), send_back)
+        joined = JoinedFuture(len(parts), send_back)
         for tier, rows, blocks in parts:  # of whole blocks: a context is on one host
             part = torch.empty_like(read.out[:, rows], memory_format=torch.contiguous_format)
 
@@ -149,17 +151,17 @@ class AttentionHosts:
         self._close_hosts()
 
 
-class JoinedTicket:
-    """The tickets of parts on several hosts, as one: ready when all are.
+class JoinedFuture:
+    """The attention tasks of parts on several hosts, as one: ready when all are.
 
     Attributes:
-        parts: tickets of the parts under way.
+        parts: attention tasks of the parts under way.
         error: why a part could not be submitted.
     """
 
     def __init__(self, num_parts: int, send_back: Callable[[], None] | None) -> None:
         self.error: Exception | None = None
-        self.parts: list[Ticket] = []
+        self.parts: list[AttentionFuture] = []
         self._left = num_parts
         self._send_back = send_back
         self._lock = threading.Lock()
@@ -187,7 +189,7 @@ class JoinedTicket:
             raise errors[0]
         return max(seconds)
 
-    def times(self) -> TicketTimes:
+    def times(self) -> AttentionTimes:
         times = [part.times() for part in self.parts]
         done_s = max(of_part.done_s for of_part in times)
-        return TicketTimes(min(of_part.start_s for of_part in times), done_s, done_s)
+        return AttentionTimes(min(of_part.start_s for of_part in times), done_s, done_s)

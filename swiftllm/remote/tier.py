@@ -16,7 +16,7 @@ import torch
 
 from swiftllm.device.device import Event
 from swiftllm.engine.backend import HostDied
-from swiftllm.remote.channel import Channel, RemoteTicket
+from swiftllm.remote.channel import Channel, RemoteFuture
 from swiftllm.remote.frames import FrameKind, Header, KVShape, connect
 from swiftllm.runtime.workers import AttentionTask, BlocksRead, ContextRead, HostRead, HostWrite, RowsWrite
 from swiftllm.threads import DeviceThread
@@ -64,7 +64,7 @@ class RemoteCpuTier:
         self._secret = secret
         self._numbers = itertools.count(1)
         self._dropped: deque[int] = deque()  # rows that nobody holds any more
-        self._fetched: dict[int, tuple[RemoteTicket, torch.Tensor]] = {}  # by block
+        self._fetched: dict[int, tuple[RemoteFuture, torch.Tensor]] = {}  # by block
         self._is_closed = threading.Event()
         self._fresh: Channel | None = None
         self._is_lost = False
@@ -136,7 +136,7 @@ class RemoteCpuTier:
         self.channel.post(header, torch.tensor([window or 0], dtype=torch.int32), seq_lens, tables)
         return rows
 
-    def attend(self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None) -> RemoteTicket:
+    def attend(self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None) -> RemoteFuture:
         header = Header(FrameKind.ATTEND, task.layer, task.rows.number)
         sinks = () if task.sinks is None else (task.sinks,)
         return self.channel.ask(header, task.qkv, *sinks, out=task.out, arrived=arrived, send_back=send_back)
@@ -145,14 +145,14 @@ class RemoteCpuTier:
         count = len(write.blocks)
         if isinstance(write, RowsWrite):
             header = Header(FrameKind.STORE, write.layer, count)
-            # From a device it is a copy. From this host it is a part of the lane's memory: copied here.
+            # From a device it is a copy. From this host it is a part of the GPU batch's memory: copied here.
             self.channel.post(header, write.blocks, write.offsets, write.content.contiguous(), arrived=arrived)
         else:
             header = Header(FrameKind.PUT, write.layers.start, count)
             with _in_swap():
                 self.channel.post(header, write.blocks, write.content, arrived=arrived)
 
-    def read(self, read: HostRead, send_back: Callable[[], None] | None = None) -> RemoteTicket:
+    def read(self, read: HostRead, send_back: Callable[[], None] | None = None) -> RemoteFuture:
         """Waits for the answer to a read of blocks, if :meth:`fetch` has not brought it: a host that dies later leaves
         nothing of a swap unknown."""
         if isinstance(read, ContextRead):
@@ -161,12 +161,12 @@ class RemoteCpuTier:
         ids = read.blocks.tolist()
         with _in_swap():
             if not self._are_here(ids):
-                ticket = self._ask_for(read, send_back)
-                ticket.wait()
-                return ticket
+                future = self._ask_for(read, send_back)
+                future.wait()
+                return future
             fetched = [self._fetched[block] for block in ids]
-            for index, (ticket, kept) in enumerate(fetched):
-                ticket.wait()
+            for index, (future, kept) in enumerate(fetched):
+                future.wait()
                 read.out[:, index] = kept[read.layers.start : read.layers.stop]
         if read.layers.stop == self._shape.num_layers:
             self.drop_fetched(ids)
@@ -174,7 +174,7 @@ class RemoteCpuTier:
             send_back()
         return fetched[-1][0]
 
-    def _ask_for(self, read: BlocksRead, send_back: Callable[[], None] | None = None) -> RemoteTicket:
+    def _ask_for(self, read: BlocksRead, send_back: Callable[[], None] | None = None) -> RemoteFuture:
         header = Header(FrameKind.GET, read.layers.start, len(read.blocks))
         stop = torch.tensor([read.layers.stop])
         return self.channel.ask(header, read.blocks, stop, out=read.out, send_back=send_back)
@@ -187,8 +187,8 @@ class RemoteCpuTier:
             some = blocks[first : first + count]
             content = torch.empty((shape.num_layers, len(some), *shape.block), dtype=shape.kv_format.dtype)
             with contextlib.suppress(HostDied):
-                ticket = self._ask_for(BlocksRead(range(shape.num_layers), torch.tensor(some), content))
-                self._fetched.update({block: (ticket, content[:, i]) for i, block in enumerate(some)})
+                future = self._ask_for(BlocksRead(range(shape.num_layers), torch.tensor(some), content))
+                self._fetched.update({block: (future, content[:, i]) for i, block in enumerate(some)})
 
     def has_fetched(self, blocks: Sequence[int]) -> bool:
         """Whether the answers to :meth:`fetch` are there. What was dropped meanwhile, with another request that shares

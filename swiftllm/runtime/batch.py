@@ -1,4 +1,4 @@
-"""Lanes and cohorts as tensors. What is the same in all layers is made once, when they open.
+"""GPU batches and CPU batches as tensors. What is the same in all layers is made once, when they open.
 
 A batch is opened in two halves: requests and block tables become a description of plain values
 (:mod:`swiftllm.runtime.description`), and the description becomes tensors on the device.
@@ -17,17 +17,17 @@ from swiftllm.core.request import Request, Tier
 from swiftllm.device.device import Device, Event
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.ops.interface import ChunkLens, ContextBlocks
-from swiftllm.runtime.description import Chunk, CohortDescription, LaneDescription
+from swiftllm.runtime.description import Chunk, CpuBatchInput, GpuBatchInput
 from swiftllm.runtime.kv_transfers import ContextLoad
 from swiftllm.sampling.logprobs import PromptRows
 
 
 @dataclass(eq=False)
 class Rows:
-    """One row per token. Between two boundaries a batch holds ``residual``, and ``qkv`` or ``attention_out``; all are
+    """One row per token. Between two stages a batch holds ``residual``, and ``qkv`` or ``attention_out``; all are
     on the device.
 
-    ``sampling_rows`` (None: all) are the rows that get a token at the last boundary, for ``sampling_requests``. A rank
+    ``sampling_rows`` (None: all) are the rows that get a token at the last stage, for ``sampling_requests``. A rank
     that chooses no tokens has no requests.
     """
 
@@ -65,7 +65,7 @@ class PrefillCall:
 
 @dataclass(frozen=True)
 class StoredRows:
-    """The lane's rows that a tier keeps in the layers of a group, and their slots, on the tier's device."""
+    """The GPU batch's rows that a tier keeps in the layers of a group, and their slots, on the tier's device."""
 
     rows: slice | torch.Tensor  # the latter int64, on the device
     blocks: torch.Tensor  # int64 [rows]
@@ -91,7 +91,7 @@ class DecodeGroup:
 
 
 @dataclass(eq=False)
-class LaneBatch(Rows):
+class GpuBatchTensors(Rows):
     """Rows are ordered prefills to the GPU tier, prefills to the CPU tier, decodes.
 
     ``scored_rows`` give log-probabilities of prompts, which go to the requests of ``prompts``.
@@ -104,7 +104,7 @@ class LaneBatch(Rows):
 
 
 @dataclass(eq=False, kw_only=True)
-class CohortBatch(Rows):
+class CpuBatchTensors(Rows):
     """One row per request. The CPU tier reads tables and lengths and writes ``host_out``, all in host memory. The
     result is then copied to ``attention_out``, where it is after ``returned``. ``opened`` is what the CPU tier makes of
     tables and lengths, for each group of layers, before the first attention."""
@@ -134,42 +134,42 @@ class BatchBuilder:
     def block_size(self) -> int:
         return self.layer_groups.block_size
 
-    def open_lane(self, lane: LaneDescription) -> LaneBatch:
+    def open_gpu_batch(self, gpu_batch: GpuBatchInput) -> GpuBatchTensors:
         prefills, first_row = [], 0
-        for tier, chunks in ((Tier.GPU, lane.gpu_prefills), (Tier.CPU, lane.cpu_prefills)):
+        for tier, chunks in ((Tier.GPU, gpu_batch.gpu_prefills), (Tier.CPU, gpu_batch.cpu_prefills)):
             if chunks:
                 prefills.append(self._prefill_group(tier, chunks, first_row))
                 first_row += sum(context_len - start for start, context_len, _ in chunks)
-        num_rows, decodes = len(lane.token_ids), None
-        if lane.decode_lens:
-            block_tables = self._upload(self._tables(lane.decode_tables, len(lane.decode_lens)))
-            seq_lens = self._upload(torch.tensor(lane.decode_lens, dtype=torch.int32))
+        num_rows, decodes = len(gpu_batch.token_ids), None
+        if gpu_batch.decode_lens:
+            block_tables = self._upload(self._tables(gpu_batch.decode_tables, len(gpu_batch.decode_lens)))
+            seq_lens = self._upload(torch.tensor(gpu_batch.decode_lens, dtype=torch.int32))
             decodes = DecodeGroup(slice(first_row, num_rows), block_tables, seq_lens)
-        is_all = len(lane.sampling_rows) == num_rows
-        return LaneBatch(
-            token_ids=self._upload(torch.tensor(lane.token_ids, dtype=torch.int64)),
-            rotary_rows=self._rotary_rows(lane.positions),
+        is_all = len(gpu_batch.sampling_rows) == num_rows
+        return GpuBatchTensors(
+            token_ids=self._upload(torch.tensor(gpu_batch.token_ids, dtype=torch.int64)),
+            rotary_rows=self._rotary_rows(gpu_batch.positions),
             attention_out=torch.empty(self._out_shape(num_rows), dtype=self.dtype, device=self.device.torch_device),
-            sampling_rows=None if is_all else self._upload(torch.tensor(lane.sampling_rows, dtype=torch.int64)),
+            sampling_rows=None if is_all else self._upload(torch.tensor(gpu_batch.sampling_rows, dtype=torch.int64)),
             prefills=tuple(prefills),
             decodes=decodes,
-            scored_rows=tuple(slice(*rows) for rows in lane.scored_rows),
+            scored_rows=tuple(slice(*rows) for rows in gpu_batch.scored_rows),
         )
 
-    def open_cohort(self, cohort: CohortDescription) -> CohortBatch:
-        host_out = self.device.pinned(self._out_shape(len(cohort.lens)), self.dtype)
-        return CohortBatch(
-            token_ids=self._upload(torch.tensor(cohort.token_ids, dtype=torch.int64)),
-            rotary_rows=self._rotary_rows([n - 1 for n in cohort.lens]),
+    def open_cpu_batch(self, cpu_batch: CpuBatchInput) -> CpuBatchTensors:
+        host_out = self.device.pinned(self._out_shape(len(cpu_batch.lens)), self.dtype)
+        return CpuBatchTensors(
+            token_ids=self._upload(torch.tensor(cpu_batch.token_ids, dtype=torch.int64)),
+            rotary_rows=self._rotary_rows([n - 1 for n in cpu_batch.lens]),
             attention_out=self.device.mirror(host_out),
             sampling_rows=None,
-            block_tables=self._tables(cohort.block_tables, len(cohort.lens)),
-            seq_lens=torch.tensor(cohort.lens, dtype=torch.int32),
+            block_tables=self._tables(cpu_batch.block_tables, len(cpu_batch.lens)),
+            seq_lens=torch.tensor(cpu_batch.lens, dtype=torch.int32),
             host_out=host_out,
         )
 
-    def keep_rows(self, cohort: CohortBatch, kept: Sequence[int]) -> CohortBatch:
-        """The cohort with some of its rows. No attention of it may be under way."""
+    def keep_rows(self, cpu_batch: CpuBatchTensors, kept: Sequence[int]) -> CpuBatchTensors:
+        """The CPU batch with some of its rows. No attention of it may be under way."""
         index = torch.tensor(kept, dtype=torch.int64)
         on_device = self._upload(index)
 
@@ -178,16 +178,16 @@ class BatchBuilder:
 
         host_out = self.device.pinned(self._out_shape(len(kept)), self.dtype)
         attention_out = self.device.mirror(host_out)
-        return CohortBatch(
-            token_ids=keep(cohort.token_ids),
-            rotary_rows=keep(cohort.rotary_rows),
-            attention_out=torch.index_select(cohort.attention_out, 0, on_device, out=attention_out),
+        return CpuBatchTensors(
+            token_ids=keep(cpu_batch.token_ids),
+            rotary_rows=keep(cpu_batch.rotary_rows),
+            attention_out=torch.index_select(cpu_batch.attention_out, 0, on_device, out=attention_out),
             sampling_rows=None,
-            sampling_requests=[cohort.sampling_requests[row] for row in kept] if cohort.sampling_requests else [],
-            residual=None if cohort.residual is None else keep(cohort.residual),
-            qkv=None if cohort.qkv is None else keep(cohort.qkv),
-            block_tables=cohort.block_tables.index_select(1, index),
-            seq_lens=cohort.seq_lens.index_select(0, index),
+            sampling_requests=[cpu_batch.sampling_requests[row] for row in kept] if cpu_batch.sampling_requests else [],
+            residual=None if cpu_batch.residual is None else keep(cpu_batch.residual),
+            qkv=None if cpu_batch.qkv is None else keep(cpu_batch.qkv),
+            block_tables=cpu_batch.block_tables.index_select(1, index),
+            seq_lens=cpu_batch.seq_lens.index_select(0, index),
             host_out=host_out,
         )
 
@@ -207,7 +207,7 @@ class BatchBuilder:
         return torch.from_numpy(tables.reshape(groups, rows, tables.size // (groups * max(1, rows))).copy())
 
     def _prefill_group(self, tier: Tier, items: Sequence[Chunk], first_row: int) -> PrefillGroup:
-        """``first_row``: the lane's row where the group begins."""
+        """``first_row``: the GPU batch's row where the group begins."""
         at_tier = self._upload if tier is Tier.GPU else lambda tensor: tensor
         row = first_row + sum(context_len - start for start, context_len, _ in items)
         stored = []

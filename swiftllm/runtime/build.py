@@ -10,8 +10,8 @@ import pacpu
 from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
 from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.model.boundaries.placement import Placement
 from swiftllm.model.folder.tokenizer import Tokenizer
+from swiftllm.model.stages.placement import Placement
 from swiftllm.runtime.attention_choices import use_fastest_attention
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
 from swiftllm.runtime.workers import InlineWorker, MakeWorker
@@ -77,9 +77,9 @@ def this_machine(system: System, config: EngineConfig, backend: TorchBackend) ->
         "kv_cache": backend.kv_plan.describe(limits.max_model_len, groups) + _about_ranks(config, backend),
         "cpu_kernel": backend.cpu_kernel,
         "cpu_isa": pacpu.isa(),
-        "lane_threads": backend.cores.lane_threads,
+        "gpu_batch_threads": backend.cores.gpu_batch_threads,
         "cpu_threads": backend.cores.cpu_threads,
-        "lane": backend.cores.describe_lane(),
+        "gpu_batch": backend.cores.gpu_batch_input(),
     }
     return Platform(
         backend,

@@ -1,4 +1,4 @@
-"""Ways of dividing this machine's cores between the lane and the CPU attention worker."""
+"""Ways of dividing this machine's cores between the GPU batch and the CPU attention worker."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def serve_from_here() -> None:
 
 @dataclass(frozen=True)
 class CoreDivision:
-    """Threads of the lane and of the CPU attention worker."""
+    """Threads of the GPU batch and of the CPU attention worker."""
 
-    lane_threads: int
+    gpu_batch_threads: int
     cpu_threads: int
     reason: str
     """Why so many, for people."""
 
-    def describe_lane(self) -> str:
-        return f"{counted(self.lane_threads)} ({self.reason})"
+    def gpu_batch_input(self) -> str:
+        return f"{counted(self.gpu_batch_threads)} ({self.reason})"
 
 
 def counted(threads: int) -> str:
     return f"{threads} thread{'s' if threads > 1 else ''}"
 
 
-def most_lane_threads(cores: int) -> int:
-    """As many as there are cores, unless OMP_NUM_THREADS asks for fewer: the lane computes in OpenMP threads."""
+def most_gpu_batch_threads(cores: int) -> int:
+    """As many as there are cores, unless OMP_NUM_THREADS asks for fewer: the GPU batch computes in OpenMP threads."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return max(1, min(cores, int(asked))) if asked.isdigit() else cores
 
@@ -55,12 +55,12 @@ def physical_cores() -> int:
     return count_physical(allowed_cores())
 
 
-def core_divisions(config: EngineConfig, *, lane_on_cpu: bool) -> list[CoreDivision]:
-    """The divisions to choose from, the one with most lane threads first; a single one if there is no choice.
+def core_divisions(config: EngineConfig, *, without_gpu: bool) -> list[CoreDivision]:
+    """The divisions to choose from, the one with most GPU batch threads first; a single one if there is no choice.
 
-    A lane on a CPU has all cores, half of them or a quarter, since its linear layers are mostly the larger part of the
-    work. The worker has the rest. If the lane has all cores, the worker has them too: each sleeps while it waits for
-    the other, and the system schedules the excess threads. OMP_NUM_THREADS, if set, bounds the lane.
+    A GPU batch on a CPU has all cores, half of them or a quarter, since its linear layers are mostly the larger part of
+    the work. The worker has the rest. If the GPU batch has all cores, the worker has them too: each sleeps while it
+    waits for the other, and the system schedules the excess threads. OMP_NUM_THREADS, if set, bounds the GPU batch.
 
     Beside a GPU one thread launches. The worker has all other hardware threads, or leaves a physical core to that
     thread, or has half of the hardware threads: attention waits for memory, so a core's second thread may add little.
@@ -69,19 +69,19 @@ def core_divisions(config: EngineConfig, *, lane_on_cpu: bool) -> list[CoreDivis
     Each rank of several divides an equal share of the cores.
     """
     cores = max(1, usable_cores() // config.tensor_parallel)
-    if not lane_on_cpu:
+    if not without_gpu:
         physical = min(cores, max(1, physical_cores() // config.tensor_parallel))
         most = cores - (2 if _server.is_here and cores >= SERVER_LEAVES_FROM else 1)
         choices = [min(most, part) for part in (most, physical - 1, cores // 2)]
         workers = [config.cpu_threads] if config.cpu_threads else choices
         return [CoreDivision(1, worker, "a GPU computes it") for worker in dict.fromkeys(max(1, n) for n in workers)]
-    if config.lane_threads is not None:
-        lanes, reason = [config.lane_threads], "as asked for"
+    if config.gpu_batch_threads is not None:
+        gpu_batches, reason = [config.gpu_batch_threads], "as asked for"
     else:
-        most = most_lane_threads(cores)
-        lanes = [min(most, part) for part in (cores, cores // 2, cores // 4)]
+        most = most_gpu_batch_threads(cores)
+        gpu_batches = [min(most, part) for part in (cores, cores // 2, cores // 4)]
         reason = "one for every core" if most == cores else "as OMP_NUM_THREADS has it"
     return [
-        CoreDivision(lane, config.cpu_threads or (cores - lane if lane < cores else cores), reason)
-        for lane in dict.fromkeys(max(1, lane) for lane in lanes)
+        CoreDivision(gpu_batch, config.cpu_threads or (cores - gpu_batch if gpu_batch < cores else cores), reason)
+        for gpu_batch in dict.fromkeys(max(1, gpu_batch) for gpu_batch in gpu_batches)
     ]

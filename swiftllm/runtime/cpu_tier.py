@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from swiftllm.device.device import Event
-from swiftllm.engine.backend import Ticket
+from swiftllm.engine.backend import AttentionFuture
 from swiftllm.runtime.workers import (
     AttentionTask,
     HostRead,
@@ -32,8 +32,8 @@ class CpuTier(Protocol):
     """Operations take effect in the order of the calls.
 
     ``arrived`` is when an input may be read; the caller does not change the input afterwards. Once an output is
-    written, ``send_back`` is called on any thread; then the ticket is ready. On another host any call, and a ticket's
-    ``wait``, may raise :class:`swiftllm.engine.backend.HostDied`.
+    written, ``send_back`` is called on any thread; then the attention task is ready. On another host any call, and an
+    attention task's ``wait``, may raise :class:`swiftllm.engine.backend.HostDied`.
 
     Attributes:
         may_die: whether blocks may be lost in that way.
@@ -46,14 +46,16 @@ class CpuTier(Protocol):
         each attends to its last tokens only, and what the table tells of those before may be any block."""
         ...
 
-    def attend(self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None) -> Ticket:
+    def attend(
+        self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None
+    ) -> AttentionFuture:
         """Decode attention of opened rows."""
         ...
 
     def write(self, write: HostWrite, arrived: Event) -> None:
         """May raise what an earlier write raised."""
 
-    def read(self, read: HostRead, send_back: Callable[[], None] | None = None) -> Ticket: ...
+    def read(self, read: HostRead, send_back: Callable[[], None] | None = None) -> AttentionFuture: ...
 
     def recover(self) -> None:
         """Wait until no read or write is under way, ignore their errors, and make the tier usable again."""
@@ -65,7 +67,7 @@ class CpuTier(Protocol):
 class AfterReads:
     """An event: ``arrived``, and the end of all reads up to ``last``."""
 
-    last: Ticket
+    last: AttentionFuture
     arrived: Event
 
     def done(self) -> bool:
@@ -81,7 +83,7 @@ class AfterReads:
 class AfterWrites:
     """An event: the end of these writes. The error of a write is raised."""
 
-    writes: Sequence[Ticket]
+    writes: Sequence[AttentionFuture]
 
     def done(self) -> bool:
         return all(write.ready() for write in self.writes)
@@ -95,7 +97,7 @@ class AfterWrites:
 class _Pending:
     layers: range
     num_bytes: int
-    ticket: Ticket
+    future: AttentionFuture
 
 
 class LocalCpuTier:
@@ -126,12 +128,14 @@ class LocalCpuTier:
     def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, window: int | None = None) -> OpenedRows:
         return OpenedRows(block_tables, seq_lens, window)
 
-    def attend(self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None) -> Ticket:
+    def attend(
+        self, task: AttentionTask, arrived: Event, send_back: Callable[[], None] | None = None
+    ) -> AttentionFuture:
         return self.worker.submit(task, self._after_reads(arrived), send_back)
 
     def write(self, write: HostWrite, arrived: Event) -> None:
         """On this thread at once if there is nothing to wait for, else by the worker."""
-        while self._writes and self._writes[0].ticket.ready():
+        while self._writes and self._writes[0].future.ready():
             self._finish_write()
         after = self._after_reads(arrived)
         if not self._writes and after.done():
@@ -141,26 +145,26 @@ class LocalCpuTier:
         while _num_bytes(self._writes) > MAX_STAGED_BYTES:
             self._finish_write()
 
-    def read(self, read: HostRead, send_back: Callable[[], None] | None = None) -> Ticket:
-        """The ticket raises what earlier writes to these layers raised."""
+    def read(self, read: HostRead, send_back: Callable[[], None] | None = None) -> AttentionFuture:
+        """The attention task raises what earlier writes to these layers raised."""
         first, stop = read.layers.start, read.layers.stop
-        writes = [write.ticket for write in self._writes if write.layers.start < stop and first < write.layers.stop]
-        ticket = self._reader.submit(read, AfterWrites(writes), send_back)
-        self._reads.append(_Pending(read.layers, read.out.nbytes, ticket))
+        writes = [write.future for write in self._writes if write.layers.start < stop and first < write.layers.stop]
+        future = self._reader.submit(read, AfterWrites(writes), send_back)
+        self._reads.append(_Pending(read.layers, read.out.nbytes, future))
         while _num_bytes(self._reads) > MAX_STAGED_BYTES:
             with contextlib.suppress(Exception):  # told to whoever waits for the read
-                self._reads.popleft().ticket.wait()
-        return ticket
+                self._reads.popleft().future.wait()
+        return future
 
     def _after_reads(self, arrived: Event) -> Event:
         """When the reads so far are over too: what writes to the tier may overwrite what they read."""
-        while self._reads and self._reads[0].ticket.ready():
+        while self._reads and self._reads[0].future.ready():
             self._reads.popleft()
-        return AfterReads(self._reads[-1].ticket, arrived) if self._reads else arrived
+        return AfterReads(self._reads[-1].future, arrived) if self._reads else arrived
 
     def _finish_write(self) -> None:
         try:
-            self._writes.popleft().ticket.wait()
+            self._writes.popleft().future.wait()
         except BaseException:
             # The caller gives up all work under way: the other writes must not fail again afterwards.
             self._drop_all()
@@ -170,7 +174,7 @@ class LocalCpuTier:
         for pending in (self._reads, self._writes):
             while pending:
                 with contextlib.suppress(Exception):
-                    pending.popleft().ticket.wait()
+                    pending.popleft().future.wait()
 
     def recover(self) -> None:
         self._drop_all()

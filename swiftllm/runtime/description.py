@@ -1,4 +1,4 @@
-"""What a lane or a cohort computes, as plain values: numbers, lists, tuples and bytes.
+"""What a GPU batch or a CPU batch computes, as plain values: numbers, lists, tuples and bytes.
 
 The process that schedules makes a description. Every rank makes tensors of it, without knowing the requests.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swiftllm.core.plan import LaneItem
+from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import Request, Tier
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.sampling.logprobs import PromptRows
@@ -23,8 +23,8 @@ Tables = Mapping[str, Sequence[int]]
 """Block ids by request id, in the order of :class:`~swiftllm.kv.layer_groups.LayerGroups`."""
 
 
-class LaneDescription(NamedTuple):
-    """A lane, row by row: prefills for the GPU tier, prefills for the CPU tier, decodes.
+class GpuBatchInput(NamedTuple):
+    """A GPU batch, row by row: prefills for the GPU tier, prefills for the CPU tier, decodes.
 
     ``sampling_rows`` get a token, ``scored_rows`` (first, last + 1) log-probabilities of the next token of the prompt.
     """
@@ -39,25 +39,25 @@ class LaneDescription(NamedTuple):
     scored_rows: list[tuple[int, int]]
 
 
-class CohortDescription(NamedTuple):
-    """A cohort: the newest token of each request, the tokens of its context, and its block tables."""
+class CpuBatchInput(NamedTuple):
+    """A CPU batch: the newest token of each request, the tokens of its context, and its block tables."""
 
     token_ids: list[int]
     lens: list[int]
     block_tables: bytes  # int32 [groups, rows, max_blocks]
 
 
-def describe_lane(
-    items: Sequence[LaneItem], tables: Tables, groups: LayerGroups
-) -> tuple[LaneDescription, list[Request], list[PromptRows]]:
-    """The lane, the requests of its ``sampling_rows``, and what its ``scored_rows`` are for.
+def gpu_batch_input(
+    items: Sequence[GpuBatchItem], tables: Tables, groups: LayerGroups
+) -> tuple[GpuBatchInput, list[Request], list[PromptRows]]:
+    """The GPU batch, the requests of its ``sampling_rows``, and what its ``scored_rows`` are for.
 
     Raises:
         ValueError: an item decodes from the CPU tier.
     """
     stray = next((i for i in items if not i.is_prefill and i.tier is Tier.CPU), None)
     if stray is not None:
-        raise ValueError(f"request {stray.request.request_id} decodes from the CPU tier: it belongs in a cohort")
+        raise ValueError(f"request {stray.request.request_id} decodes from the CPU tier: it belongs in a CPU batch")
     of_tier = {tier: [item for item in items if item.is_prefill and item.tier is tier] for tier in Tier}
     decodes = [item for item in items if not item.is_prefill]
     items = [*of_tier[Tier.GPU], *of_tier[Tier.CPU], *decodes]
@@ -69,7 +69,7 @@ def describe_lane(
         if item.samples:
             sampling.append((num_rows - 1, item.request))
     lens = [item.context_len for item in decodes]
-    description = LaneDescription(
+    description = GpuBatchInput(
         token_ids=[t for item in items for t in item.request.token_ids(item.start, item.context_len)],
         positions=[p for item in items for p in range(item.start, item.context_len)],
         gpu_prefills=[_chunk(item, tables, groups) for item in of_tier[Tier.GPU]],
@@ -82,13 +82,13 @@ def describe_lane(
     return description, [request for _, request in sampling], prompts
 
 
-def describe_cohort(requests: Sequence[Request], tables: Tables, groups: LayerGroups) -> CohortDescription:
+def cpu_batch_input(requests: Sequence[Request], tables: Tables, groups: LayerGroups) -> CpuBatchInput:
     lens = [request.num_tokens for request in requests]
     token_ids = [t for request, n in zip(requests, lens, strict=True) for t in request.token_ids(n - 1, n)]
-    return CohortDescription(token_ids, lens, _block_tables(requests, lens, tables, groups))
+    return CpuBatchInput(token_ids, lens, _block_tables(requests, lens, tables, groups))
 
 
-def _chunk(item: LaneItem, tables: Tables, groups: LayerGroups) -> Chunk:
+def _chunk(item: GpuBatchItem, tables: Tables, groups: LayerGroups) -> Chunk:
     return item.start, item.context_len, _tables_of([item.request], [item.context_len], tables, groups)[:, 0].tolist()
 
 
@@ -103,7 +103,7 @@ def _tables_of(requests: Iterable[Request], lens: list[int], tables: Tables, gro
     return groups.tables([tables[request.request_id] for request in requests], lens)
 
 
-def _prompt_rows(item: LaneItem, first_row: int) -> list[PromptRows]:
+def _prompt_rows(item: GpuBatchItem, first_row: int) -> list[PromptRows]:
     """Rows of a chunk that give log-probabilities the request lacks; the chunk begins at ``first_row``. Output tokens
     got theirs when they were sampled."""
     request = item.request

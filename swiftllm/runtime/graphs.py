@@ -1,4 +1,4 @@
-"""Boundaries and decode attention as captured graphs: one launch each instead of a dozen.
+"""Stages and decode attention as captured graphs: one launch each instead of a dozen.
 
 A graph computes on the memory and the number of rows it was captured with. So graphs are captured for some numbers of
 rows, the buckets, and a batch takes the smallest bucket that holds it. The rows behind the batch are padding: no
@@ -7,9 +7,9 @@ operation mixes rows, and empty contexts store nothing. All buckets share one se
 All graphs are captured before anything is served. Failures show at the start, no request waits for a capture, no copy
 of the attention worker runs beside one, and the memory they take is known.
 
-A lane stays in the frame while it crosses layers, so nothing is copied between its graphs. The rows of cohorts are
-copied behind the lane's before a boundary, and out again after it. Cohorts that cross without a lane use a second
-frame, so the lane need not move.
+A GPU batch stays in the frame while it crosses layers, so nothing is copied between its graphs. The rows of CPU batches
+are copied behind the GPU batch's before a stage, and out again after it. CPU batches that run a stage without a GPU
+batch use a second frame, so the GPU batch need not move.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import torch
 
 from swiftllm.device.device import Device, Graph
 from swiftllm.kv.layer_groups import LayerGroups
-from swiftllm.model.boundaries.placement import Place, Placement
 from swiftllm.model.llama import LlamaModel
-from swiftllm.runtime.batch import LaneBatch, Rows
+from swiftllm.model.stages.placement import Place, Placement
+from swiftllm.runtime.batch import GpuBatchTensors, Rows
 from swiftllm.sampling.draws import most_likely
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)  # with more rows launching is a small part of the work
@@ -53,53 +53,53 @@ class Frame:
         self.attention_out = buffer(config.num_heads, config.head_dim)
         self.block_tables = torch.zeros(groups, rows, max_blocks, dtype=torch.int32, device=device)
         self.seq_lens = buffer(dtype=torch.int32)
-        self._lane: Callable[[], LaneBatch | None] = lambda: None
+        self._gpu_batch: Callable[[], GpuBatchTensors | None] = lambda: None
 
-    def holds(self, lane: LaneBatch) -> bool:
-        return self._lane() is lane
+    def holds(self, gpu_batch: GpuBatchTensors) -> bool:
+        return self._gpu_batch() is gpu_batch
 
-    def move_in(self, lane: LaneBatch) -> None:
-        """Make the frame's first rows the lane's tensors."""
-        if self.holds(lane):
+    def move_in(self, gpu_batch: GpuBatchTensors) -> None:
+        """Make the frame's first rows the GPU batch's tensors."""
+        if self.holds(gpu_batch):
             return
         self.move_out()
-        rows = lane.num_rows
+        rows = gpu_batch.num_rows
         for name in ("token_ids", "rotary_rows", "residual", "qkv", "attention_out"):
-            own, place = getattr(lane, name), getattr(self, name)[:rows]
+            own, place = getattr(gpu_batch, name), getattr(self, name)[:rows]
             if own is not None:
                 place.copy_(own)
-            setattr(lane, name, place)
-        if lane.decodes is not None and not lane.prefills:
-            tables = lane.decodes.block_tables[:, :, : self.block_tables.shape[2]]
+            setattr(gpu_batch, name, place)
+        if gpu_batch.decodes is not None and not gpu_batch.prefills:
+            tables = gpu_batch.decodes.block_tables[:, :, : self.block_tables.shape[2]]
             self.block_tables[:, :rows, : tables.shape[2]].copy_(tables)
             self.seq_lens.zero_()
-            self.seq_lens[:rows].copy_(lane.decodes.seq_lens)
-        self._lane = weakref.ref(lane)
+            self.seq_lens[:rows].copy_(gpu_batch.decodes.seq_lens)
+        self._gpu_batch = weakref.ref(gpu_batch)
 
     def move_out(self) -> None:
-        """Give the lane, if it is still in use, memory of its own."""
-        lane = self._lane()
-        if lane is not None:
+        """Give the GPU batch, if it is still in use, memory of its own."""
+        gpu_batch = self._gpu_batch()
+        if gpu_batch is not None:
             for name in ("token_ids", "rotary_rows", "residual", "qkv", "attention_out"):
-                setattr(lane, name, getattr(lane, name).clone())
-        self._lane = lambda: None
+                setattr(gpu_batch, name, getattr(gpu_batch, name).clone())
+        self._gpu_batch = lambda: None
 
     def inputs(self, batch: Rows, rows: slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Where the inputs of a batch's next boundary go, and what they are."""
+        """Where the inputs of a batch's next stage go, and what they are."""
         names = ("rotary_rows", "token_ids") if batch.residual is None else ("rotary_rows", "residual", "attention_out")
         return [(getattr(self, name)[rows], getattr(batch, name)) for name in names]
 
     def outputs(self, batch: Rows, rows: slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """New memory of a batch for the outputs of its boundary, and where these are."""
+        """New memory of a batch for the outputs of its stage, and where these are."""
         batch.residual, batch.qkv = (torch.empty_like(place[rows]) for place in (self.residual, self.qkv))
         return [(batch.residual, self.residual[rows]), (batch.qkv, self.qkv[rows])]
 
 
-WHOLE = -2  # instead of a layer: all layers, for a lane alone
+WHOLE = -2  # instead of a layer: all layers, for a GPU batch alone
 
 
 class GraphKey(NamedTuple):
-    """``blocks``: width of the block tables for decode attention; 0: the boundary after ``layer``."""
+    """``blocks``: width of the block tables for decode attention; 0: the stage after ``layer``."""
 
     frame: Frame
     layer: int
@@ -117,7 +117,7 @@ class CapturedBucket(NamedTuple):
 
 
 class LayerGraphs:
-    """Graphs of the boundaries, of decode attention, and of whole iterations of a lane without riders.
+    """Graphs of the stages, of decode attention, and of whole iterations of a GPU batch without joined CPU batches.
 
     Attributes: ``seconds`` that capturing took, ``num_bytes`` of device memory that the graphs take, and of both each
     bucket's part, in the order of capturing (``captured``).
@@ -135,8 +135,8 @@ class LayerGraphs:
         placement: Placement,
         all_agree: Callable[[bool], bool] | None = None,
     ) -> None:
-        """Allocates the memory that graphs read and write. A lane has at most ``max_rows`` decodes, a block table at
-        most ``max_blocks`` blocks. Boundaries that the CPU computes are not captured, nor are whole iterations unless
+        """Allocates the memory that graphs read and write. A GPU batch has at most ``max_rows`` decodes, a block table
+        at most ``max_blocks`` blocks. Stages that the CPU computes are not captured, nor are whole iterations unless
         all weights are resident. ``all_agree``: whether all of several ranks say so. They must capture the same graphs,
         since these hold their collectives."""
         self._placement = placement
@@ -149,8 +149,10 @@ class LayerGraphs:
         self._row_buckets = _up_to(ROW_BUCKETS, max_rows)
         self._block_buckets = _up_to(BLOCK_BUCKETS, max_blocks) if model.ops.takes_empty_rows else ()
         widths, rows = max(self._block_buckets, default=0), self._row_buckets[-1]
-        self._lanes, self._cohorts = (Frame(rows, model, dtype, len(layer_groups.windows), widths) for _ in range(2))
-        # One for both frames: the logits are sampled before the next boundary begins.
+        self._gpu_batches, self._cpu_batches = (
+            Frame(rows, model, dtype, len(layer_groups.windows), widths) for _ in range(2)
+        )
+        # One for both frames: the logits are sampled before the next stage begins.
         torch_device = model.rotary_table.device
         self._logits = torch.zeros(rows, model.num_logits, dtype=dtype, device=torch_device)
         self._num_rows = torch.zeros(1, dtype=torch.int32, device=torch_device)
@@ -203,19 +205,19 @@ class LayerGraphs:
         """Destroy all graphs, before another backend captures its own on the same stream."""
         self._graphs.clear()
 
-    def boundary(self, layer: int, batches: Sequence[Rows]) -> bool:
-        """Cross a boundary before the last; False: no bucket holds so many rows, and nothing was done."""
+    def run_stage(self, layer: int, batches: Sequence[Rows]) -> bool:
+        """Cross a stage before the last; False: no bucket holds so many rows, and nothing was done."""
         placed = self._place(batches)
         if placed is None:
             return False
-        frame, bucket, riders = placed
+        frame, bucket, joined = placed
         self._run(GraphKey(frame, layer, bucket, 0), sum(batch.num_rows for batch in batches))
-        _copy([pair for rider in riders for pair in frame.outputs(*rider)])
+        _copy([pair for joined_batch in joined for pair in frame.outputs(*joined_batch)])
         return True
 
-    def last_boundary(self, batches: Sequence[Rows]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def last_stage(self, batches: Sequence[Rows]) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Logits ``[rows, num_logits]`` and the most likely token of each row, int64 ``[rows]``; valid until the next
-        last boundary. None: some row gets no token, or no bucket holds the rows; nothing was done."""
+        last stage. None: some row gets no token, or no bucket holds the rows; nothing was done."""
         if any(batch.sampling_rows is not None for batch in batches):
             return None
         placed = self._place(batches)
@@ -226,55 +228,57 @@ class LayerGraphs:
         self._run(GraphKey(frame, self._last, bucket, 0), rows)
         return self._logits[:rows], self._likeliest[:rows]
 
-    def attention(self, layer: int, lane: LaneBatch) -> bool:
-        """Attention of a lane of decodes only; False: there is no graph for it, and nothing was done."""
-        if lane.prefills or lane.decodes is None or not self._lanes.holds(lane):
+    def attention(self, layer: int, gpu_batch: GpuBatchTensors) -> bool:
+        """Attention of a GPU batch of decodes only; False: there is no graph for it, and nothing was done."""
+        if gpu_batch.prefills or gpu_batch.decodes is None or not self._gpu_batches.holds(gpu_batch):
             return False
-        width = _smallest(self._block_buckets, lane.decodes.block_tables.shape[2])
+        width = _smallest(self._block_buckets, gpu_batch.decodes.block_tables.shape[2])
         if width is None:
             return False
-        rows = _smallest(self._row_buckets, lane.num_rows)
-        assert rows is not None  # the lane's buffers hold it
-        self._run(GraphKey(self._lanes, layer, rows, width), lane.num_rows)
+        rows = _smallest(self._row_buckets, gpu_batch.num_rows)
+        assert rows is not None  # the GPU batch's buffers hold it
+        self._run(GraphKey(self._gpu_batches, layer, rows, width), gpu_batch.num_rows)
         return True
 
-    def whole_iteration(self, lane: LaneBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Take a lane of decodes only through all layers with one launch of a few microseconds. Returns what
-        :meth:`last_boundary` returns; None: there is no graph for it, and nothing was done."""
-        if lane.prefills or lane.decodes is None or lane.sampling_rows is not None:
+    def run_full_graph(self, gpu_batch: GpuBatchTensors) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Take a GPU batch of decodes only through all layers with one launch of a few microseconds. Returns what
+        :meth:`last_stage` returns; None: there is no graph for it, and nothing was done."""
+        if gpu_batch.prefills or gpu_batch.decodes is None or gpu_batch.sampling_rows is not None:
             return None
-        rows = _smallest(self._row_buckets, lane.num_rows)
-        width = _smallest(self._block_buckets, lane.decodes.block_tables.shape[2])
-        graph = None if rows is None or width is None else self._graphs.get(GraphKey(self._lanes, WHOLE, rows, width))
+        rows = _smallest(self._row_buckets, gpu_batch.num_rows)
+        width = _smallest(self._block_buckets, gpu_batch.decodes.block_tables.shape[2])
+        graph = (
+            None if rows is None or width is None else self._graphs.get(GraphKey(self._gpu_batches, WHOLE, rows, width))
+        )
         if graph is None:
             return None
-        self._lanes.move_in(lane)
-        self._tell_rows(lane.num_rows)
+        self._gpu_batches.move_in(gpu_batch)
+        self._tell_rows(gpu_batch.num_rows)
         graph.replay()
-        return self._logits[: lane.num_rows], self._likeliest[: lane.num_rows]
+        return self._logits[: gpu_batch.num_rows], self._likeliest[: gpu_batch.num_rows]
 
     def _place(self, batches: Sequence[Rows]) -> tuple[Frame, int, list[tuple[Rows, slice]]] | None:
         """Bring the batches into a frame, one behind the other. Returns the frame, the bucket that holds them, and the
         rows of those that must be copied out again. None: no bucket holds them."""
-        lane = next((batch for batch in batches if isinstance(batch, LaneBatch)), None)
-        frame = self._cohorts if lane is None else self._lanes
+        gpu_batch = next((batch for batch in batches if isinstance(batch, GpuBatchTensors)), None)
+        frame = self._cpu_batches if gpu_batch is None else self._gpu_batches
         bucket = _smallest(self._row_buckets, sum(batch.num_rows for batch in batches))
         if bucket is None:
-            if lane is not None and frame.holds(lane):
+            if gpu_batch is not None and frame.holds(gpu_batch):
                 frame.move_out()
             return None
-        riders, first = [], 0
-        if lane is not None:
-            frame.move_in(lane)
-            first = lane.num_rows
+        joined, first = [], 0
+        if gpu_batch is not None:
+            frame.move_in(gpu_batch)
+            first = gpu_batch.num_rows
         for batch in batches:
-            if batch is not lane:
+            if batch is not gpu_batch:
                 rows = slice(first, first + batch.num_rows)
-                riders.append((batch, rows))
+                joined.append((batch, rows))
                 first = rows.stop
-        _copy([pair for rider in riders for pair in frame.inputs(*rider)])
+        _copy([pair for joined_batch in joined for pair in frame.inputs(*joined_batch)])
         self._tell_rows(sum(batch.num_rows for batch in batches))
-        return frame, bucket, riders
+        return frame, bucket, joined
 
     def _tell_rows(self, num_rows: int) -> None:
         """Rows of the next launch that are no padding. Padding is computed, but for experts: it would read theirs."""
@@ -295,15 +299,15 @@ class LayerGraphs:
                 self._model.weights.enter(layer)
                 widths = (0, *widths)
             for rows, blocks in itertools.product(self._row_buckets[::-1], widths):
-                self._launch(GraphKey(self._lanes, layer, rows, blocks))
+                self._launch(GraphKey(self._gpu_batches, layer, rows, blocks))
 
     def _capture_rows(self, rows: int) -> None:
-        boundaries = itertools.product((self._lanes, self._cohorts), range(-1, self._last + 1), (rows,), (0,))
-        attentions = itertools.product((self._lanes,), range(self._last + 1), (rows,), self._block_buckets)
-        wholes = itertools.product((self._lanes,), (WHOLE,), (rows,), self._block_buckets)
+        stages = itertools.product((self._gpu_batches, self._cpu_batches), range(-1, self._last + 1), (rows,), (0,))
+        attentions = itertools.product((self._gpu_batches,), range(self._last + 1), (rows,), self._block_buckets)
+        wholes = itertools.product((self._gpu_batches,), (WHOLE,), (rows,), self._block_buckets)
         if not self._placement.is_all_resident:
             wholes = ()
-        keys = list(itertools.starmap(GraphKey, itertools.chain(boundaries, attentions, wholes)))
+        keys = list(itertools.starmap(GraphKey, itertools.chain(stages, attentions, wholes)))
         keys = [key for key in keys if key.blocks or self._placement.at(key.layer) is not Place.CPU]
         error = None
         try:
@@ -341,15 +345,15 @@ class LayerGraphs:
             return
         attention_out, residual = frame.attention_out[:rows], frame.residual[:rows]
         if layer == self._last:
-            self._logits[:rows].copy_(self._model.leave(attention_out, residual, self._num_rows))
+            self._logits[:rows].copy_(self._model.last_stage(attention_out, residual, self._num_rows))
             self._likeliest[:rows].copy_(most_likely(self._logits[:rows]))
             return
         rotary_rows, qkv = frame.rotary_rows[:rows], frame.qkv[:rows]
         if layer < 0:
             residual.copy_(self._model.embed(frame.token_ids[:rows]))
-            self._model.enter(residual, rotary_rows, out=qkv)
+            self._model.first_stage(residual, rotary_rows, out=qkv)
         else:
-            self._model.cross(layer, attention_out, residual, rotary_rows, out=qkv, num_rows=self._num_rows)
+            self._model.stage(layer, attention_out, residual, rotary_rows, out=qkv, num_rows=self._num_rows)
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -6,8 +6,9 @@ it is in order with the attention that reads it. What goes to a GPU is gathered 
 threads. Where the tier is int8, blocks cross in its format: the GPU makes codes before they leave, and elements when
 they come back. Rows of prompts cross as elements, and the tier makes codes of them.
 
-Swaps go layer by layer too. Beside a GPU only the first part begins at once, and each other one when the lane is at
-the layer before, so that launches of copies do not hold up those of the lane. The lane's layer waits for its own part
+Swaps go layer by layer too. Beside a GPU only the first part begins at once, and each other one when the GPU batch is
+at the layer before, so that launches of copies do not hold up those of the GPU batch. The GPU batch's layer waits for
+its own part
 alone: see :meth:`KVTransfers.begin_swaps` and :meth:`KVTransfers.await_swaps`.
 """
 
@@ -26,7 +27,7 @@ import torch
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Tier
 from swiftllm.device.device import Device, Event
-from swiftllm.engine.backend import Ticket
+from swiftllm.engine.backend import AttentionFuture
 from swiftllm.kv.pools import KVPools
 from swiftllm.ops.interface import Ops
 from swiftllm.runtime.cpu_tier import CpuTier
@@ -34,7 +35,7 @@ from swiftllm.runtime.pacing import Pacer
 from swiftllm.runtime.workers import BlocksRead, BlocksWrite, ContextRead, RowsWrite
 
 if TYPE_CHECKING:
-    from swiftllm.runtime.batch import LaneBatch, PrefillGroup
+    from swiftllm.runtime.batch import GpuBatchTensors, PrefillGroup
 
 CHUNK_BYTES = 4 << 20  # of one transfer of blocks
 SNAPSHOTS = 2  # most copies of a layer's K and V that wait on the device for their way to the host
@@ -43,12 +44,12 @@ SNAPSHOTS = 2  # most copies of a layer's K and V that wait on the device for th
 @dataclass
 class ContextLoad:
     """K and V of the earlier tokens of a call's chunks, on their way from the CPU tier to the device: ``parts [2,
-    num_kv_heads, tokens, head_dim]`` of each, there once the ``tickets`` are ready and then the ``events`` pass."""
+    num_kv_heads, tokens, head_dim]`` of each, there once the ``futures`` are ready and then the ``events`` pass."""
 
     layer: int
     call: int
     parts: list[torch.Tensor]
-    tickets: list[Ticket] = field(default_factory=list)
+    futures: list[AttentionFuture] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
 
@@ -63,12 +64,12 @@ class _Blocks:
 
 @dataclass
 class _Moved:
-    """A part of the swaps: some layers of all blocks. ``pieces`` have not begun to move; ``tickets`` are of what the
+    """A part of the swaps: some layers of all blocks. ``pieces`` have not begun to move; ``futures`` are of what the
     host gathers."""
 
     layers: range
     pieces: Sequence[_Blocks]
-    tickets: list[Ticket] = field(default_factory=list)
+    futures: list[AttentionFuture] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
 
@@ -144,8 +145,8 @@ class KVTransfers:
         while self._moved and (last is None or self._moved[0].layers.start <= last):
             self._begin(self._moved[0])  # still among them: what has begun is waited for even if the rest raises
             moved = self._moved.popleft()
-            for ticket in moved.tickets:
-                ticket.wait()
+            for future in moved.futures:
+                future.wait()
             for event in moved.events:
                 self._device.compute.wait(event)
 
@@ -167,9 +168,9 @@ class KVTransfers:
         self._stored.launched()
         self.cpu_tier.write(RowsWrite(self._pools.groups.place_of[layer], fetched, blocks, offsets), stream.mark())
 
-    def load_first(self, lane: LaneBatch) -> None:
+    def load_first(self, gpu_batch: GpuBatchTensors) -> None:
         """Begin to bring what :meth:`take_contexts` gives first."""
-        for group in lane.prefills:
+        for group in gpu_batch.prefills:
             if group.tier is Tier.CPU:
                 self._load_from(0, 0, group)
 
@@ -186,8 +187,8 @@ class KVTransfers:
         if load is None or (load.layer, load.call) != (layer, call):  # another layer than the next, as in measurements
             load = self._load(layer, call, group)
         group.load = None
-        for ticket in load.tickets:
-            ticket.wait()
+        for future in load.futures:
+            future.wait()
         for event in load.events:
             self._device.compute.wait(event)
         return load.parts
@@ -221,7 +222,7 @@ class KVTransfers:
         load = ContextLoad(layer, call, parts)
         for host, part, (blocks, _) in zip(hosts, parts, contexts.slices(groups.block_size), strict=True):
             read = ContextRead(place, contexts.blocks[blocks], host)
-            load.tickets.append(self.cpu_tier.read(read, partial(self._send, load, part, host)))
+            load.futures.append(self.cpu_tier.read(read, partial(self._send, load, part, host)))
         return load
 
     def _send(self, load: ContextLoad, part: torch.Tensor, host: torch.Tensor) -> None:
@@ -240,7 +241,7 @@ class KVTransfers:
         self.cpu_tier.write(BlocksWrite(moved.layers, fetched, blocks.targets), stream.mark())
 
     def _move_in(self, blocks: _Blocks, moved: _Moved) -> None:
-        """Once the ticket is ready, the last event passes when the blocks have arrived."""
+        """Once the attention task is ready, the last event passes when the blocks have arrived."""
         stream, pool = self._device.swap, self._layers(moved.layers)
         staged = self._device.pinned(self._shape(pool, blocks), self._staged.dtype)
         scatter = self._ops.scatter_blocks if self._staged.is_exact else self._ops.dequantise_blocks
@@ -250,7 +251,7 @@ class KVTransfers:
                 scatter(stream.send(staged), pool, blocks.targets)
             moved.events.append(stream.mark())
 
-        moved.tickets.append(self.cpu_tier.read(BlocksRead(moved.layers, blocks.sources, staged), send))
+        moved.futures.append(self.cpu_tier.read(BlocksRead(moved.layers, blocks.sources, staged), send))
 
     def _pieces(self, swaps: Sequence[Swap], size: int) -> Iterator[_Blocks]:
         """The swaps in order, at most ``size`` blocks at once."""

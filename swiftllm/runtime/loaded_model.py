@@ -8,12 +8,12 @@ from functools import partial
 from swiftllm.config import EngineConfig
 from swiftllm.kv.format import block_bytes, tier_formats
 from swiftllm.kv.layer_groups import LayerGroups
-from swiftllm.model.boundaries.loaded_weights import LoadedWeights
-from swiftllm.model.boundaries.placement import Placement
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.llama import LlamaModel
+from swiftllm.model.stages.loaded_weights import LoadedWeights
+from swiftllm.model.stages.placement import Placement
 from swiftllm.runtime.graphs import LayerGraphs
-from swiftllm.runtime.processors import Processors
+from swiftllm.runtime.processors import ExecutionContext
 from swiftllm.runtime.widest_iteration import widest_iteration
 from swiftllm.sampling.logprobs import PromptScorer
 from swiftllm.sampling.sampler import Sampler
@@ -33,7 +33,7 @@ class LoadedModel:
     def __init__(
         self,
         config: EngineConfig,
-        processors: Processors,
+        processors: ExecutionContext,
         model_config: ModelConfig,
         sizes: ModelConfig,
         weights: LoadedWeights,

@@ -84,16 +84,16 @@ def host_reserve_bytes(config: EngineConfig, model: ModelConfig, itemsize: int) 
 
     It is the sum of the engine's process (``PROCESS_BYTES``), its captured graphs (``GRAPHS_HOST_BYTES``), its pinned
     buffers, and ``HOST_HEADROOM_BYTES`` for the system and other programs. The pinned buffers are, each way, what may
-    wait for the CPU tier and one transfer more: a layer's K and V of the widest lane or of the longest context. Q, K, V
-    and results of two cohorts add to them. All count twice, as torch rounds pinned memory up to powers of two.
+    wait for the CPU tier and one transfer more: a layer's K and V of the widest GPU batch or of the longest context. Q,
+    K, V and results of two CPU batches add to them. All count twice, as torch rounds pinned memory up to powers of two.
 
     Weights on the GPU add nothing. They are loaded one tensor at a time, and the last one is gone before the tier's
     first block is written. Nor does a measured vLLM server: an engine and a server never live at the same time.
     """
     tokens = max(config.max_num_batched_tokens, config.max_model_len or model.max_position_embeddings)
     layer = tokens * 2 * model.num_kv_heads * model.head_dim * itemsize
-    cohorts = 2 * config.max_num_seqs * (model.qkv_size + model.num_heads * model.head_dim) * itemsize
-    pinned = 2 * (2 * (MAX_STAGED_BYTES + layer) + cohorts)
+    cpu_batches = 2 * config.max_num_seqs * (model.qkv_size + model.num_heads * model.head_dim) * itemsize
+    pinned = 2 * (2 * (MAX_STAGED_BYTES + layer) + cpu_batches)
     return PROCESS_BYTES + GRAPHS_HOST_BYTES + pinned + HOST_HEADROOM_BYTES
 
 
@@ -109,7 +109,7 @@ def activation_bytes(
 ) -> int:
     """Bytes at the peak of :func:`~swiftllm.runtime.widest_iteration.widest_iteration`, and of buffers that stay.
 
-    ``itemsize`` is of activations, ``residual_itemsize`` of residuals. ``rows`` is the most tokens of a lane,
+    ``itemsize`` is of activations, ``residual_itemsize`` of residuals. ``rows`` is the most tokens of a GPU batch,
     ``requests`` the most requests, ``context`` the tokens of the longest. The terms follow that function and the model;
     tests measure them.
     """

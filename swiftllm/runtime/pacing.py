@@ -6,23 +6,23 @@ from collections import deque
 
 from swiftllm.device.device import Event, Stream
 
-BOUNDARIES_AHEAD = 1
+STAGES_AHEAD = 1
 
 
 class Pacer:
-    """Keeps the host's launches at most ``ahead`` boundaries beyond the one the device works on.
+    """Keeps the host's launches at most ``ahead`` stages beyond the one the device works on.
 
     Launching takes a tenth of the time of the work. A host far ahead would poll for CPU results long before the device
     can use them, and find none ready.
     """
 
-    def __init__(self, stream: Stream, ahead: int = BOUNDARIES_AHEAD) -> None:
+    def __init__(self, stream: Stream, ahead: int = STAGES_AHEAD) -> None:
         self._stream = stream
         self._ahead = ahead
         self._marks: deque[Event] = deque()
 
     def launched(self) -> None:
-        """Note that a boundary has been launched."""
+        """Note that a stage has been launched."""
         self._marks.append(self._stream.mark())
 
     def wait(self) -> None:

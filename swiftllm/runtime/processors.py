@@ -25,15 +25,15 @@ BFLOAT16_CAPABILITY = 8  # major number of the compute capability from which on 
 FAST_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
-class Processors:
+class ExecutionContext:
     """
     Attributes:
         hardware: where the linear layers run.
         dtype: of weights, activations and KV cache.
         residual_dtype: of the sums of layers' outputs, which are activations too.
         cpu_kernel: pacpu's kernel for attention over the CPU tier.
-        ops, host_ops: the device's operations; those of boundaries that the CPU computes.
-        cores: threads of a lane on a CPU, and of attention over the CPU tier.
+        ops, host_ops: the device's operations; those of stages that the CPU computes.
+        cores: threads of a GPU batch on a CPU, and of attention over the CPU tier.
     """
 
     def __init__(self, config: EngineConfig, hardware: Device) -> None:
@@ -44,17 +44,17 @@ class Processors:
         self.cpu_kernel = resolve_kernel(config, self.dtype)
         self.ops = select_ops(device, self.dtype, self.cpu_kernel)
         self.host_ops = CpuOps()
-        self.use_cores(core_divisions(config, lane_on_cpu=device.type == "cpu")[0])
+        self.use_cores(core_divisions(config, without_gpu=device.type == "cpu")[0])
 
     def use_cores(self, division: CoreDivision) -> None:
         """Compute with these numbers of threads from now on."""
         self.cores = division
         self.host_ops.num_threads = division.cpu_threads
         if isinstance(self.ops, CpuOps):
-            torch.set_num_threads(torch_threads(self.dtype, division.lane_threads))
-            self.ops.num_threads = division.lane_threads
+            torch.set_num_threads(torch_threads(self.dtype, division.gpu_batch_threads))
+            self.ops.num_threads = division.gpu_batch_threads
         else:  # torch copies in host memory: more threads would spin after each copy on the worker's cores
-            torch.set_num_threads(division.lane_threads)
+            torch.set_num_threads(division.gpu_batch_threads)
             self.ops.num_threads = division.cpu_threads
 
 

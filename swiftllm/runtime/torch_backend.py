@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING
 import torch
 
 from swiftllm.config import EngineConfig
-from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
 from swiftllm.device import open_device
 from swiftllm.device.device import Device
-from swiftllm.engine.backend import Ticket
+from swiftllm.engine.backend import AttentionFuture
 from swiftllm.kv.budget import KVPlan, check_weights, plan_blocks
 from swiftllm.kv.format import check_kv
 from swiftllm.kv.pools import KVPools
 from swiftllm.machine import available_host_bytes
-from swiftllm.model.boundaries.loaded_weights import open_weights
-from swiftllm.model.boundaries.placement import Placement, all_resident
 from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.stages.loaded_weights import open_weights
+from swiftllm.model.stages.placement import Placement, all_resident
 from swiftllm.ops.interface import concatenate
-from swiftllm.runtime.batch import BatchBuilder, CohortBatch, LaneBatch, PrefillGroup, Rows
+from swiftllm.runtime.batch import BatchBuilder, CpuBatchTensors, GpuBatchTensors, PrefillGroup, Rows
 from swiftllm.runtime.cores import CoreDivision
 from swiftllm.runtime.cpu_tier import CpuTier, LocalCpuTier
-from swiftllm.runtime.description import CohortDescription, LaneDescription, describe_cohort, describe_lane
+from swiftllm.runtime.description import CpuBatchInput, GpuBatchInput, cpu_batch_input, gpu_batch_input
 from swiftllm.runtime.kv_transfers import KVTransfers
 from swiftllm.runtime.loaded_model import LoadedModel
 from swiftllm.runtime.pacing import Pacer
-from swiftllm.runtime.processors import Processors, device_name
+from swiftllm.runtime.processors import ExecutionContext, device_name
 from swiftllm.runtime.workers import AttentionTask, InlineWorker, MakeWorker, TaskRunner
 from swiftllm.sampling.logprobs import PromptRows
 
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 class TorchBackend:
     """See :class:`swiftllm.engine.backend.Backend`. :func:`open_torch_backend` makes one.
 
-    Set ``block_tables`` (request id to the block ids of the request's tier) before the first lane opens. Tables are
-    read when a lane or cohort opens, and must be long enough for the tokens it is about to compute.
+    Set ``block_tables`` (request id to the block ids of the request's tier) before the first GPU batch opens. Tables
+    are read when a GPU batch or CPU batch opens, and must be long enough for the tokens it is about to compute.
 
     Attributes:
         hardware, model_config: where the linear layers run; of the whole model.
@@ -102,7 +102,7 @@ class TorchBackend:
 
     @property
     def cores(self) -> CoreDivision:
-        """Threads of a lane on a CPU, and of attention over the CPU tier."""
+        """Threads of a GPU batch on a CPU, and of attention over the CPU tier."""
         return self._processors.cores
 
     @property
@@ -141,119 +141,126 @@ class TorchBackend:
 
     # -- batches: made of requests by the process that schedules, of descriptions alone by others ----------------------
 
-    def open_lane(self, items: Sequence[LaneItem]) -> LaneBatch:
-        return self.build_lane(*describe_lane(items, self.block_tables, self.layer_groups))
+    def open_gpu_batch(self, items: Sequence[GpuBatchItem]) -> GpuBatchTensors:
+        return self.build_gpu_batch(*gpu_batch_input(items, self.block_tables, self.layer_groups))
 
-    def open_cohort(self, requests: Sequence[Request]) -> CohortBatch:
+    def open_cpu_batch(self, requests: Sequence[Request]) -> CpuBatchTensors:
         if self.attention_hosts is not None:  # so that the rows of a host are adjacent
             requests = sorted(requests, key=lambda request: self.block_tables[request.request_id][0])
-        return self.build_cohort(describe_cohort(requests, self.block_tables, self.layer_groups), requests)
+        return self.build_cpu_batch(cpu_batch_input(requests, self.block_tables, self.layer_groups), requests)
 
-    def drop_rows(self, cohort: CohortBatch, request_ids: frozenset[str]) -> CohortBatch:
-        return self.keep_rows(cohort, cohort.rows_without(request_ids))
+    def drop_rows(self, cpu_batch: CpuBatchTensors, request_ids: frozenset[str]) -> CpuBatchTensors:
+        return self.keep_rows(cpu_batch, cpu_batch.rows_without(request_ids))
 
     @torch.inference_mode()
-    def build_lane(
-        self, description: LaneDescription, requests: Sequence[Request] = (), prompts: Sequence[PromptRows] = ()
-    ) -> LaneBatch:
+    def build_gpu_batch(
+        self, description: GpuBatchInput, requests: Sequence[Request] = (), prompts: Sequence[PromptRows] = ()
+    ) -> GpuBatchTensors:
         """``requests`` get the tokens of the sampling rows, ``prompts`` the log-probabilities of the scored ones."""
-        lane = self._builder.open_lane(description)
-        lane.sampling_requests, lane.prompts = list(requests), tuple(prompts)
-        self._transfers.load_first(lane)
-        return lane
+        gpu_batch = self._builder.open_gpu_batch(description)
+        gpu_batch.sampling_requests, gpu_batch.prompts = list(requests), tuple(prompts)
+        self._transfers.load_first(gpu_batch)
+        return gpu_batch
 
     @torch.inference_mode()
-    def build_cohort(self, description: CohortDescription, requests: Sequence[Request] = ()) -> CohortBatch:
-        cohort = self._builder.open_cohort(description)
-        cohort.sampling_requests = list(requests)
-        return cohort
+    def build_cpu_batch(self, description: CpuBatchInput, requests: Sequence[Request] = ()) -> CpuBatchTensors:
+        cpu_batch = self._builder.open_cpu_batch(description)
+        cpu_batch.sampling_requests = list(requests)
+        return cpu_batch
 
     @torch.inference_mode()
-    def keep_rows(self, cohort: CohortBatch, kept: Sequence[int]) -> CohortBatch:
-        """The cohort with these of its rows; see :meth:`drop_rows`."""
-        self._await_return(cohort)
-        return self._builder.keep_rows(cohort, kept)
+    def keep_rows(self, cpu_batch: CpuBatchTensors, kept: Sequence[int]) -> CpuBatchTensors:
+        """The CPU batch with these of its rows; see :meth:`drop_rows`."""
+        self._await_return(cpu_batch)
+        return self._builder.keep_rows(cpu_batch, kept)
 
     # -- the work of an iteration --------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def boundary(self, layer: int, batches: Sequence[Rows]) -> Mapping[str, int]:
+    def run_stage(self, layer: int, batches: Sequence[Rows]) -> Mapping[str, int]:
         batches = [batch for batch in batches if batch.num_rows]
         if not batches:
             return {}
         self._pacer.wait()
         self.model.weights.enter(layer)
         for batch in batches:
-            if isinstance(batch, CohortBatch):
+            if isinstance(batch, CpuBatchTensors):
                 self._await_return(batch)
         tokens: Mapping[str, int] = {}
         if layer == self.num_layers - 1:
             tokens = self._finish(batches)
-        elif self.graphs is None or not self.graphs.boundary(layer, batches):
+        elif self.graphs is None or not self.graphs.run_stage(layer, batches):
             self._cross(layer, batches)
         self.model.weights.launched()
         self._pacer.launched()
         return tokens
 
     def holds_weights(self, layer: int) -> bool:
-        """Whether a boundary can be crossed now without a copy of its weights for that alone."""
+        """Whether a stage can be run now without a copy of its weights for that alone."""
         return self.model.weights.holds(layer)
 
-    def _await_return(self, cohort: CohortBatch) -> None:
-        """Later work on the device finds the result of the cohort's CPU attention."""
-        if cohort.returned is not None:
-            self.hardware.compute.wait(cohort.returned)
+    def _await_return(self, cpu_batch: CpuBatchTensors) -> None:
+        """Later work on the device finds the result of the CPU batch's CPU attention."""
+        if cpu_batch.returned is not None:
+            self.hardware.compute.wait(cpu_batch.returned)
 
     def _cross(self, layer: int, batches: Sequence[Rows]) -> None:
         rotary_rows = concatenate([batch.rotary_rows for batch in batches])
         if layer < 0:
             residual = self.model.embed(concatenate([batch.token_ids for batch in batches]))
-            qkv = self.model.enter(residual, rotary_rows)
+            qkv = self.model.first_stage(residual, rotary_rows)
         else:
             attention_out = concatenate([batch.attention_out for batch in batches])
             residual = concatenate([batch.residual for batch in batches])
             for batch in batches:
                 batch.residual = batch.qkv = None  # the next ones are in memory before these would be freed
-            qkv = self.model.cross(layer, attention_out, residual, rotary_rows)
+            qkv = self.model.stage(layer, attention_out, residual, rotary_rows)
         start = 0
         for batch in batches:
             rows = slice(start, start + batch.num_rows)
             batch.residual, batch.qkv = residual[rows], qkv[rows]
-            if isinstance(batch, CohortBatch) and len(batches) > 1:  # else it keeps a wide lane's memory while it waits
+            if (
+                isinstance(batch, CpuBatchTensors) and len(batches) > 1
+            ):  # else it keeps a wide GPU batch's memory while it waits
                 batch.residual, batch.qkv = batch.residual.clone(), batch.qkv.clone()
             start = rows.stop
 
     @torch.inference_mode()
-    def gpu_attention(self, layer: int, lane: LaneBatch) -> None:
+    def gpu_attention(self, layer: int, gpu_batch: GpuBatchTensors) -> None:
         self._transfers.await_swaps(layer)
-        for group in lane.prefills:
-            self._prefill_attention(layer, lane, group)
-        if lane.decodes is not None and (self.graphs is None or not self.graphs.attention(layer, lane)):
-            assert lane.qkv is not None
-            rows, kv_layer = lane.decodes.rows, self.kv_pools.layers[Tier.GPU][layer]
-            group, new = self.layer_groups.group_of[layer], self.model.split_qkv(lane.qkv[rows])
-            addressed = kv_layer, lane.decodes.block_tables[group], lane.decodes.seq_lens, lane.attention_out[rows]
+        for group in gpu_batch.prefills:
+            self._prefill_attention(layer, gpu_batch, group)
+        if gpu_batch.decodes is not None and (self.graphs is None or not self.graphs.attention(layer, gpu_batch)):
+            assert gpu_batch.qkv is not None
+            rows, kv_layer = gpu_batch.decodes.rows, self.kv_pools.layers[Tier.GPU][layer]
+            group, new = self.layer_groups.group_of[layer], self.model.split_qkv(gpu_batch.qkv[rows])
+            addressed = (
+                kv_layer,
+                gpu_batch.decodes.block_tables[group],
+                gpu_batch.decodes.seq_lens,
+                gpu_batch.attention_out[rows],
+            )
             how = self._scale, self.layer_groups.windows[group], self.model.sinks(layer)
             self._ops.decode_attention(*new, *addressed, *how)
         if layer + 1 < self.num_layers:  # while the device computes, the next part of the swaps is on its way
             self._transfers.begin_swaps(layer + 1)
-        self._pacer.wait()  # before the executor asks which cohorts are ready
+        self._pacer.wait()  # before the executor asks which CPU batches are ready
 
     @torch.inference_mode()
-    def whole_iteration(self, lane: LaneBatch) -> Mapping[str, int] | None:
+    def run_full_graph(self, gpu_batch: GpuBatchTensors) -> Mapping[str, int] | None:
         # Layer by layer, a layer waits for its own part of the swaps alone.
         if self.graphs is None or not self.placement.is_all_resident or self._transfers.has_swaps:
             return None
         self._pacer.wait()
-        crossed = self.graphs.whole_iteration(lane)
+        crossed = self.graphs.run_full_graph(gpu_batch)
         if crossed is None:
             return None
-        tokens = self._choose(*crossed, [lane])
+        tokens = self._choose(*crossed, [gpu_batch])
         self._pacer.launched()
         return tokens
 
-    def _prefill_attention(self, layer: int, lane: LaneBatch, group: PrefillGroup) -> None:
-        qkv = lane.qkv
+    def _prefill_attention(self, layer: int, gpu_batch: GpuBatchTensors, group: PrefillGroup) -> None:
+        qkv = gpu_batch.qkv
         assert qkv is not None
         q, k, v = self.model.split_qkv(qkv)
         own = qkv[:, q.shape[1] :].unflatten(1, (2, k.shape[1])).permute(1, 2, 0, 3)
@@ -277,12 +284,12 @@ class TorchBackend:
                 store()
             rows, how = call.rows, (self._scale, self.layer_groups.windows[index], self.model.sinks(layer))
             keys, values = context
-            self._ops.prefill_attention(q[rows], keys, values, call.lens, lane.attention_out[rows], *how)
+            self._ops.prefill_attention(q[rows], keys, values, call.lens, gpu_batch.attention_out[rows], *how)
             del context, keys, values  # the next one may take its place
 
     def _context(self, layer: int, number: int, group: PrefillGroup, own: torch.Tensor) -> torch.Tensor:
         """K and V of a call's chunks and of all that they attend to, ``[2, num_kv_heads, tokens, head_dim]``; ``own``
-        are those of the lane's rows."""
+        are those of the GPU batch's rows."""
         call = group.calls[self.layer_groups.group_of[layer]][number]
         assert call.contexts is not None
         if group.tier is Tier.CPU:
@@ -300,22 +307,22 @@ class TorchBackend:
         return context
 
     @torch.inference_mode()
-    def submit_cpu_attention(self, layer: int, cohort: CohortBatch) -> Ticket:
+    def submit_cpu_attention(self, layer: int, cpu_batch: CpuBatchTensors) -> AttentionFuture:
         hardware = self.hardware
-        assert cohort.qkv is not None
+        assert cpu_batch.qkv is not None
         self._transfers.begin_swaps(layer)
         hardware.to_host.wait(hardware.compute.mark())
-        if not cohort.opened:
-            of_groups = zip(cohort.block_tables, self.layer_groups.windows, strict=True)
-            cohort.opened = [self.cpu_tier.open(tables, cohort.seq_lens, window) for tables, window in of_groups]
+        if not cpu_batch.opened:
+            of_groups = zip(cpu_batch.block_tables, self.layer_groups.windows, strict=True)
+            cpu_batch.opened = [self.cpu_tier.open(tables, cpu_batch.seq_lens, window) for tables, window in of_groups]
         group, place = self.layer_groups.group_of[layer], self.layer_groups.place_of[layer]
-        qkv = hardware.to_host.fetch(cohort.qkv)
+        qkv = hardware.to_host.fetch(cpu_batch.qkv)
 
         def send_back() -> None:
-            hardware.to_device.copy(cohort.attention_out, cohort.host_out)
-            cohort.returned = hardware.to_device.mark()
+            hardware.to_device.copy(cpu_batch.attention_out, cpu_batch.host_out)
+            cpu_batch.returned = hardware.to_device.mark()
 
-        task = AttentionTask(place, cohort.opened[group], qkv, cohort.host_out, self._host_sinks[layer])
+        task = AttentionTask(place, cpu_batch.opened[group], qkv, cpu_batch.host_out, self._host_sinks[layer])
         return self.cpu_tier.attend(task, hardware.to_host.mark(), send_back)
 
     def take_logprobs(self) -> Mapping[str, TokenLogprob]:
@@ -333,9 +340,9 @@ class TorchBackend:
             self.graphs.close()
 
     def _finish(self, batches: Sequence[Rows]) -> dict[str, int]:
-        """The last boundary, for rows that get tokens or log-probabilities: others are done once K and V are stored."""
+        """The last stage, for rows that get tokens or log-probabilities: others are done once K and V are stored."""
         for batch in batches:
-            if isinstance(batch, LaneBatch) and batch.scored_rows:
+            if isinstance(batch, GpuBatchTensors) and batch.scored_rows:
                 self._score_prompts(batch)
         batches = [batch for batch in batches if batch.num_samples]
         if not batches:
@@ -344,24 +351,24 @@ class TorchBackend:
         def select(batch: Rows, tensor: torch.Tensor) -> torch.Tensor:
             return tensor if batch.sampling_rows is None else tensor.index_select(0, batch.sampling_rows)
 
-        crossed = None if self.graphs is None else self.graphs.last_boundary(batches)
+        crossed = None if self.graphs is None else self.graphs.last_stage(batches)
         if crossed is None:
             attention_out = concatenate([select(batch, batch.attention_out) for batch in batches])
             residual = concatenate([select(batch, batch.residual) for batch in batches])
-            crossed = self.model.leave(attention_out, residual), None
+            crossed = self.model.last_stage(attention_out, residual), None
         return self._choose(*crossed, batches)
 
-    def _score_prompts(self, lane: LaneBatch) -> None:
-        residual = lane.residual
+    def _score_prompts(self, gpu_batch: GpuBatchTensors) -> None:
+        residual = gpu_batch.residual
         assert residual is not None
 
         def logits_of(rows: slice) -> torch.Tensor:
-            return self.model.leave(lane.attention_out[rows], residual[rows].clone())  # of a copy
+            return self.model.last_stage(gpu_batch.attention_out[rows], residual[rows].clone())  # of a copy
 
-        if lane.prompts:
-            self._prompt_scorer.score_prompts(lane.prompts, logits_of)
+        if gpu_batch.prompts:
+            self._prompt_scorer.score_prompts(gpu_batch.prompts, logits_of)
             return
-        for rows in lane.scored_rows:  # the rank with the requests does the same, and keeps the results
+        for rows in gpu_batch.scored_rows:  # the rank with the requests does the same, and keeps the results
             for piece in self._prompt_scorer.pieces(rows):
                 logits_of(piece)
 
@@ -393,7 +400,7 @@ def open_torch_backend(
         InsufficientMemory: the model or the KV cache asked for does not fit.
     """
     hardware = hardware or open_device(config.device)
-    processors = Processors(config, hardware)
+    processors = ExecutionContext(config, hardware)
     model = ModelConfig.from_folder(config.model)
     check_kv(config, model)
     placement = placement or all_resident(model.num_layers)

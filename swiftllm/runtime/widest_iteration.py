@@ -24,8 +24,9 @@ from swiftllm.sampling.sampler import LogitsNotFinite, Sampler
 
 @torch.inference_mode()
 def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, dtype: torch.dtype) -> None:
-    """One layer of a lane full of prompts, with K and V on their way to the CPU tier, a chunk at the end of the longest
-    context, decodes of the most requests, and their logits and samples. One block takes the place of the KV cache."""
+    """One layer of a GPU batch full of prompts, with K and V on their way to the CPU tier, a chunk at the end of the
+    longest context, decodes of the most requests, and their logits and samples. One block takes the place of the KV
+    cache."""
     sizes, ops, device = model.config, model.ops, model.rotary_table.device
     scale, rows = sizes.head_dim**-0.5, config.max_num_batched_tokens
     context = len(model.rotary_table)
@@ -40,7 +41,7 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     model.weights.enter(-1)
     residual = model.embed(zeros(rows, dtype=torch.int64))
     rotary_rows = model.rotary_table[:1].expand(rows, -1, -1).contiguous()
-    q, k, v = model.split_qkv(model.enter(residual, rotary_rows))
+    q, k, v = model.split_qkv(model.first_stage(residual, rotary_rows))
     goes_to_host = device.type != "cpu" and config.num_cpu_blocks != 0
     on_their_way = [torch.cat([k, v], dim=1) for _ in range(SNAPSHOTS if goes_to_host else 0)]
     attention_out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -50,7 +51,7 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
         ops.prefill_attention(q, *own, lens(rows, rows), attention_out, scale, window)
     if sizes.num_layers > 1:
         model.weights.enter(0)
-        model.cross(0, attention_out, residual, rotary_rows)
+        model.stage(0, attention_out, residual, rotary_rows)
 
     tokens = max(sizes.tokens_reached(chunk, context))
     gathered = [zeros(2, sizes.num_kv_heads, tokens, sizes.head_dim) for _ in range(2 if goes_to_host else 1)]
@@ -82,7 +83,7 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
         del tables, out
 
     model.weights.enter(sizes.num_layers - 1)
-    logits = model.leave(attention_out[: config.max_num_seqs], residual[: config.max_num_seqs])
+    logits = model.last_stage(attention_out[: config.max_num_seqs], residual[: config.max_num_seqs])
     how = SamplingParams(temperature=1.0, top_p=0.5, seed=0)
     adjusted = replace(how, min_p=0.1, repetition_penalty=1.1, logprobs=MAX_LOGPROBS)
     for way in (how, adjusted):

@@ -18,13 +18,13 @@ import torch
 import pacpu
 from pacpu import rows
 from swiftllm.device.device import Event
-from swiftllm.engine.backend import TicketTimes, WorkerDied
+from swiftllm.engine.backend import AttentionTimes, WorkerDied
 from swiftllm.threads import DeviceThread
 
 logger = logging.getLogger(__name__)
 
-ALIVE_CHECK_S = 1.0  # between two looks at the thread while its ticket is waited for
-FINISH, CRASH = "finish", "crash"  # queued instead of a ticket
+ALIVE_CHECK_S = 1.0  # between two looks at the thread while its attention task is waited for
+FINISH, CRASH = "finish", "crash"  # queued instead of an attention task
 
 
 # -- tasks: all tensors are in host memory, blocks are int64, layers those of the pool ---------------------------------
@@ -40,7 +40,7 @@ class OpenedRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AttentionTask:
-    """Decode attention of a cohort in one layer, one row per request; K and V of the rows are stored first."""
+    """Decode attention of a CPU batch in one layer, one row per request; K and V of the rows are stored first."""
 
     layer: int
     rows: Any  # what the tier made of them: OpenedRows in this process
@@ -146,11 +146,12 @@ class TaskRunner:
         return self._pool[layers.start : layers.stop]
 
 
-# -- tickets -----------------------------------------------------------------------------------------------------------
+# -- attention tasks
+# -----------------------------------------------------------------------------------------------------------
 
 
-class WorkTicket:
-    """See :class:`swiftllm.engine.backend.Ticket`: work that another thread computes, and ends once.
+class WorkFuture:
+    """See :class:`swiftllm.engine.backend.AttentionFuture`: work that another thread computes, and ends once.
 
     Attributes:
         over: set when the result is in host memory and its way to the device has begun, or the work has failed.
@@ -173,9 +174,9 @@ class WorkTicket:
             raise self._error
         return self.done_s - self.start_s
 
-    def times(self) -> TicketTimes:
+    def times(self) -> AttentionTimes:
         to_host = (self.submitted_s, self.start_s) if self.waits else None
-        return TicketTimes(self.start_s, self.done_s, ready_s=self.done_s, to_host=to_host)
+        return AttentionTimes(self.start_s, self.done_s, ready_s=self.done_s, to_host=to_host)
 
     # Inference mode belongs to a thread, and tensors made in it are not written outside it.
     @torch.inference_mode()
@@ -193,11 +194,11 @@ class WorkTicket:
         self._end()
 
     def _end(self) -> None:
-        self._send_back = None  # it holds tensors, and the ticket may outlive them
+        self._send_back = None  # it holds tensors, and the attention task may outlive them
         self.over.set()
 
 
-class TaskTicket(WorkTicket):
+class TaskFuture(WorkFuture):
     """A task submitted to a worker of this process."""
 
     def __init__(
@@ -217,7 +218,7 @@ class TaskTicket(WorkTicket):
         return super().ready() or not self._worker_lives()
 
     def wait(self) -> float:
-        # A thread that ends fails the tickets it has left. It cannot if an exception hits it between two tasks.
+        # A thread that ends fails the attention tasks it has left. It cannot if an exception hits it between two tasks.
         while not self.over.wait(ALIVE_CHECK_S):
             if not self._worker_lives():
                 self.fail(WorkerDied("the CPU attention worker is gone"))
@@ -257,18 +258,18 @@ class InlineWorker:
     def __init__(self, runner: RunsTasks) -> None:
         self._runner = runner
 
-    def submit(self, task: CpuTask, arrived: Event, send_back: Callable[[], None] | None = None) -> TaskTicket:
+    def submit(self, task: CpuTask, arrived: Event, send_back: Callable[[], None] | None = None) -> TaskFuture:
         """Run the task after those submitted before it.
 
         The task's inputs are in host memory after ``arrived``; the wait does not count as computing. Once the results
-        are there, ``send_back`` begins their way to the device, on any thread. Then the ticket is ready.
+        are there, ``send_back`` begins their way to the device, on any thread. Then the attention task is ready.
 
         Raises:
             WorkerDied: the worker has ended.
         """
-        ticket = TaskTicket(task, arrived, send_back)
-        ticket.run(self._runner)
-        return ticket
+        future = TaskFuture(task, arrived, send_back)
+        future.run(self._runner)
+        return future
 
     def start_again(self) -> None:
         """Start the worker if it has ended. Tasks that were lost with it are not repeated."""
@@ -278,11 +279,12 @@ class InlineWorker:
 
 
 class CpuWorker:
-    """Runs tasks on a thread of its own, while the main thread drives the lane (APEX section 4.2).
+    """Runs tasks on a thread of its own, while the main thread drives the GPU batch (APEX section 4.2).
 
-    Tasks are native calls that release the GIL, so the main thread goes on launching lane work. A task that raises
-    fails its own ticket. If the thread itself ends, every ticket under way fails with :class:`WorkerDied`. So does
-    every submission until :meth:`start_again`: a lost task must not pass for a finished one.
+    Tasks are native calls that release the GIL, so the main thread goes on launching GPU batch work. A task that raises
+    fails its own attention task. If the thread itself ends, every attention task under way fails with
+    :class:`WorkerDied`. So does every submission until :meth:`start_again`: a lost task must not pass for a finished
+    one.
     """
 
     def __init__(self, runner: RunsTasks) -> None:
@@ -292,19 +294,19 @@ class CpuWorker:
         self._start()
 
     def _start(self) -> None:
-        self._queue: SimpleQueue[TaskTicket | str] = SimpleQueue()
+        self._queue: SimpleQueue[TaskFuture | str] = SimpleQueue()
         self._thread = DeviceThread(self._work, self._queue, name="cpu-attention")
         self._is_gone = False
         self._thread.start()
 
-    def submit(self, task: CpuTask, arrived: Event, send_back: Callable[[], None] | None = None) -> TaskTicket:
+    def submit(self, task: CpuTask, arrived: Event, send_back: Callable[[], None] | None = None) -> TaskFuture:
         """See :class:`InlineWorker`."""
         with self._lock:
             if self._is_gone or not self._thread.is_alive():
                 raise WorkerDied("the CPU attention worker has ended")
-            ticket = TaskTicket(task, arrived, send_back, self._thread.is_alive)
-            self._queue.put(ticket)
-        return ticket
+            future = TaskFuture(task, arrived, send_back, self._thread.is_alive)
+            self._queue.put(future)
+        return future
 
     def start_again(self) -> None:
         with self._lock:
@@ -313,19 +315,19 @@ class CpuWorker:
                 logger.warning("starting the CPU attention worker again")
                 self._start()
 
-    def _work(self, queue: SimpleQueue[TaskTicket | str]) -> None:
+    def _work(self, queue: SimpleQueue[TaskFuture | str]) -> None:
         try:
-            while (ticket := queue.get()) != FINISH:
-                if isinstance(ticket, str):  # CRASH
+            while (future := queue.get()) != FINISH:
+                if isinstance(future, str):  # CRASH
                     raise SystemExit("killed")
-                ticket.run(self._runner)
+                future.run(self._runner)
         except BaseException as error:
             logger.error("the CPU attention worker ended: %r", error)
         finally:
             with self._lock:  # from here on nothing is submitted to this thread
                 self._is_gone = True
                 while not queue.empty():
-                    if isinstance(left := queue.get(), TaskTicket):
+                    if isinstance(left := queue.get(), TaskFuture):
                         left.fail(WorkerDied("the CPU attention worker ended before this work began"))
 
     def kill(self) -> None:

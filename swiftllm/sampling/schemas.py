@@ -100,7 +100,7 @@ def one_bound(part: dict[str, Any], name: str, is_integer: bool) -> float | None
     """Take the bounds of one side out of a schema. The tightest, as an inclusive one: llguidance 1.9.1 often lets an
     exclusive bound itself come. None: there is none, or what is there is no number and stays."""
     inclusive, exclusive = part.get(name.lower()), part.get(f"exclusive{name}")
-    if isinstance(exclusive, bool):  # draft 4
+    if isinstance(exclusive, bool):  # plan builder 4
         inclusive, exclusive = (None, inclusive) if exclusive else (inclusive, None)
     if any(bound is not None and type(bound) not in (int, float) for bound in (inclusive, exclusive)):
         return None

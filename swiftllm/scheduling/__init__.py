@@ -1,1 +1,1 @@
-"""Residents, the parts of policies, and the GPU-only policies."""
+"""The scheduler state, the parts of schedulers, and the GPU-only schedulers."""

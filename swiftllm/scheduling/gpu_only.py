@@ -1,4 +1,4 @@
-"""Policies that decode on the GPU only: SwiftLLM's, and that of vLLM's V1 engine, the baseline most people run.
+"""Schedulers that decode on the GPU only: SwiftLLM's, and that of vLLM's V1 engine, the baseline most people run.
 
 Modelled of vLLM 0.19:
 
@@ -18,37 +18,37 @@ from __future__ import annotations
 
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import ServiceClass
-from swiftllm.scheduling.draft import Draft
 from swiftllm.scheduling.parts import gpu_decodes, new_prompts, one_tier, running_prompts
-from swiftllm.scheduling.policy import Policy
-from swiftllm.scheduling.residents import Residents
-from swiftllm.scheduling.rules import Rules
+from swiftllm.scheduling.plan_builder import PlanBuilder
+from swiftllm.scheduling.rules import SchedulingRules
+from swiftllm.scheduling.scheduler import Scheduler
+from swiftllm.scheduling.state import SchedulerState
 
 
-class SwiftLLM(Policy):
+class SwiftLLM(Scheduler):
     """Continuous batching with chunked prefill. The CPU tier only stores preempted requests."""
 
-    rules = Rules(stores_by_age=False)
+    rules = SchedulingRules(stores_by_age=False)
 
-    def plan(self, residents: Residents) -> IterationPlan:
-        return one_tier(residents)
+    def plan(self, state: SchedulerState) -> IterationPlan:
+        return one_tier(state)
 
 
-class Vllm(Policy):
+class Vllm(Scheduler):
     """Continuous batching that never uses the CPU tier."""
 
-    rules = Rules(spills=(), reserve=0, by_chunk=True, whole_prompts=True)
+    rules = SchedulingRules(spills=(), reserve=0, by_chunk=True, whole_prompts=True)
 
-    def __init__(self, rules: Rules | None = None) -> None:
+    def __init__(self, rules: SchedulingRules | None = None) -> None:
         """``rules``: in place of the usual ones."""
         if rules is not None:
             self.rules = rules
 
-    def plan(self, residents: Residents) -> IterationPlan:
-        draft = Draft(residents)
+    def plan(self, state: SchedulerState) -> IterationPlan:
+        builder = PlanBuilder(state)
         for service_class in ServiceClass:
-            gpu_decodes(draft, service_class)
-            running_prompts(draft, service_class)
-            if all(request.service_class is not service_class for request in residents.recomputed):
-                new_prompts(draft, service_class)
-        return draft.plan()
+            gpu_decodes(builder, service_class)
+            running_prompts(builder, service_class)
+            if all(request.service_class is not service_class for request in state.recomputed):
+                new_prompts(builder, service_class)
+        return builder.plan()

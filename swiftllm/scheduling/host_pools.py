@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from swiftllm.core.request import Request, Tier
-from swiftllm.kv.allocator import BlockAllocator
+from swiftllm.kv.allocator import BlockPool
 from swiftllm.kv.blocks import KVCacheManager
 
 
@@ -24,7 +24,7 @@ class BlockFetcher(Protocol):
 
 
 class Fetches:
-    """The requests of other hosts whose blocks are fetched before they move to the GPU. They rest until then.
+    """The requests of other hosts whose blocks are fetched before they move to the GPU. They are idle until then.
 
     A host that does not answer holds up these requests, and no iteration.
     """
@@ -58,7 +58,7 @@ class Fetches:
         fetcher.drop_fetched(blocks)
 
     def are_here(self, request: Request) -> bool:
-        """Whether the blocks of a resting request of the CPU tier are on this host. If not, they are asked for."""
+        """Whether the blocks of an idle request of the CPU tier are on this host. If not, they are asked for."""
         of_hosts = self._kv.host_pools
         if of_hosts.fetcher is None or self._kv.pool_of(request) is of_hosts.pools[0]:
             return True
@@ -69,7 +69,7 @@ class Fetches:
         return False
 
 
-def pool_has_room(kv: KVCacheManager, pool: BlockAllocator, num_blocks: int, without: Sequence[Request]) -> bool:
+def pool_has_room(kv: KVCacheManager, pool: BlockPool, num_blocks: int, without: Sequence[Request]) -> bool:
     """Whether the pool, once its requests ``without`` are gone, can take ``num_blocks`` and the next token of each
     request in it."""
     gone = [request for request in without if kv.pool_of(request) is pool]

@@ -8,7 +8,7 @@ from swiftllm.core.request import ServiceClass, Tier
 
 
 @dataclass(frozen=True)
-class Rules:
+class SchedulingRules:
     """What a system lets its requests do. Their order is the same in all systems: by class, then by arrival."""
 
     tiers: tuple[Tier, ...] = (Tier.GPU,)

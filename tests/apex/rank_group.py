@@ -32,7 +32,7 @@ class Group:
             str(model_dir),
             device="cpu",
             max_num_batched_tokens=48,
-            lane_threads=1,
+            gpu_batch_threads=1,
             cpu_threads=1,
             tensor_parallel=size,
             **{"dtype": "float32", **POOLS, **options},

@@ -1,28 +1,28 @@
-"""A policy from outside the tree: GPU only, and the shortest prompt of a class starts first."""
+"""A scheduler from outside the tree: GPU only, and the shortest prompt of a class starts first."""
 
 from __future__ import annotations
 
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import ServiceClass
-from swiftllm.scheduling.draft import Draft
 from swiftllm.scheduling.parts import gpu_decodes, running_prompts, start_prompt
-from swiftllm.scheduling.policy import Policy
-from swiftllm.scheduling.residents import Residents
-from swiftllm.scheduling.rules import Rules
+from swiftllm.scheduling.plan_builder import PlanBuilder
+from swiftllm.scheduling.rules import SchedulingRules
+from swiftllm.scheduling.scheduler import Scheduler
+from swiftllm.scheduling.state import SchedulerState
 
 
-class ShortestFirst(Policy):
+class ShortestFirst(Scheduler):
     """What is preempted is computed again."""
 
-    rules = Rules(spills=())
+    rules = SchedulingRules(spills=())
 
-    def plan(self, residents: Residents) -> IterationPlan:
-        draft = Draft(residents)
+    def plan(self, state: SchedulerState) -> IterationPlan:
+        builder = PlanBuilder(state)
         for service_class in ServiceClass:
-            gpu_decodes(draft, service_class)
-            running_prompts(draft, service_class)
-            waiting = residents.waiting.of_class(service_class)
+            gpu_decodes(builder, service_class)
+            running_prompts(builder, service_class)
+            waiting = state.waiting.of_class(service_class)
             for request in sorted(waiting, key=lambda request: request.num_tokens):
-                if not start_prompt(draft, request):
+                if not start_prompt(builder, request):
                     break
-        return draft.plan()
+        return builder.plan()

@@ -13,7 +13,7 @@ from quantise import write_folder
 from transformers import PreTrainedModel
 
 from swiftllm.config import EngineConfig
-from swiftllm.model.boundaries.placement import Place, Placement
+from swiftllm.model.stages.placement import Place, Placement
 from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.apex.rank_group import TOKENS, Group, run
 from tests.apex.test_end_to_end import VARIANTS, serve
@@ -49,7 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_tokens_equal_transformers_under_every_system(folders) -> None:
-    """In pools so small that requests are preempted and swapped, with cohorts under way; NaN where nobody wrote."""
+    """In pools so small that requests are preempted and swapped, with CPU batches under way; NaN where nobody wrote."""
     variants, prompts = cycle(VARIANTS), some_prompts(6)
     on_cpu = 0
     for name, folder in folders.items():

@@ -124,7 +124,7 @@ def run(
         if not engine.has_unfinished():
             break
         engine.step()
-    assert not engine.has_unfinished(), engine.state()
+    assert not engine.has_unfinished(), engine.status()
     engine.kv.check_blocks()
     assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
     stats = engine.stats()
@@ -231,8 +231,8 @@ def sampled(tiny, tmp_path_factory):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_requests_ask_for_follows_them_wherever_they_go(sampled, variant: str) -> None:
-    """Chunked, swapped, preempted, computed again, in cohorts: penalties count what has been put out, and a prompt's
-    log-probabilities come once."""
+    """Chunked, swapped, preempted, computed again, in CPU batches: penalties count what has been put out, and a
+    prompt's log-probabilities come once."""
     model_dir, prompts, samplings, expected = sampled
     requests, stats = run(model_dir, variant, prompts, samplings, block_size=4, num_gpu_blocks=25, num_cpu_blocks=26)
     for request, reference in zip(requests, expected, strict=True):
@@ -277,7 +277,7 @@ def test_offline_api(tiny) -> None:
         assert [output.token_ids for output in outputs] == expected[:6]
         with pytest.raises(swiftllm.RequestRefused, match="empty"):
             llm.generate([prompts[0], []])
-        assert not llm.engine.residents.requests
+        assert not llm.engine.state.requests
         llm.close()
     with pytest.raises(ValueError, match="unknown system 'orca'"):
         swiftllm.LLM(model_dir, system="orca")

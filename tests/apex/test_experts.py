@@ -13,9 +13,9 @@ from quantise import write_folder
 from safetensors.torch import load_file, save_file
 
 from apex.systems import build_system
-from swiftllm.model.boundaries.placement import Place
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.folder.checkpoint import WeightsError
+from swiftllm.model.stages.placement import Place
 from swiftllm.model.weights.llama_weights import load_weights
 from swiftllm.ops import experts
 from tests.apex.placement.placements import give_times
@@ -54,12 +54,12 @@ def test_tokens_are_those_of_transformers_under_every_system(models) -> None:
 
 
 def test_graphs_and_placed_weights_give_the_tokens_of_a_host(models) -> None:
-    """With less memory than the weights take, boundaries are streamed, or computed by the CPU."""
+    """With less memory than the weights take, stages are streamed, or computed by the CPU."""
     for name in ("Qwen3Moe", "Mixtral"):
         folder, prompts, _ = models[name]
         placed = ((2.5, {Place.STREAMED}), (1.5, {Place.CPU})) if name == "Mixtral" else ()
-        for boundaries, places in ((9.0, set()), *placed):
-            config = replace(config_for(folder, boundaries), max_model_len=128)
+        for stages, places in ((9.0, set()), *placed):
+            config = replace(config_for(folder, stages), max_model_len=128)
             some = prompts[:3]
             expected = serve_on_gpu(build_system("swiftllm", replace(config, weights_gpu_memory=None)), some)
             with pytest.MonkeyPatch.context() as patch, fake_gpu(1):
@@ -78,13 +78,13 @@ def test_padding_of_graphs_goes_to_no_expert(models) -> None:
         driver = make_driver(models["Mixtral"][0])
         requests = admit(driver, (5, 9, 7))
         driver.prefill(requests)
-        backend, frame = driver.backend, driver.backend.graphs._lanes
-        lane = backend.open_lane(decode_items(requests))
-        backend.boundary(-1, [lane])
-        backend.gpu_attention(0, lane)
+        backend, frame = driver.backend, driver.backend.graphs._gpu_batches
+        gpu_batch = backend.open_gpu_batch(decode_items(requests))
+        backend.run_stage(-1, [gpu_batch])
+        backend.gpu_attention(0, gpu_batch)
         frame.attention_out[3:] = 0.0
         before = frame.residual[:4].clone()
-        backend.boundary(0, [lane])
+        backend.run_stage(0, [gpu_batch])
         torch.cuda.synchronize()
         changed = (frame.residual[:4] != before).any(1)
         assert changed.tolist() == [True, True, True, False]

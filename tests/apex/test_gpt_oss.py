@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftllm.config import EngineConfig
-from swiftllm.model.boundaries.placement import Place, Placement
+from swiftllm.model.stages.placement import Place, Placement
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime import torch_backend
 from swiftllm.runtime.torch_backend import open_torch_backend
@@ -39,7 +39,7 @@ def expected(folders: dict[str, Path]) -> dict[str, list[tuple[int, ...]]]:
 
 
 def test_tokens_equal_transformers_under_every_system(folders, expected) -> None:
-    """In pools so small that requests are preempted and swapped, with cohorts under way; NaN where nobody wrote."""
+    """In pools so small that requests are preempted and swapped, with CPU batches under way; NaN where nobody wrote."""
     on_cpu = 0
     for name, variant in zip(cycle(("plain", "packed")), VARIANTS, strict=False):
         tokens, stats = serve(folders[name], variant, PROMPTS, TOKENS, **POOLS)

@@ -80,7 +80,7 @@ def run_with_aborts(engine: Engine, seed: int) -> list[Request]:
             engine.abort(rng.choice(alive).request_id)
         engine.step()
         poison(engine)
-    assert not engine.has_unfinished(), engine.state()
+    assert not engine.has_unfinished(), engine.status()
     engine.kv.check_blocks()
     assert all(tier.num_used == 0 for tier in pool.values())
     return requests

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_llm(folder: Path, system: str = "fastdecode", **options: Any) -> LLM:
     sizes = {"num_gpu_blocks": 4, "num_cpu_blocks": 40, "max_num_batched_tokens": 32, "cpu_threads": 1}
-    return LLM(folder, system, device="cpu", dtype="float32", lane_threads=1, **sizes, **options)
+    return LLM(folder, system, device="cpu", dtype="float32", gpu_batch_threads=1, **sizes, **options)
 
 
 @pytest.fixture(scope="module")

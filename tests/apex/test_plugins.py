@@ -32,11 +32,11 @@ def apex(folder: Path, plugins: str, *arguments: str) -> subprocess.CompletedPro
 def test_a_scheduler_of_a_users_own_is_simulated_beside_the_papers(example):
     sizes = ("--num-requests", "60", "--input-len", "300", "--output-len", "30", "--num-gpu-blocks", "400")
     answer = apex(
-        example, "custom_scheduler", "simulate", "--system", "swiftllm", "ride-along", *sizes, "--output", "out.json"
+        example, "custom_scheduler", "simulate", "--system", "swiftllm", "join-all", *sizes, "--output", "out.json"
     )
     assert answer.returncode == 0, answer.stderr
     records = {record["system"]: record for record in json.loads((example / "out.json").read_text())}
-    assert records["ride-along"]["completed"] == 60 and records["ride-along"]["cpu_busy_fraction"] > 0
+    assert records["join-all"]["completed"] == 60 and records["join-all"]["cpu_busy_fraction"] > 0
     assert records["swiftllm"]["cpu_busy_fraction"] == 0
 
 
@@ -44,7 +44,7 @@ def test_run_as_a_file_it_simulates_itself():
     answer = subprocess.run([sys.executable, "examples/custom_scheduler.py"], capture_output=True, text=True, cwd=REPO,
                             env={**os.environ, "PYTHONPATH": str(REPO)}, check=False)  # fmt: skip
     assert answer.returncode == 0, answer.stderr
-    assert "\nride-along " in answer.stdout and "\nneo " in answer.stdout
+    assert "\njoin-all " in answer.stdout and "\nneo " in answer.stdout
 
 
 def test_a_plugin_that_cannot_be_imported_is_named(tmp_path):
@@ -55,6 +55,6 @@ def test_a_plugin_that_cannot_be_imported_is_named(tmp_path):
 
 def test_a_name_belongs_to_one_system():
     with pytest.raises(ValueError, match="'neo'"):
-        register_system(System("neo", "another", find_system("swiftllm").policy))
+        register_system(System("neo", "another", find_system("swiftllm").scheduler))
     with pytest.raises(ValueError, match="unknown system 'orca'; there are vllm, swiftllm, neo"):
         find_system("orca")

@@ -74,7 +74,7 @@ def converse(engine: Engine, classes: bool) -> list[Request]:
                 engine.abort(f"{turn}-3-aborted")
             engine.kv.check_blocks()
             poison(engine)
-        assert not engine.has_unfinished(), engine.state()
+        assert not engine.has_unfinished(), engine.status()
         texts = [[*r.prompt_token_ids, *r.output_token_ids, *rng.choices(VOCABULARY, k=TURN)] for r in asked]
         requests += asked
     return requests

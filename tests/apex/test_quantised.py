@@ -85,7 +85,7 @@ def test_engine_banner_and_profile_tell_of_the_weights(tiny, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", ["awq", "gptq act-order"])
 def test_captured_graphs_change_no_token(tiny, name, tmp_path) -> None:
-    """On a made-up GPU, which dequantises in every call; the CPU lane multiplies codes."""
+    """On a made-up GPU, which dequantises in every call; the GPU batch on the CPU multiplies codes."""
     layout, symmetric, act_order = LAYOUTS[name]
     write_folder(tiny, tmp_path / "model", layout, 32, symmetric, act_order)
 

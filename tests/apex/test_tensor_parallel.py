@@ -21,10 +21,10 @@ from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.engine.backend import RankFailed
 from swiftllm.machine import allowed_cores
 from swiftllm.model.llama import LlamaModel
-from swiftllm.parallel.backend import ShardedTicket, open_sharded_backend
+from swiftllm.parallel.backend import ShardedFuture, open_sharded_backend
 from swiftllm.parallel.group import Group as RankGroup
 from swiftllm.parallel.launch import SpawnedRanks
-from swiftllm.runtime.batch import CohortBatch
+from swiftllm.runtime.batch import CpuBatchTensors
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
 from swiftllm.runtime.workers import CpuWorker
 from swiftllm.server.service.limits import NewRequest
@@ -37,7 +37,7 @@ from tests.apex.test_end_to_end import (
     VARIANTS,
     offloading_iterations,
 )
-from tests.reference.ranks import LAUNCHER, delay_tickets, tell_ranks
+from tests.reference.ranks import LAUNCHER, delay_attention, tell_ranks
 from tests.reference.tiny_model import TINY, make_tiny_llama
 from tests.swiftllm.server.serving import serve
 
@@ -65,13 +65,13 @@ def test_two_ranks_give_the_tokens_of_transformers(llama: Group, variant: str) -
         assert offloading_iterations(engine.stats())
 
 
-def test_aborted_requests_leave_their_cohorts_on_all_ranks(llama: Group, monkeypatch) -> None:
+def test_aborted_requests_leave_their_cpu_batches_on_all_ranks(llama: Group, monkeypatch) -> None:
     kept: list[int] = []
     keep_rows = TorchBackend.keep_rows
 
-    def spy(backend: TorchBackend, cohort: CohortBatch, rows: list[int]) -> CohortBatch:
+    def spy(backend: TorchBackend, cpu_batch: CpuBatchTensors, rows: list[int]) -> CpuBatchTensors:
         kept.append(len(rows))
-        return keep_rows(backend, cohort, rows)
+        return keep_rows(backend, cpu_batch, rows)
 
     monkeypatch.setattr(TorchBackend, "keep_rows", spy)
     engine, draw = llama.engine("adaptive-free-running"), random.Random(0)
@@ -88,7 +88,7 @@ def test_aborted_requests_leave_their_cohorts_on_all_ranks(llama: Group, monkeyp
             assert tokens == expected or request.finish_reason is FinishReason.ABORT
         if kept:
             break
-    assert kept, "no cohort had to go on with fewer rows"
+    assert kept, "no CPU batch had to go on with fewer rows"
 
 
 def test_a_rank_holds_its_share_of_the_kv_cache(llama: Group) -> None:
@@ -143,11 +143,11 @@ def test_an_iteration_has_two_all_reduces_a_layer_and_one_of_the_embedding(llama
 
 
 @pytest.mark.parametrize("variant", ["apex-overlap", "adaptive-free-running"])
-def test_tickets_that_are_late_on_either_rank_change_no_token(llama: Group, variant: str) -> None:
-    """Each ticket is delayed at random on each rank, so the ranks finish them in different iterations."""
+def test_attention_tasks_that_are_late_on_either_rank_change_no_token(llama: Group, variant: str) -> None:
+    """Each attention task is delayed at random on each rank, so the ranks finish them in different iterations."""
     engine, iterations = llama.engine(variant), 0
-    delay_tickets(llama.backend, 0.05, 1)
-    tell_ranks(llama.backend, "delay_tickets", 0.05, 2)
+    delay_attention(llama.backend, 0.05, 1)
+    tell_ranks(llama.backend, "delay_attention", 0.05, 2)
     try:
         while iterations < (300 if SLOW else 40):
             requests = llama.add(engine)
@@ -156,18 +156,18 @@ def test_tickets_that_are_late_on_either_rank_change_no_token(llama: Group, vari
             llama.check(requests)
             iterations += engine.stats().iterations - before
     finally:
-        delay_tickets(llama.backend, 0.0, 1)
-        tell_ranks(llama.backend, "delay_tickets", 0.0, 2)
+        delay_attention(llama.backend, 0.0, 1)
+        tell_ranks(llama.backend, "delay_attention", 0.0, 2)
 
 
 def test_ranks_that_decide_for_themselves_are_found_out(llama: Group, monkeypatch) -> None:
-    """The fault against which the driver decides for all: each rank looks at its own tickets, and they cross a boundary
-    with unequal rows."""
+    """The fault against which the driver decides for all: each rank looks at its own attention tasks, and they run a
+    stage with unequal rows."""
     engine = llama.engine("apex-overlap")
     requests = llama.add(engine)
-    monkeypatch.setattr(ShardedTicket, "ready", lambda ticket: ticket.own.ready())
-    monkeypatch.setattr(ShardedTicket, "wait", lambda ticket: ticket.own.wait())
-    tell_ranks(llama.backend, "delay_tickets", 0.5, 2)
+    monkeypatch.setattr(ShardedFuture, "ready", lambda future: future.own.ready())
+    monkeypatch.setattr(ShardedFuture, "wait", lambda future: future.own.wait())
+    tell_ranks(llama.backend, "delay_attention", 0.5, 2)
     tell_ranks(llama.backend, "decide_alone", True)
     outcome: list[Exception] = []
 
@@ -267,9 +267,9 @@ def test_a_server_goes_on_when_a_rank_is_killed(llama: Group, monkeypatch) -> No
     monkeypatch.setattr(
         EngineService, "start", lambda self, link, start=EngineService.start: (killer.start(), start(self, link))
     )
-    delay_tickets(llama.backend, 0.05, 1)
+    delay_attention(llama.backend, 0.05, 1)
     outcomes, service = serve(engine, requests)
-    delay_tickets(llama.backend, 0.0, 1)
+    delay_attention(llama.backend, 0.0, 1)
     assert [tuple(outcomes[new.request_id].token_ids) for new in requests] == llama.expected
     assert service.snapshot().step_failures >= 1 and service.snapshot().worker_restarts >= 1
 
@@ -283,7 +283,7 @@ def test_a_rank_that_fails_says_why_and_goes_on(llama: Group) -> None:
     tell_ranks(llama.backend, "fail_after", 9)
     error = run_on(engine)
     assert isinstance(error, RankFailed)
-    assert str(error) == "rank 1 failed: ValueError: cannot digest this boundary"
+    assert str(error) == "rank 1 failed: ValueError: cannot digest this stage"
     run(engine)
     llama.check(requests)
     assert llama.peers()[0].process.pid == before
@@ -314,7 +314,7 @@ def test_a_driver_that_fails_releases_the_ranks_that_wait_for_it(llama: Group, m
         raise OSError("failed for once")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LlamaModel, "cross", fail)  # after its command has been sent
+        patch.setattr(LlamaModel, "stage", fail)  # after its command has been sent
         with pytest.raises(OSError, match="failed for once"):
             run(engine)
     assert not llama.backend.team.is_whole

@@ -46,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_tokens_equal_transformers_under_every_system(folders) -> None:
-    """In pools so small that requests are preempted and swapped, with cohorts under way; NaN where nobody wrote."""
+    """In pools so small that requests are preempted and swapped, with CPU batches under way; NaN where nobody wrote."""
     variants, pools, prompts = cycle(VARIANTS), cycle(POOLS), some_prompts(10)
     preemptions = on_cpu = swapped = 0
     for name, folder in folders.items():

@@ -51,7 +51,7 @@ def test_a_figure_from_its_command_to_its_files(model, tmp_path, capsys):
     for record in summary:
         assert record["backend"] == "http" and record["baseline"] == "vllm" and record["model"] == "Tiny-Llama"
         assert record["completed"] == 3 and record["failed"] == 0 and record["gpu"] is None
-        assert record["lane_busy_fraction"] is None and record["cpu_busy_fraction"] is None
+        assert record["gpu_batch_busy_fraction"] is None and record["cpu_busy_fraction"] is None
     assert summary[0]["server"] == f"{vllm.url} (version 9.9)" and summary[0]["ttft_s_mean"] >= 0.05
     assert sent == 4 * (2 + 3) and len({prompt[:2] for prompt in prompts}) == sent  # no cached prefix, warm-up included
     records = read_records(records_file(folder, "osc-out48-apex"))

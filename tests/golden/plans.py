@@ -54,7 +54,7 @@ class Workload:
 
     ``at_once`` requests are there at the start; as many iterations' draws are made for them.
     ``believed`` is the table that schedulers predict from, if it is not the machine's. With ``host_blocks`` the CPU
-    tier has more pools, on hosts that die and return, and the hardware is the fake one. Requests that leave a cohort
+    tier has more pools, on hosts that die and return, and the hardware is the fake one. Requests that leave a CPU batch
     together free their blocks in no fixed order; where that happens, swaps are described without ``numbered_blocks``.
     With ``num_texts`` prompts begin with what earlier requests asked and were answered, which may be cached in the
     ``cached_tiers``. ``runtime`` is what runs `vllm`.
@@ -201,8 +201,8 @@ def run(
         if not engine.has_unfinished():
             break
         engine.step()
-    assert not engine.has_unfinished(), engine.state()
-    engine.residents.begin_plan()  # one that is made beside an iteration frees what has ended before it
+    assert not engine.has_unfinished(), engine.status()
+    engine.state.begin_plan()  # one that is made beside an iteration frees what has ended before it
     all_used_blocks_are_freed(engine)
     return engine
 

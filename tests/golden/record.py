@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from swiftllm.core.plan import HOP, RIDE, IterationPlan, Rule, Strategy
+from swiftllm.core.plan import JOINED, OVERLAPPED, CpuBatchMode, IterationPlan, Strategy
 from swiftllm.core.request import Request
 from swiftllm.engine.engine import Engine
-from swiftllm.scheduling.residents import Residents
+from swiftllm.scheduling.state import SchedulerState
 
 FOLDER = Path(__file__).parent
 
@@ -37,7 +37,10 @@ def described(plan: IterationPlan, numbered_blocks: bool = True) -> tuple:
         plan.strategy.value,
         [request.request_id for request in plan.decodes],
         [(item.request.request_id, item.start, item.num_tokens, item.tier.value) for item in plan.prefills],
-        [(cohort.cohort_id, *_rule(cohort.rule), [r.request_id for r in cohort.requests]) for cohort in plan.cohorts],
+        [
+            (cpu_batch.cpu_batch_id, *_rule(cpu_batch.mode), [r.request_id for r in cpu_batch.requests])
+            for cpu_batch in plan.cpu_batches
+        ],
         [
             (
                 swap.request.request_id if swap.request is not None else None,
@@ -53,28 +56,28 @@ def described(plan: IterationPlan, numbered_blocks: bool = True) -> tuple:
     )
 
 
-def _rule(rule: Rule) -> tuple[str, float]:
-    if rule == HOP:
+def _rule(mode: CpuBatchMode) -> tuple[str, float]:
+    if mode == OVERLAPPED:
         return "ride-if-ready", math.inf
-    if rule.waits:
-        return "ride-and-wait" if rule == RIDE else "step-and-wait", rule.most
-    return "free-running", rule.most
+    if mode.waits:
+        return "ride-and-wait" if mode == JOINED else "step-and-wait", mode.max_stages
+    return "free-running", mode.max_stages
 
 
 def watch_plans(engine: Engine, see: Callable[[IterationPlan], None]) -> None:
     """Have ``see`` given every plan as it was made."""
-    make_plan = engine.policy.plan
+    make_plan = engine.scheduler.plan
 
-    def seen(residents: Residents) -> IterationPlan:
-        plan = make_plan(residents)
+    def seen(state: SchedulerState) -> IterationPlan:
+        plan = make_plan(state)
         see(plan)
         return plan
 
-    engine.policy.plan = seen
+    engine.scheduler.plan = seen
 
 
 def unfinished(engine: Engine) -> list[Request]:
-    return [request for request in engine.residents.requests.values() if not request.is_finished]
+    return [request for request in engine.state.requests.values() if not request.is_finished]
 
 
 def used_blocks(engine: Engine) -> int:

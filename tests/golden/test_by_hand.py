@@ -66,12 +66,14 @@ def test_no_block_is_lost_whichever_hosts_die_and_requests_are_aborted(system: s
 
 
 @pytest.mark.parametrize(
-    ("system", "lane", "cpu_attention"),
+    ("system", "gpu_batch", "cpu_attention"),
     [("adaptive", 1.0, 2.5), ("omniserve", 0.4, 1.0)],
 )
-def test_throughput_comes_back_once_a_wrong_table_is_corrected(system: str, lane: float, cpu_attention: float) -> None:
-    """The machine takes ``lane`` and ``cpu_attention`` times as long as believed."""
-    machine = scaled_table(TABLE, lane, cpu_attention)
+def test_throughput_comes_back_once_a_wrong_table_is_corrected(
+    system: str, gpu_batch: float, cpu_attention: float
+) -> None:
+    """The machine takes ``gpu_batch`` and ``cpu_attention`` times as long as believed."""
+    machine = scaled_table(TABLE, gpu_batch, cpu_attention)
 
     def rate(believed: ProfileTable, **strategy: bool) -> float:
         config = StrategyConfig(disable_admission_control=True, tpot_slo_s=0.022, slo_margin=0.0, **strategy)
@@ -107,10 +109,10 @@ def test_a_host_that_is_silent_ends_its_channel(monkeypatch: pytest.MonkeyPatch)
     here, there = socket.socketpair()
     channel = Channel(here, "host")
     try:
-        ticket = channel.ask(Header(FrameKind.GET), out=torch.zeros(1))
+        future = channel.ask(Header(FrameKind.GET), out=torch.zeros(1))
         assert channel.wait_dead(10.0), "nobody noticed"
         with pytest.raises(HostDied):
-            ticket.wait()
+            future.wait()
     finally:
         there.close()
         channel.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from evaluation.experiments.papers.jobs import make_job
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.points import run_point
 from evaluation.experiments.runner import Point
+from evaluation.results.folder import read_json
 from tests.golden.tasks import undescribed
 
 RECORDS = Path(__file__).parents[2] / "docs/records"
@@ -56,7 +56,7 @@ def test_every_record_is_sampled_or_says_why_not() -> None:
 @pytest.mark.parametrize("record", SAMPLES)
 def test_a_row_comes_out_again_to_the_bit(record: str) -> None:
     gpu = SAMPLES[record].get("gpu")  # only its points are made, if there are many
-    rows = json.loads((RECORDS / record / "summary.json").read_text())
+    rows = read_json(RECORDS / record / "summary.json")
     rows = [row for row in rows if row["backend"] == "simulated" and gpu in (None, row["gpu"])]
     points = _points(record, gpu and gpu.lower())
     assert len(points) == len(rows)  # in the same order

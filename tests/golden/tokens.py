@@ -15,7 +15,7 @@ from tests.golden.record import all_used_blocks_are_freed, offloading_iterations
 from tests.reference.fake_engine import flat_table
 
 PROFILE = flat_table(cpu_token_s=2e-6)  # decisions must not depend on how busy this machine is
-SIZES = {"block_size": 4, "num_gpu_blocks": 60, "num_cpu_blocks": 400, "lane_threads": 1, "cpu_threads": 1}
+SIZES = {"block_size": 4, "num_gpu_blocks": 60, "num_cpu_blocks": 400, "gpu_batch_threads": 1, "cpu_threads": 1}
 REQUESTS, TOKENS = 20, 16
 ON_THE_GPU = (*GPU_ONLY, "sarathi")
 

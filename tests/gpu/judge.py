@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from swiftllm.model.boundaries.loaded_weights import LoadedWeights
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.llama import LlamaModel
+from swiftllm.model.stages.loaded_weights import LoadedWeights
 from swiftllm.model.weights.llama_weights import dummy_weights
 from swiftllm.ops.interface import Ops
 from tests.reference.paged_attention import attend_chunk
@@ -84,15 +84,15 @@ class Judge:
         """Of the token after each of ``tokens``: float32 ``[len(tokens), vocab_size]``."""
         model, scale = self._model, self._config.head_dim**-0.5
         residual, rotary_rows = model.embed(torch.tensor(tokens)), model.rotary_table[: len(tokens)]
-        qkv = model.enter(residual, rotary_rows)
+        qkv = model.first_stage(residual, rotary_rows)
         windows = self._config.windows or (None,) * self._config.num_layers
         for layer, window in enumerate(windows):
             q, k, v = model.split_qkv(qkv)
             keys = k.transpose(0, 1), v.transpose(0, 1)
             out = attend_chunk(model.ops, q, *keys, scale, window, model.sinks(layer))
             if layer < self._config.num_layers - 1:
-                qkv = model.cross(layer, out, residual, rotary_rows)
-        return model.leave(out, residual)
+                qkv = model.stage(layer, out, residual, rotary_rows)
+        return model.last_stage(out, residual)
 
     def distance_below_best(self, prompt: Sequence[int], output: Sequence[int]) -> float:
         """How far the worst token of ``output`` lies below the model's own choice at its place, in standard deviations

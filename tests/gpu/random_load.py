@@ -59,18 +59,18 @@ def drive(engine: Engine, variant: str, judge: Judge, seconds: float) -> None:
             unchecked.clear()
     check_some(judge, unchecked, draw, f"{variant}, seed {seed}")
     engine.kv.check_blocks()
-    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values()), engine.state()
+    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values()), engine.status()
     assert num_requests >= MOST_UNFINISHED // 4, f"{variant}: only {num_requests} requests in {seconds:g} s"
     print(f"  {variant}: {num_requests} requests, {num_steps} steps, {engine.stats().swapped_blocks} blocks swapped")
 
 
 def poison_free_blocks(engine: Engine) -> None:
     """A block is free if no block table has it, see :meth:`KVCacheManager.check`."""
-    engine.backend.await_swaps()  # after an iteration without a lane they may still read what is free
+    engine.backend.await_swaps()  # after an iteration without a GPU batch they may still read what is free
     for tier in Tier:
         is_free = torch.ones(engine.kv.capacity(tier), dtype=torch.bool)
         for request_id, blocks in engine.kv.block_tables.items():
-            if engine.residents.requests[request_id].tier is tier:
+            if engine.state.requests[request_id].tier is tier:
                 is_free[blocks] = False
         assert is_free.sum() == engine.kv.num_free(tier)
         pool = engine.backend.kv_pools.tensors[tier]

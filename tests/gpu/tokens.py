@@ -19,8 +19,8 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.device import CudaDevice, Device, open_device
 from swiftllm.engine.engine import Engine
-from swiftllm.model.boundaries.placement import spread
 from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.stages.placement import spread
 from tests.gpu.judge import CODED, CONFIG, GPT_OSS, SEED, WINDOWS, Judge, tiny_model
 from tests.reference.fake_engine import flat_table
 
@@ -57,7 +57,7 @@ def build(model: Path, variant: str, device: torch.device, dtype: str, **more: A
     """An engine whose rules see a made-up profile, so that they don't hang on the machine, and pools full of NaN;
     ``more`` of its configuration."""
     system, strategy, synchronous = VARIANTS[variant]
-    options = {"max_num_batched_tokens": 48, "lane_threads": 1, "synchronous": synchronous, **POOLS, **more}
+    options = {"max_num_batched_tokens": 48, "gpu_batch_threads": 1, "synchronous": synchronous, **POOLS, **more}
     config = EngineConfig(str(model), device.type, dtype, "dummy", seed=SEED, **options)
     engine = build_system(system, config, StrategyConfig(strategy=strategy), profile=flat_table(cpu_token_s=2e-6))
     for pool in engine.backend.kv_pools.tensors.values():
@@ -92,7 +92,7 @@ def check_tokens_float16(device: torch.device) -> None:
 
 
 def check_streamed_tokens(device: torch.device) -> None:
-    """As float32's, with the weights of all boundaries crossing to the device in every iteration."""
+    """As float32's, with the weights of all stages crossing to the device in every iteration."""
     with tiny_model() as model:
         count = ModelConfig.from_folder(str(model)).num_layers + 1
     streamed = WeightsPlan(TimedPlacement(spread(count, count, 0), 0.0, 0.0, 0.0, 0.0))

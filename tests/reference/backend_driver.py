@@ -1,4 +1,4 @@
-"""Moves lanes and cohorts across a backend by hand, with shuffled block tables and poisoned pools."""
+"""Moves GPU batches and CPU batches across a backend by hand, with shuffled block tables and poisoned pools."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device.host import HostDevice
 from swiftllm.runtime.torch_backend import TorchBackend
@@ -40,42 +40,42 @@ class BackendDriver:
         self.tables[request_id] = [self.free[tier].pop() for _ in range(count)]
         return request
 
-    def run(self, items: Sequence[LaneItem], riders: Sequence[Request] = ()) -> dict[str, int]:
-        """One iteration: the lane, and a cohort riding every boundary; appends the tokens to their requests.
+    def run(self, items: Sequence[GpuBatchItem], joined: Sequence[Request] = ()) -> dict[str, int]:
+        """One iteration: the GPU batch, and a CPU batch joining every stage; appends the tokens to their requests.
 
-        A lane alone crosses all layers ``in_one_go`` where the backend can.
+        A GPU batch alone goes through all layers ``in_one_go`` where the backend can.
         """
         try:
-            tokens = self._cross(items, riders)
+            tokens = self._cross(items, joined)
         finally:
             for blocks in self.left.values():
                 blocks.clear()
         backend = self.backend
         logprobs = backend.take_logprobs()
-        for request in [item.request for item in items] + list(riders):
+        for request in [item.request for item in items] + list(joined):
             if request.request_id in tokens:
                 request.append_token(tokens[request.request_id], 0.0)
             if request.request_id in logprobs:
                 request.logprobs.append(logprobs[request.request_id])
         return tokens
 
-    def _cross(self, items: Sequence[LaneItem], riders: Sequence[Request]) -> Mapping[str, int]:
+    def _cross(self, items: Sequence[GpuBatchItem], joined: Sequence[Request]) -> Mapping[str, int]:
         backend = self.backend
-        lane = backend.open_lane(items)
-        tokens = backend.whole_iteration(lane) if self.in_one_go and not riders else None
+        gpu_batch = backend.open_gpu_batch(items)
+        tokens = backend.run_full_graph(gpu_batch) if self.in_one_go and not joined else None
         if tokens is None:
-            cohort = backend.open_cohort(riders)
+            cpu_batch = backend.open_cpu_batch(joined)
             last = backend.num_layers - 1
             for layer in range(-1, last):
-                backend.boundary(layer, [lane, cohort])
-                if riders:
-                    ticket = backend.submit_cpu_attention(layer + 1, cohort)
-                backend.gpu_attention(layer + 1, lane)
+                backend.run_stage(layer, [gpu_batch, cpu_batch])
+                if joined:
+                    future = backend.submit_cpu_attention(layer + 1, cpu_batch)
+                backend.gpu_attention(layer + 1, gpu_batch)
                 self._poison_left(layer + 1, Tier.GPU)
                 self._poison_left(min(layer + 2, last), Tier.CPU)
-                if riders:
-                    ticket.wait()
-            tokens = dict(backend.boundary(last, [lane, cohort]))
+                if joined:
+                    future.wait()
+            tokens = dict(backend.run_stage(last, [gpu_batch, cpu_batch]))
         return tokens
 
     def prefill(self, requests: Sequence[Request], chunk: int | None = None) -> dict[str, int]:
@@ -87,19 +87,20 @@ class BackendDriver:
             for r in requests:
                 count = min(chunk or lens[r.request_id], lens[r.request_id] - start)
                 if count > 0:
-                    items.append(LaneItem(r, start, count, r.tier, is_prefill=True))
+                    items.append(GpuBatchItem(r, start, count, r.tier, is_prefill=True))
             tokens.update(self.run(items))
             start += chunk or max(lens.values())
         return tokens
 
     def decode(self, requests: Sequence[Request]) -> dict[str, int]:
-        """One decode step: GPU requests in the lane, CPU requests riding along."""
-        gpu = [LaneItem(r, r.num_tokens - 1, 1, Tier.GPU, False) for r in requests if r.tier is Tier.GPU]
+        """One decode step: GPU requests in the GPU batch, CPU requests joining along."""
+        gpu = [GpuBatchItem(r, r.num_tokens - 1, 1, Tier.GPU, False) for r in requests if r.tier is Tier.GPU]
         return self.run(gpu, [r for r in requests if r.tier is Tier.CPU])
 
     def move(self, requests: Sequence[Request]) -> None:
         """Swap the requests to the other tier. What they leave behind is poisoned as soon as others might fill it: in
-        the GPU tier once the lane has come to the layer, in the CPU tier once the lane has come to the one before."""
+        the GPU tier once the GPU batch has come to the layer, in the CPU tier once the GPU batch has come to the one
+        before."""
         assert not any(self.left.values()), "an iteration comes first"
         swaps = []
         for request in requests:

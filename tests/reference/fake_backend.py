@@ -1,9 +1,9 @@
 """A backend without tensors that notices every mistake a scheduler or executor can make.
 
 Each cache slot has a note of whose token it holds, or with a prefix cache of which text it is the last token.
-Attention checks every slot it would read, swaps carry the notes along, and a slot that nobody owns is empty. Boundaries
-check that the attention before them has happened. Tickets become ready after a random number of polls. Tokens are a
-hash of the text before them, so they do not depend on scheduling.
+Attention checks every slot it would read, swaps carry the notes along, and a slot that nobody owns is empty. Stages
+check that the attention before them has happened. Attention tasks become ready after a random number of polls. Tokens
+are a hash of the text before them, so they do not depend on scheduling.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
 from swiftllm.kv.blocks import KVCacheManager
 
@@ -35,9 +35,9 @@ def expected_output(prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool 
 
 @dataclass(eq=False)
 class FakeBatch:
-    """A lane (``items``) or a cohort (``requests``); ``attended`` is the last layer whose attention is done."""
+    """A GPU batch (``items``) or a CPU batch (``requests``); ``attended`` is the last layer whose attention is done."""
 
-    items: list[LaneItem] = field(default_factory=list)
+    items: list[GpuBatchItem] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     tables: dict[str, list[int]] = field(default_factory=dict)
     attended: int = -1
@@ -49,7 +49,7 @@ class FakeBatch:
         return sum(item.num_tokens for item in self.items) + len(self.requests)
 
 
-class FakeTicket:
+class FakeFuture:
     def __init__(self, backend: FakeBackend, batch: FakeBatch, layer: int) -> None:
         self.backend, self.batch, self.layer = backend, batch, layer
         self.polls_left = backend.random.choice((0, 0, 1, 3, 20))
@@ -60,7 +60,7 @@ class FakeTicket:
         return self.polls_left < 0
 
     def wait(self) -> float:
-        assert not self.collected, "a ticket is waited for once"
+        assert not self.collected, "an attention task is waited for once"
         if self.polls_left >= 0:
             self.backend.clock_s += 1e-3
         for request in self.batch.requests:
@@ -170,8 +170,8 @@ class FakeBackend:
         assert len(table) * self.block_size >= num_tokens, "the block table is too short"
         return table
 
-    def open_lane(self, items: Sequence[LaneItem]) -> FakeBatch:
-        assert len({item.request.request_id for item in items}) == len(items), "a request twice in one lane"
+    def open_gpu_batch(self, items: Sequence[GpuBatchItem]) -> FakeBatch:
+        assert len({item.request.request_id for item in items}) == len(items), "a request twice in one GPU batch"
         for item in items:
             assert item.request.tier is item.tier
             assert item.start == item.request.num_computed_tokens
@@ -179,24 +179,24 @@ class FakeBackend:
         tables = {item.request.request_id: self._table(item.request, item.context_len) for item in items}
         return FakeBatch(items=list(items), tables=tables)
 
-    def open_cohort(self, requests: Sequence[Request]) -> FakeBatch:
+    def open_cpu_batch(self, requests: Sequence[Request]) -> FakeBatch:
         assert requests
         assert all(request.tier is Tier.CPU and not request.is_prefilling for request in requests)
         tables = {request.request_id: self._table(request, request.num_tokens) for request in requests}
         return FakeBatch(requests=list(requests), tables=tables)
 
-    def drop_rows(self, cohort: FakeBatch, request_ids: frozenset[str]) -> FakeBatch:
-        assert not cohort.outstanding
-        kept = [request for request in cohort.requests if request.request_id not in request_ids]
-        return FakeBatch([], kept, cohort.tables, cohort.attended, cohort.crossed)
+    def drop_rows(self, cpu_batch: FakeBatch, request_ids: frozenset[str]) -> FakeBatch:
+        assert not cpu_batch.outstanding
+        kept = [request for request in cpu_batch.requests if request.request_id not in request_ids]
+        return FakeBatch([], kept, cpu_batch.tables, cpu_batch.attended, cpu_batch.crossed)
 
-    def boundary(self, layer: int, batches: Sequence[FakeBatch]) -> Mapping[str, int]:
+    def run_stage(self, layer: int, batches: Sequence[FakeBatch]) -> Mapping[str, int]:
         self.clock_s += 1e-4
-        self.calls.append(("boundary", layer, len(batches)))
+        self.calls.append(("run_stage", layer, len(batches)))
         tokens: dict[str, int] = {}
         for batch in batches:
-            assert not batch.outstanding, "the cohort's attention is still under way"
-            assert batch.crossed == layer - 1 and batch.attended == layer, "attention before its boundary, in order"
+            assert not batch.outstanding, "the CPU batch's attention is still under way"
+            assert batch.crossed == layer - 1 and batch.attended == layer, "attention before its stage, in order"
             batch.crossed = layer
             if layer == self.num_layers - 1:
                 for item in batch.items:
@@ -212,27 +212,27 @@ class FakeBackend:
             self.logprobs[request.request_id] = TokenLogprob(token, -float(request.output_len))
         return token
 
-    def gpu_attention(self, layer: int, lane: FakeBatch) -> None:
-        assert lane.crossed == layer - 1
+    def gpu_attention(self, layer: int, gpu_batch: FakeBatch) -> None:
+        assert gpu_batch.crossed == layer - 1
         self.calls.append(("gpu_attention", layer))
-        for item in lane.items:
-            table = lane.tables[item.request.request_id]
+        for item in gpu_batch.items:
+            table = gpu_batch.tables[item.request.request_id]
             for position in range(item.start, item.context_len):
                 self.store(item.request, item.tier, layer, table, position)
             self.attend(item.request, item.tier, layer, table, item.context_len - 1)
-        lane.attended = layer
+        gpu_batch.attended = layer
 
-    def whole_iteration(self, lane: FakeBatch) -> Mapping[str, int] | None:
+    def run_full_graph(self, gpu_batch: FakeBatch) -> Mapping[str, int] | None:
         if not self.crosses_in_one_go:
             return None
         for layer in range(-1, self.num_layers - 1):
-            self.boundary(layer, [lane])
-            self.gpu_attention(layer + 1, lane)
-        tokens = self.boundary(self.num_layers - 1, [lane])
-        self.calls = [call for call in self.calls if call[0] == "whole_iteration"] + [("whole_iteration",)]
+            self.run_stage(layer, [gpu_batch])
+            self.gpu_attention(layer + 1, gpu_batch)
+        tokens = self.run_stage(self.num_layers - 1, [gpu_batch])
+        self.calls = [call for call in self.calls if call[0] == "run_full_graph"] + [("run_full_graph",)]
         return tokens
 
-    def submit_cpu_attention(self, layer: int, cohort: FakeBatch) -> FakeTicket:
-        assert cohort.crossed == layer - 1 and not cohort.outstanding
-        cohort.outstanding = True
-        return FakeTicket(self, cohort, layer)
+    def submit_cpu_attention(self, layer: int, cpu_batch: FakeBatch) -> FakeFuture:
+        assert cpu_batch.crossed == layer - 1 and not cpu_batch.outstanding
+        cpu_batch.outstanding = True
+        return FakeFuture(self, cpu_batch, layer)

@@ -162,7 +162,9 @@ def fake_gpu(
         patch.setattr(apex.systems, "CpuWorker", partial(FakeWorker, cuda))
         patch.setattr(triton_ops, "launch", cuda.kernels.launch)
         if not measure_cores:
-            patch.setattr(apex.systems, "core_divisions", lambda *about, **lane: core_divisions(*about, **lane)[:1])
+            patch.setattr(
+                apex.systems, "core_divisions", lambda *about, **gpu_batch: core_divisions(*about, **gpu_batch)[:1]
+            )
         yield cuda
         if cuda.cards.contexts != {OWN_CARD}:
             raise Hazard(f"the process has contexts on GPUs {cuda.cards.contexts}, and computes on {OWN_CARD}")

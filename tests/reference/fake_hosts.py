@@ -8,7 +8,7 @@ from swiftllm.core.plan import Swap
 from swiftllm.core.request import Request, Tier
 from swiftllm.engine.backend import HostDied
 from swiftllm.kv.allocator import HostPools
-from tests.reference.fake_backend import FakeBackend, FakeBatch, FakeTicket
+from tests.reference.fake_backend import FakeBackend, FakeBatch, FakeFuture
 
 
 class FakeHosts:
@@ -80,7 +80,7 @@ class BackendOfHosts(FakeBackend):
                 self.hosts.touch(self, block, in_swap=True)
             super().swap([swap])
 
-    def submit_cpu_attention(self, layer: int, cohort: FakeBatch) -> FakeTicket:
-        for request in cohort.requests:
-            self.hosts.touch(self, cohort.tables[request.request_id][0])
-        return super().submit_cpu_attention(layer, cohort)
+    def submit_cpu_attention(self, layer: int, cpu_batch: FakeBatch) -> FakeFuture:
+        for request in cpu_batch.requests:
+            self.hosts.touch(self, cpu_batch.tables[request.request_id][0])
+        return super().submit_cpu_attention(layer, cpu_batch)

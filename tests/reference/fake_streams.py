@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swiftllm.device.device import Event
-from swiftllm.runtime.workers import CpuTask, TaskRunner, TaskTicket
+from swiftllm.runtime.workers import CpuTask, TaskFuture, TaskRunner
 
 if TYPE_CHECKING:
     from tests.reference.fake_cards import FakeNccl
@@ -137,7 +137,7 @@ class FakeGraph:
         self.cuda.advance()
 
 
-class FakeTicket(TaskTicket):
+class FakeFuture(TaskFuture):
     def __init__(self, worker: FakeWorker, task: CpuTask, *around: Any) -> None:
         super().__init__(task, *around)
         self.worker = worker
@@ -153,7 +153,7 @@ class FakeTicket(TaskTicket):
 
     def wait(self) -> float:
         if not self.is_over():
-            if self.worker.cuda.ignores("ticket"):
+            if self.worker.cuda.ignores("attention"):
                 return 0.0
             self.worker.finish(self)
         return super().wait()
@@ -168,30 +168,30 @@ class FakeWorker:
         self.cuda = cuda
         self.runner = runner
         self.speed = 0.0
-        self.tickets: deque[FakeTicket] = deque()
+        self.futures: deque[FakeFuture] = deque()
         self.at_work = False
         self.card = cuda.cards.current()  # as its thread's, see DeviceThread
         cuda.workers.append(self)
 
-    def submit(self, task: CpuTask, arrived: Event, send_back: Callable[[], None] | None = None) -> FakeTicket:
-        ticket = FakeTicket(self, task, arrived, send_back)
-        self.tickets.append(ticket)
+    def submit(self, task: CpuTask, arrived: Event, send_back: Callable[[], None] | None = None) -> FakeFuture:
+        future = FakeFuture(self, task, arrived, send_back)
+        self.futures.append(future)
         self.cuda.advance()
-        return ticket
+        return future
 
     def step(self) -> bool:
-        if self.at_work or not self.tickets:
+        if self.at_work or not self.futures:
             return False
         self.at_work = True
         try:
             with self.cuda.another_thread(self.card):
-                self.tickets.popleft().run(self.runner)
+                self.futures.popleft().run(self.runner)
         finally:
             self.at_work = False
         return True
 
-    def finish(self, ticket: FakeTicket) -> None:
-        while not ticket.is_over():
+    def finish(self, future: FakeFuture) -> None:
+        while not future.is_over():
             assert self.step(), "a task waits for itself"
 
     def start_again(self) -> None:

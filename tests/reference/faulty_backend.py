@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request
-from swiftllm.engine.backend import Batch, Ticket
+from swiftllm.engine.backend import AttentionFuture, Batch
 from swiftllm.engine.engine import Engine
 
 Fault = Callable[[str, frozenset[str]], None]
 """Called with an operation and the ids of the requests it is about, before it is carried out; raises to make it fail.
-Operations: swap, open_lane, open_cohort, boundary, gpu_attention, submit, ticket, drop_rows."""
+Operations: swap, open_gpu_batch, open_cpu_batch, stage, gpu_attention, submit, attention task, drop_rows."""
 
 
-class FaultyTicket:
-    def __init__(self, inner: Ticket, check: Callable[[], None]) -> None:
+class FaultyFuture:
+    def __init__(self, inner: AttentionFuture, check: Callable[[], None]) -> None:
         self.inner = inner
         self.check = check
 
@@ -52,29 +52,29 @@ class FaultyBackend:
             self.fault("swap", frozenset(swap.request.request_id for swap in swaps))
         self.inner.swap(swaps)
 
-    def open_lane(self, items: Sequence[LaneItem]) -> Batch:
+    def open_gpu_batch(self, items: Sequence[GpuBatchItem]) -> Batch:
         ids = frozenset(item.request.request_id for item in items)
-        self.fault("open_lane", ids)
-        return self._opened(self.inner.open_lane(items), ids)
+        self.fault("open_gpu_batch", ids)
+        return self._opened(self.inner.open_gpu_batch(items), ids)
 
-    def open_cohort(self, requests: Sequence[Request]) -> Batch:
+    def open_cpu_batch(self, requests: Sequence[Request]) -> Batch:
         ids = frozenset(request.request_id for request in requests)
-        self.fault("open_cohort", ids)
-        return self._opened(self.inner.open_cohort(requests), ids)
+        self.fault("open_cpu_batch", ids)
+        return self._opened(self.inner.open_cpu_batch(requests), ids)
 
-    def drop_rows(self, cohort: Batch, request_ids: frozenset[str]) -> Batch:
-        self.fault("drop_rows", self._of(cohort))
-        return self._opened(self.inner.drop_rows(cohort, request_ids), self._of(cohort) - request_ids)
+    def drop_rows(self, cpu_batch: Batch, request_ids: frozenset[str]) -> Batch:
+        self.fault("drop_rows", self._of(cpu_batch))
+        return self._opened(self.inner.drop_rows(cpu_batch, request_ids), self._of(cpu_batch) - request_ids)
 
-    def boundary(self, layer: int, batches: Sequence[Batch]) -> Mapping[str, int]:
-        self.fault("boundary", self._of(*batches))
-        return self.inner.boundary(layer, batches)
+    def run_stage(self, layer: int, batches: Sequence[Batch]) -> Mapping[str, int]:
+        self.fault("run_stage", self._of(*batches))
+        return self.inner.run_stage(layer, batches)
 
-    def gpu_attention(self, layer: int, lane: Batch) -> None:
-        self.fault("gpu_attention", self._of(lane))
-        self.inner.gpu_attention(layer, lane)
+    def gpu_attention(self, layer: int, gpu_batch: Batch) -> None:
+        self.fault("gpu_attention", self._of(gpu_batch))
+        self.inner.gpu_attention(layer, gpu_batch)
 
-    def submit_cpu_attention(self, layer: int, cohort: Batch) -> Ticket:
-        ids = self._of(cohort)
+    def submit_cpu_attention(self, layer: int, cpu_batch: Batch) -> AttentionFuture:
+        ids = self._of(cpu_batch)
         self.fault("submit", ids)
-        return FaultyTicket(self.inner.submit_cpu_attention(layer, cohort), lambda: self.fault("ticket", ids))
+        return FaultyFuture(self.inner.submit_cpu_attention(layer, cpu_batch), lambda: self.fault("attention", ids))

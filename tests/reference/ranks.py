@@ -26,26 +26,26 @@ class TestedRank(Rank):
         super().__init__(backend, group, pipe)
         fill_with_nan(backend)
         self._polls = False
-        self._good_boundaries = -1
+        self._good_stages = -1
 
-    def delay_tickets(self, most_s: float, seed: int) -> None:
-        delay_tickets(self.backend, most_s, seed)
+    def delay_attention(self, most_s: float, seed: int) -> None:
+        delay_attention(self.backend, most_s, seed)
 
     def decide_alone(self, polls: bool) -> None:
-        """The planted fault: cohorts that this rank has not finished stay behind, whatever the driver says."""
+        """The planted fault: CPU batches that this rank has not finished stay behind, whatever the driver says."""
         self._polls = polls
 
-    def fail_after(self, good_boundaries: int) -> None:
-        self._good_boundaries = good_boundaries
+    def fail_after(self, good_stages: int) -> None:
+        self._good_stages = good_stages
 
-    def boundary(self, layer: int, numbers: Sequence[int]) -> None:
-        if self._good_boundaries == 0:
-            self._good_boundaries = -1
-            raise ValueError("cannot digest this boundary")
-        self._good_boundaries -= 1
+    def run_stage(self, layer: int, numbers: Sequence[int]) -> None:
+        if self._good_stages == 0:
+            self._good_stages = -1
+            raise ValueError("cannot digest this stage")
+        self._good_stages -= 1
         if self._polls:  # never without rows, so that it is this rank that gloo ends
-            numbers = [n for n in numbers if n not in self._tickets or self._tickets[n].ready()] or numbers
-        super().boundary(layer, numbers)
+            numbers = [n for n in numbers if n not in self._futures or self._futures[n].ready()] or numbers
+        super().run_stage(layer, numbers)
 
 
 def tested_rank(pipe: Pipe) -> None:
@@ -73,7 +73,7 @@ def fill_with_nan(backend: TorchBackend) -> None:
         pool.fill_(poison_of(pool))
 
 
-def delay_tickets(backend: TorchBackend, most_s: float, seed: int) -> None:
+def delay_attention(backend: TorchBackend, most_s: float, seed: int) -> None:
     """Each CPU attention of this process takes up to so many seconds longer; 0 ends that."""
     runner, draw = backend.cpu_tier.runner, random.Random(seed)
 

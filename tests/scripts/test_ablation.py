@@ -38,7 +38,8 @@ def options(tmp_path, monkeypatch) -> Options:
 
 def record(row: str, **values) -> dict:
     base = {"row": row, "system": row, "backend": "torch-cpu", "gpu": None, "num_requests": 64, "input_len": 96.0,
-            "output_len": 64.0, "output_tokens_per_s": RATES[row], "lane_busy_fraction": 0.97, "cpu_busy_fraction": 0.1,
+            "output_len": 64.0, "output_tokens_per_s": RATES[row], "gpu_batch_busy_fraction": 0.97,
+        "cpu_busy_fraction": 0.1,
             "preemptions": 0, "predicted_over_actual": None, "failed": 0, "strategy_mix": "-"}  # fmt: skip
     return base | values
 
@@ -85,7 +86,7 @@ def test_a_real_run_leaves_a_summary(options, capsys):
     summary = json.loads((options.results_dir / "ablation/latest/summary.json").read_text())
     assert [r["row"] for r in summary] == ["swiftllm", "apex"]
     assert all(r["completed"] == 6 and r["failed"] == 0 and r["output_tokens_per_s"] > 0 for r in summary)
-    assert summary[1]["cpu_bytes_per_s"] > 0 and summary[1]["lane_limit_tokens_per_s"] > 0
+    assert summary[1]["cpu_bytes_per_s"] > 0 and summary[1]["gpu_batch_limit_tokens_per_s"] > 0
     # What apex chooses hangs on the profile measured a moment ago: on a busy machine the CPU may not pay.
     assert summary[0]["strategy_mix"] == "gpu-only 100%" and summary[1]["strategy_mix"]
     assert BASELINE in out

@@ -32,7 +32,7 @@ def test_an_argument_it_does_not_know_is_refused(name):
                 "batches",
                 "codes",
                 "commands",
-                "lane",
+                "gpu_batch",
                 "pacpu",
                 "remote",
                 "scheduler",

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import bench_gpu, gpu_lanes, gpu_parts
+from benchmarks import bench_gpu, gpu_batches, gpu_parts
 from evaluation.gpu import check as gpu_check
 from evaluation.gpu import report as gpu_report
 from evaluation.gpu.check import CASES
@@ -37,7 +37,7 @@ ABSENT = (
 """What a machine with torch and a compiler may lack."""
 PARTS = (
     *("build", "machine", "operations", "decode-attention", "quantised", "experts"),
-    *("tokens", "tokens-models", "tokens-tiers", "random-load", "lanes", "speeds"),
+    *("tokens", "tokens-models", "tokens-tiers", "random-load", "gpu_batches", "speeds"),
     *(f"{system}-rehearsal" for system in ("apex", "swiftllm", "neo", "adaptive")),
     "report",
 )
@@ -57,7 +57,7 @@ def test_rehearsal_writes_a_report(tmp_path: Path) -> None:
         return done.stdout
 
     told = rehearse("--stages", "build,machine")
-    assert "not done yet: kernels, tokens, lanes, apex-rehearsal, " in told and "to go on: " in told
+    assert "not done yet: kernels, tokens, GPU batches, apex-rehearsal, " in told and "to go on: " in told
     figures = json.loads((run / "kernels.json").read_text())
     assert figures["gemm"]["tflops"] > 0 and "iterations" not in figures
     assert "not done yet" not in rehearse()
@@ -94,27 +94,27 @@ def test_a_rehearsal_is_one_file_that_says_what_needs_a_card(tmp_path: Path) -> 
     assert {f"Lacking here: {needs}.", "Failed: nothing."} <= set(summary["verdict"])
 
 
-def test_lanes_of_every_kind_are_timed_and_profiled() -> None:
-    figures = next(run := bench_gpu.measure(CASES["rehearsal"], True, ["lane_times"]))
-    names = [row["lane"] for row in figures["lane_times"]]
+def test_gpu_batches_of_every_kind_are_timed_and_profiled() -> None:
+    figures = next(run := bench_gpu.measure(CASES["rehearsal"], True, ["gpu_batch_times"]))
+    names = [row["gpu_batch"] for row in figures["gpu_batch_times"]]
     run.close()
-    *_, figures = bench_gpu.measure(CASES["rehearsal"], True, ["lane_profiles", "captures"])
-    assert [table["lane"] for table in figures["lane_profiles"]] == names and len(names) == 6
-    assert all(table["kernels"] and table["idle_us"] is None for table in figures["lane_profiles"])
+    *_, figures = bench_gpu.measure(CASES["rehearsal"], True, ["gpu_batch_profiles", "captures"])
+    assert [table["gpu_batch"] for table in figures["gpu_batch_profiles"]] == names and len(names) == 6
+    assert all(table["kernels"] and table["idle_us"] is None for table in figures["gpu_batch_profiles"])
     assert figures["needs_gpu"] == ["captures"] and not figures["failed"]
 
 
-def test_lanes_run_and_captures_add_up_on_a_gpu_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_batches_run_and_captures_add_up_on_a_gpu_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swiftllm.runtime.graphs.ROW_BUCKETS", (1, 4, 16))
     with fake_gpu(0) as cuda, gpu_check.model_folder(CASES["rehearsal"]) as model:
         options = {"num_gpu_blocks": 64, "num_cpu_blocks": 8, "max_num_seqs": 16, "max_model_len": 128}
         backend = open_torch_backend(EngineConfig(str(model), dtype="float32", load_format="dummy", **options))
-        buckets = gpu_lanes.captures(backend)
+        buckets = gpu_batches.captures(backend)
         assert [bucket["rows"] for bucket in buckets] == [16, 1, 4]
         assert sum(bucket["graphs"] for bucket in buckets) == len(backend.graphs)
         assert sum(bucket["MiB"] for bucket in buckets) * 2**20 == backend.graphs.num_bytes
         with torch.inference_mode():
-            for name, work in gpu_lanes.Lanes(backend, gpu_lanes.SMALL).kinds.items():
+            for name, work in gpu_batches.GpuBatches(backend, gpu_batches.SMALL).kinds.items():
                 before = cuda.replays
                 work()
                 assert name != "decodes" or cuda.replays == before + 1
@@ -128,7 +128,7 @@ def test_a_table_of_kernels_counts_launches_and_the_time_without_any() -> None:
 
     launches = [event("cudaLaunchKernel", 0, 1, DeviceType.CPU), event("cudaGraphLaunch", 1, 2, DeviceType.CPU)]
     events = [event("short", 10, 12), event("long", 11, 20), event("short", 30, 33), *launches]
-    table = gpu_lanes.kernel_table([*events, event("aten::mm", 0, 99, DeviceType.CPU)], on_gpu=True)
+    table = gpu_batches.kernel_table([*events, event("aten::mm", 0, 99, DeviceType.CPU)], on_gpu=True)
     kernels = [{"name": "long", "calls": 1, "us": 9}, {"name": "short", "calls": 2, "us": 5}]
     assert table == {"kernels": kernels, "launches": 2, "span_us": 23, "idle_us": 10}
 

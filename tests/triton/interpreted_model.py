@@ -15,7 +15,7 @@ from quantise import write_folder
 from transformers import LlamaForCausalLM
 
 from swiftllm.config import EngineConfig
-from swiftllm.core.plan import LaneItem
+from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.triton.ops import TritonOps
@@ -43,7 +43,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def generate(model_folder, monkeypatch) -> Callable[..., list[Request]]:
-    """Requests join one by one, in chunks, while the others decode, ride and change tiers at random."""
+    """Requests join one by one, in chunks, while the others decode, join and change tiers at random."""
 
     def run(ops: Ops, dtype: str, model_folder: Path = model_folder, most: int | None = None) -> list[Request]:
         monkeypatch.setattr("swiftllm.runtime.processors.select_ops", lambda *_: ops)
@@ -56,8 +56,8 @@ def generate(model_folder, monkeypatch) -> Callable[..., list[Request]]:
             request = driver.admit(f"r{index}", prompt, list(Tier)[index % 2], sampling)
             for start in range(0, length, CHUNK):
                 running = [r for r in requests if r.output_len < NUM_TOKENS]
-                lane = [LaneItem(r, r.num_tokens - 1, 1, Tier.GPU, False) for r in running if r.tier is Tier.GPU]
-                lane.append(LaneItem(request, start, min(CHUNK, length - start), request.tier, True))
+                lane = [GpuBatchItem(r, r.num_tokens - 1, 1, Tier.GPU, False) for r in running if r.tier is Tier.GPU]
+                lane.append(GpuBatchItem(request, start, min(CHUNK, length - start), request.tier, True))
                 driver.run(lane, [r for r in running if r.tier is Tier.CPU])
             requests.append(request)
         while running := [r for r in requests if r.output_len < NUM_TOKENS]:

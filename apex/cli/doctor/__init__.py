@@ -228,7 +228,7 @@ def gpus(driver: NvidiaDriver | None = None) -> Iterator[Finding]:
         cuda = torch.version.cuda
         build = f"torch is built for CUDA {cuda}" if cuda else f"torch {torch.__version__} is a build without CUDA"
         reason = "no NVIDIA driver is loaded, or CUDA_VISIBLE_DEVICES hides its GPUs"
-        yield Finding("CUDA", f"{build}; {reason}. Without a GPU the lane runs on the CPU's cores", "note")
+        yield Finding("CUDA", f"{build}; {reason}. Without a GPU the GPU batch runs on the CPU's cores", "note")
         return
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)

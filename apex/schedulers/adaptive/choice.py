@@ -52,11 +52,11 @@ class ChosenStrategy:
     """A strategy in its steady state, what it needs of prompts, and the sizes on which this rests."""
 
     strategy: Strategy
-    riders: float
-    """CPU decodes beside the lane's own in a boundary of the lane."""
-    num_cohorts: int
-    steps_per_layer_s: float
-    """Seconds that the lane spends on steps of cohorts between two of its layers."""
+    joined: float
+    """CPU decodes beside the GPU batch's own in a stage of the GPU batch."""
+    num_cpu_batches: int
+    alone_stages_per_layer_s: float
+    """Seconds that the GPU batch spends on stages that CPU batches run alone between two of its layers."""
     need: PromptNeed
     sizes: tuple[float, ...]
 
@@ -66,14 +66,18 @@ class ChosenStrategy:
 
 
 def compare(
-    times: OperationTimes, load: SteadyLoad, numbers: Sequence[float], strategies: Sequence[Strategy], max_cohorts: int
+    times: OperationTimes,
+    load: SteadyLoad,
+    numbers: Sequence[float],
+    strategies: Sequence[Strategy],
+    max_cpu_batches: int,
 ) -> tuple[Strategy, Rate, float]:
     """The strategy with most tokens per second at the first of these numbers of CPU decodes, its rates at each of them,
     and the most tokens per second of any strategy at any of them."""
     functions = {
         Strategy.GPU_ONLY: gpu_only_rate,
         Strategy.PIPELINING: pipelining_rate,
-        Strategy.OVERLAP: partial(overlap_rate, max_cohorts),
+        Strategy.OVERLAP: partial(overlap_rate, max_cpu_batches),
     }
     rates = {strategy: functions[strategy](times, load, np.array(numbers, float)) for strategy in strategies}
     best = max(rates, key=lambda strategy: rates[strategy].tokens_per_s[0])
@@ -81,18 +85,18 @@ def compare(
 
 
 def choose(
-    times: OperationTimes, chunk_sizes: ChunkSizes, load: Load, strategies: Sequence[Strategy], max_cohorts: int
+    times: OperationTimes, chunk_sizes: ChunkSizes, load: Load, strategies: Sequence[Strategy], max_cpu_batches: int
 ) -> ChosenStrategy:
     """The best of the strategies for a load."""
     steady, layers, numbers = load.steady, times.num_layers, [load.cpu_decodes, *load.larger_cpu_decodes()]
-    strategy, rates, reachable_per_s = compare(times, steady, numbers, strategies, max_cohorts)
+    strategy, rates, reachable_per_s = compare(times, steady, numbers, strategies, max_cpu_batches)
     tokens_per_s, prompt_tokens = float(rates.tokens_per_s[0]), float(rates.prompt_tokens[0])
-    riders = float(rates.riders[0])
+    joined = float(rates.joined[0])
     gain = reachable_per_s / tokens_per_s - 1 if tokens_per_s else float("inf")
-    free_tokens = free_prompt_tokens(chunk_sizes, steady.gpu_decodes, riders)
-    lane_s = times.linear_s(steady.gpu_decodes + free_tokens)
-    lane_s += times.gpu_attention_s(steady.gpu_decodes, steady.gpu_context)
-    layer_s = times.layer_s(lane_s) + times.outside_layers_s(steady.gpu_decodes) / layers
+    free_tokens = free_prompt_tokens(chunk_sizes, steady.gpu_decodes, joined)
+    gpu_batch_s = times.linear_s(steady.gpu_decodes + free_tokens)
+    gpu_batch_s += times.gpu_attention_s(steady.gpu_decodes, steady.gpu_context)
+    layer_s = times.layer_s(gpu_batch_s) + times.outside_layers_s(steady.gpu_decodes) / layers
     exceeds = prompt_tokens > free_tokens
     waits = waiting_pays(chunk_sizes, layers, gain, free_tokens, prompt_tokens, float(layer_s))
     need = PromptNeed(
@@ -101,4 +105,6 @@ def choose(
         grows=load.has_room or exceeds or not waits,
         hurries=exceeds and gain > HURRY_GAIN / (1 + steady.prompt_per_output),
     )
-    return ChosenStrategy(strategy, riders, int(rates.num_cohorts[0]), float(rates.steps_s[0]), need, load.sizes())
+    return ChosenStrategy(
+        strategy, joined, int(rates.num_cpu_batches[0]), float(rates.alone_stages_s[0]), need, load.sizes()
+    )

@@ -38,7 +38,7 @@ class ChunkSizes:
     Attributes:
         efficient: tokens from which on a batch's linear time per token is within ``EFFICIENT`` of the least.
         token_s: that least linear time per token, in seconds of one layer (b).
-        flat_tokens: tokens up to which a boundary costs about as much as for one.
+        flat_tokens: tokens up to which a stage costs about as much as for one.
         free: of these, the tokens that cost so little that others can wait for them; where weights are streamed, those
             that are done before the next layer's arrive.
     """
@@ -58,7 +58,7 @@ class ChunkSizes:
         self.efficient = next(efficient, min(budget, SIZES[-1]))
 
     def largest(self, gpu_attention_s: float, prompt_per_output: float) -> int:
-        """Tokens of the largest chunk worth while beside a lane with this attention of a layer, in seconds."""
+        """Tokens of the largest chunk worth while beside a GPU batch with this attention of a layer, in seconds."""
         times = self._times
         fixed_s = self._linear_s[0] + gpu_attention_s + float(times.outside_layers_s(1)) / times.num_layers
         multiple = min(max(AMORTISED, prompt_per_output), MOST_AMORTISED)
@@ -79,10 +79,10 @@ class PromptNeed:
     """Whether they should soon, since early prompts cost nothing."""
 
 
-def free_prompt_tokens(sizes: ChunkSizes, lane_decodes: int, riders: float) -> float:
-    """Prompt tokens that cost a lane of these rows nothing, because reading the weights takes as long anyway, or their
-    way to the GPU."""
-    return max(0.0, sizes.free - lane_decodes - riders)
+def free_prompt_tokens(sizes: ChunkSizes, gpu_batch_decodes: int, joined: float) -> float:
+    """Prompt tokens that cost a GPU batch of these rows nothing, because reading the weights takes as long anyway, or
+    their way to the GPU."""
+    return max(0.0, sizes.free - gpu_batch_decodes - joined)
 
 
 def is_short_queue(waiting: int, decoding: int) -> bool:
@@ -98,10 +98,10 @@ def waiting_pays(
     Args:
         gain: by how much more requests would raise the rate, relative to it.
         free_tokens, steady_tokens: prompt tokens of an iteration, those that cost nothing and those needed.
-        layer_s: seconds of a layer of the lane.
+        layer_s: seconds of a layer of the GPU batch.
 
     Prompt tokens beyond the steady ones may be computed for nothing at ``excess`` tokens per second. Computed at once
-    instead, each takes the lane L b seconds. Twice that share of the time must be gained to make up for it.
+    instead, each takes the GPU batch L b seconds. Twice that share of the time must be gained to make up for it.
     """
     excess = max(0.0, free_tokens - steady_tokens) / (num_layers * layer_s) if layer_s else 0.0
     return gain < 2 * sizes.token_s * num_layers * excess
@@ -111,8 +111,8 @@ def prompt_chunk(
     sizes: ChunkSizes,
     need: PromptNeed,
     *,
-    lane_decodes: int,
-    riders: float,
+    gpu_batch_decodes: int,
+    joined: float,
     cpu_decodes: int,
     gpu_attention_s: float,
     is_settled: bool,
@@ -121,22 +121,23 @@ def prompt_chunk(
     """The most prompt tokens of the next iteration.
 
     Args:
-        lane_decodes, riders, cpu_decodes: decodes of the lane, CPU decodes beside them, all CPU decodes.
-        gpu_attention_s: attention of the lane's decodes, in seconds of one layer.
+        gpu_batch_decodes, joined CPU batches, cpu_decodes: decodes of the GPU batch, CPU decodes beside them, all CPU
+        decodes.
+        gpu_attention_s: attention of the GPU batch's decodes, in seconds of one layer.
         is_settled: whether the steady chunk rests on outputs seen.
         short_queue_tokens: prompt tokens of all who wait, if they are few; they are served at once.
     """
-    if not lane_decodes and not cpu_decodes:
+    if not gpu_batch_decodes and not cpu_decodes:
         return sizes.budget
-    free_tokens = max(0.0, sizes.flat_tokens - lane_decodes - riders)
+    free_tokens = max(0.0, sizes.flat_tokens - gpu_batch_decodes - joined)
     largest = max(sizes.largest(gpu_attention_s, need.prompt_per_output), need.steady_tokens)
     if need.hurries:
         wanted = largest
     elif need.grows:
-        wanted = max(sizes.efficient - lane_decodes, GROWTH * need.steady_tokens if is_settled else 0.0)
+        wanted = max(sizes.efficient - gpu_batch_decodes, GROWTH * need.steady_tokens if is_settled else 0.0)
         wanted = min(wanted, largest)
     else:
         wanted = need.steady_tokens
     if short_queue_tokens:
-        wanted = max(wanted, sizes.efficient - lane_decodes, short_queue_tokens / SHORT_QUEUE_PASSES)
+        wanted = max(wanted, sizes.efficient - gpu_batch_decodes, short_queue_tokens / SHORT_QUEUE_PASSES)
     return min(sizes.budget, max(1, int(np.ceil(max(wanted, free_tokens)))))  # no prompt waits for ever

@@ -61,15 +61,15 @@ class OperationTimes:
         self._cpu_attention = _SurfaceArray(table.cpu_attention)
 
     def linear_s(self, tokens: ArrayLike) -> Floats:
-        """Seconds of one boundary (T_l) of a batch of ``tokens``."""
+        """Seconds of one stage (T_l) of a batch of ``tokens``."""
         return _where_any(np.asarray(tokens, float), self._linear)
 
     def layer_s(self, busy_s: ArrayLike) -> Floats:
-        """A layer in which the lane is busy for so long, and no shorter than the weights need to arrive."""
+        """A layer in which the GPU batch is busy for so long, and no shorter than the weights need to arrive."""
         return np.maximum(busy_s, self.stream_s)
 
     def gpu_attention_s(self, requests: ArrayLike, context: ArrayLike) -> Floats:
-        """Seconds of one layer's decode attention in the lane (T_g); ``context`` tokens are a request's mean."""
+        """Seconds of one layer's decode attention in the GPU batch (T_g); ``context`` tokens are a request's mean."""
         context = np.asarray(context, float)
         return _where_any(np.asarray(requests, float), lambda n: self._gpu_attention(n, context))
 
@@ -82,12 +82,13 @@ class OperationTimes:
         """Seconds of an iteration beside its layers, for ``rows`` that get a token."""
         return _where_any(np.asarray(rows, float), lambda n: self._host(n) + self._ends(n))
 
-    def step_s(self, requests: ArrayLike) -> Floats:
-        """Seconds of the lane for one boundary of a cohort on its own, and for submitting its next ticket."""
+    def alone_stage_s(self, requests: ArrayLike) -> Floats:
+        """Seconds of the GPU batch for one stage of a CPU batch on its own, and for submitting its next attention
+        task."""
         return _where_any(np.asarray(requests, float), lambda n: self._linear(n) + self._hand_over(n))
 
     def hand_over_s(self, requests: ArrayLike) -> Floats:
-        """Seconds of the lane for submitting a ticket of a cohort of ``requests``."""
+        """Seconds of the GPU batch for submitting an attention task of a CPU batch of ``requests``."""
         return _where_any(np.asarray(requests, float), self._hand_over)
 
 

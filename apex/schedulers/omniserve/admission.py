@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from apex.perf.lane_load import LaneLoad, context_tokens
+from apex.perf.gpu_batch_load import GpuBatchLoad, context_tokens
 from apex.perf.model import PerfModel
 from apex.schedulers.lengths import LengthsSeen
-from apex.schedulers.omniserve.lane import BEST_EFFORT, URGENT, prompt_lengths
+from apex.schedulers.omniserve.gpu_batch import BEST_EFFORT, URGENT, prompt_lengths
 from apex.schedulers.omniserve.times import PromptLeft, iteration_s, urgent_chunk_tokens, with_prompts
 from swiftllm.core.request import Request, Tier
 from swiftllm.core.slo import Slo
-from swiftllm.scheduling.residents import Residents
+from swiftllm.scheduling.state import SchedulerState
 
 
 @dataclass(frozen=True)
@@ -34,32 +34,32 @@ class Backlog:
     """Output tokens after which a decode ends, on average."""
 
     @property
-    def load(self) -> LaneLoad:
-        """The lane without prompts."""
-        return LaneLoad(self.decodes, self.decodes, self.decodes, self.decode_context, ())
+    def load(self) -> GpuBatchLoad:
+        """The GPU batch without prompts."""
+        return GpuBatchLoad(self.decodes, self.decodes, self.decodes, self.decode_context, ())
 
 
-def backlog_before(request: Request, residents: Residents, lengths: LengthsSeen) -> Backlog:
+def backlog_before(request: Request, state: SchedulerState, lengths: LengthsSeen) -> Backlog:
     """The backlog of a latency-sensitive request that arrives now."""
-    decodes = [r for tier in Tier for r in residents.decoding[tier].of_class(URGENT)]
-    prompts = [*residents.prefilling.of_class(URGENT), *residents.waiting.of_class(URGENT)]
+    decodes = [r for tier in Tier for r in state.decoding[tier].of_class(URGENT)]
+    prompts = [*state.prefilling.of_class(URGENT), *state.waiting.of_class(URGENT)]
     return Backlog(
         decodes=len(decodes),
         decode_context=context_tokens(decodes),
         prompts=prompt_lengths([*prompts, request]),
-        missing_blocks=_missing_blocks(request, residents),
-        missing_seats=max(0, len(decodes) + len(prompts) + 1 - residents.limits.max_num_seqs),
-        prompt_blocks=sum([residents.kv.blocks_for(r.prompt_len) for r in decodes]),
+        missing_blocks=_missing_blocks(request, state),
+        missing_seats=max(0, len(decodes) + len(prompts) + 1 - state.limits.max_num_seqs),
+        prompt_blocks=sum([state.kv.blocks_for(r.prompt_len) for r in decodes]),
         mean_output=lengths.mean_output([r.output_len for r in decodes]),
     )
 
 
-def _missing_blocks(request: Request, residents: Residents) -> int:
+def _missing_blocks(request: Request, state: SchedulerState) -> int:
     """GPU blocks that this request and those before it lack, if all best-effort requests made way.
 
-    Every running request is left the reserve of :class:`~swiftllm.scheduling.rules.Rules`.
+    Every running request is left the reserve of :class:`~swiftllm.scheduling.rules.SchedulingRules`.
     """
-    kv, queue, running = residents.kv, [*residents.waiting.of_class(URGENT), request], residents.running[Tier.GPU]
+    kv, queue, running = state.kv, [*state.waiting.of_class(URGENT), request], state.running[Tier.GPU]
     reserved = kv.groups.growth * (len(queue) + len(running.of_class(URGENT)))
     wanted = sum([kv.blocks_for(r.num_tokens) for r in queue]) + reserved
     yielded = sum(map(kv.num_held, running.of_class(BEST_EFFORT)))
@@ -72,9 +72,9 @@ def first_token_s(model: PerfModel, slo: Slo, backlog: Backlog, budget: int) -> 
     Args:
         budget: the most tokens of an iteration.
     """
-    alone_s = prefill_s(model, slo, replace(backlog, prompts=backlog.prompts[-1:]), budget)
+    single_s = prefill_s(model, slo, replace(backlog, prompts=backlog.prompts[-1:]), budget)
     wait_s = max(blocks_s(model, slo, backlog), seats_s(model, slo, backlog))
-    return max(prefill_s(model, slo, backlog, budget), wait_s + alone_s)
+    return max(prefill_s(model, slo, backlog, budget), wait_s + single_s)
 
 
 def prefill_s(model: PerfModel, slo: Slo, backlog: Backlog, budget: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from apex.perf.model import PerfModel
-from apex.schedulers.omniserve.policy import GPU_ONLY, OmniServe
+from apex.schedulers.omniserve.scheduler import GPU_ONLY, OmniServe
 from apex.strategy import StrategyConfig
 from swiftllm.scheduling.gpu_only import Vllm
 

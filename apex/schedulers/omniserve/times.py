@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from apex.perf.lane_load import LaneLoad
+from apex.perf.gpu_batch_load import GpuBatchLoad
 from apex.perf.model import PerfModel
 from apex.schedulers.cpu_decodes import longest_run
 from swiftllm.core.request import Tier
@@ -25,53 +25,59 @@ class PromptLeft(NamedTuple):
     tier: Tier | None = None
 
 
-def riders_s(model: PerfModel, lane_tokens: int, lane_rows: int, riders: Mapping[int, int]) -> float:
-    """What rows that ride the lane's boundaries add to an iteration (omega, sections 3.3.4 to 3.3.6), in seconds.
+def joined_rows_s(
+    model: PerfModel, gpu_batch_tokens: int, gpu_batch_rows: int, joined_rows: Mapping[int, int]
+) -> float:
+    """What rows that join the GPU batch's stages add to an iteration (omega, sections 3.3.4 to 3.3.6), in seconds.
 
     Args:
-        lane_tokens, lane_rows: rows of the lane, and those of them that get a token.
-        riders: rows by boundary, from -1 to the number of layers - 1.
+        gpu_batch_tokens, gpu_batch_rows: rows of the GPU batch, and those of them that get a token.
+        joined CPU batches: rows by stage, from -1 to the number of layers - 1.
     """
     last, seconds = model.num_layers - 1, 0.0
-    for boundary, rows in riders.items():
-        if boundary < 0:
-            seconds += model.first_boundary_s(lane_tokens + rows) - model.first_boundary_s(lane_tokens)
-            seconds += model.host_work_s(rows) - model.host_work_s(0)  # opening the cohort
-        elif boundary < last:
-            seconds += model.linear_s(lane_tokens + rows) - model.linear_s(lane_tokens)
+    for stage, rows in joined_rows.items():
+        if stage < 0:
+            seconds += model.first_stage_s(gpu_batch_tokens + rows) - model.first_stage_s(gpu_batch_tokens)
+            seconds += model.host_work_s(rows) - model.host_work_s(0)  # opening the CPU batch
+        elif stage < last:
+            seconds += model.linear_s(gpu_batch_tokens + rows) - model.linear_s(gpu_batch_tokens)
         else:
-            seconds += model.last_boundary_s(lane_rows + rows) - model.last_boundary_s(lane_rows)
-        if boundary < last:  # its ticket for the next layer
+            seconds += model.last_stage_s(gpu_batch_rows + rows) - model.last_stage_s(gpu_batch_rows)
+        if stage < last:  # its attention task for the next layer
             seconds += model.hand_over_s(rows)
     return seconds
 
 
-def iteration_s(model: PerfModel, load: LaneLoad, riders: Mapping[int, int] | None = None, swapped: int = 0) -> float:
-    """An iteration of a lane with riders and swaps: d (f_PA + f_DA + f_D) and its ends (section 3.3.1), in seconds.
+def iteration_s(
+    model: PerfModel, load: GpuBatchLoad, joined_rows: Mapping[int, int] | None = None, swapped: int = 0
+) -> float:
+    """An iteration of a GPU batch with joined CPU batches and swaps: d (f_PA + f_DA + f_D) and its ends (section
+    3.3.1), in seconds.
 
     Args:
-        riders: rows that ride, by boundary.
+        joined CPU batches: rows that join, by stage.
         swapped: blocks moved between the tiers; each layer's attention waits for its part of them.
     """
     linear_s = model.linear_s(load.tokens)
     seconds = model.num_layers * (linear_s + load.gpu_attention_s(model))
-    # Only rows that get a token cross the last boundary, which is the rest of a layer. Prompts that go on do not.
-    seconds += model.first_boundary_s(load.tokens) - linear_s + model.last_boundary_s(load.sampled)
+    # Only rows that get a token run the last stage, which is the rest of a layer. Prompts that go on do not.
+    seconds += model.first_stage_s(load.tokens) - linear_s + model.last_stage_s(load.sampled)
     seconds = max(seconds, model.num_layers * model.stream_s)
     if load.requests:
         seconds += model.host_work_s(load.requests)
-    if riders:
-        seconds += riders_s(model, load.tokens, load.sampled, riders)
+    if joined_rows:
+        seconds += joined_rows_s(model, load.tokens, load.sampled, joined_rows)
     if not swapped:
         return seconds
-    # Parts arrive at even intervals: if the lane is late, then at the first layer's attention or at the last one's.
+    # Parts arrive at even intervals: if the GPU batch is late, then at the first layer's attention or at the last
+    # one's.
     swap_s, before_s = model.swap_s(swapped), model.host_work_s(0)
-    ahead_s = model.host_work_s(load.requests) - before_s + model.first_boundary_s(load.tokens)
-    behind_s = load.gpu_attention_s(model) + model.last_boundary_s(load.sampled)
+    ahead_s = model.host_work_s(load.requests) - before_s + model.first_stage_s(load.tokens)
+    behind_s = load.gpu_attention_s(model) + model.last_stage_s(load.sampled)
     return max(seconds, seconds - ahead_s + swap_s / model.num_layers, before_s + swap_s + behind_s)
 
 
-def with_prompts(load: LaneLoad, prompts: Sequence[PromptLeft], tokens: int) -> LaneLoad:
+def with_prompts(load: GpuBatchLoad, prompts: Sequence[PromptLeft], tokens: int) -> GpuBatchLoad:
     """The load with the next ``tokens`` of ``prompts``, in order of service."""
     chunks, cpu_tier_chunks, goes_on = [], [], False
     for left, cached, tier in prompts:
@@ -94,7 +100,7 @@ def with_prompts(load: LaneLoad, prompts: Sequence[PromptLeft], tokens: int) -> 
     )
 
 
-def with_decodes(load: LaneLoad, decodes: int, context_tokens: int) -> LaneLoad:
+def with_decodes(load: GpuBatchLoad, decodes: int, context_tokens: int) -> GpuBatchLoad:
     """The load with more decodes, whose contexts sum to ``context_tokens``."""
     return replace(
         load,
@@ -107,35 +113,35 @@ def with_decodes(load: LaneLoad, decodes: int, context_tokens: int) -> LaneLoad:
 
 def most_prompt_tokens(
     model: PerfModel,
-    load: LaneLoad,
+    load: GpuBatchLoad,
     prompts: Sequence[PromptLeft],
     limit_s: float,
     most: int,
-    riders: Mapping[int, int] | None = None,
+    joined_rows: Mapping[int, int] | None = None,
     swapped: int = 0,
 ) -> int:
     """Chunked prefill under a target (section 3.3.4): max q with f_PA + f_DA + f_D(n + q) <= S_d / d.
 
     Args:
-        load: the lane so far.
+        load: the GPU batch so far.
         prompts: in order of service.
         limit_s: the longest iteration.
         most: the most tokens.
     """
     most = min(most, sum([prompt.tokens for prompt in prompts]))
     return longest_run(
-        lambda tokens: iteration_s(model, with_prompts(load, prompts, tokens), riders, swapped), limit_s, most
+        lambda tokens: iteration_s(model, with_prompts(load, prompts, tokens), joined_rows, swapped), limit_s, most
     )
 
 
-def chunk_of_no_cost(model: PerfModel, load: LaneLoad, most: int) -> int:
+def chunk_of_no_cost(model: PerfModel, load: GpuBatchLoad, most: int) -> int:
     """Prompt tokens beside ``load`` that cost little more than one: reading the weights dominates. At least one."""
     return min(most, max(1, model.flat_linear_tokens - load.tokens))
 
 
 def urgent_chunk_tokens(
     model: PerfModel,
-    load: LaneLoad,
+    load: GpuBatchLoad,
     prompts: Sequence[PromptLeft],
     limit_s: float,
     most: int,

@@ -28,8 +28,8 @@ def decode_bound(
             rows = gpu + cpu
             if not rows:
                 continue
-            lane_s = model.linear_s(rows) + model.gpu_attention_s(gpu, gpu * context_tokens)
+            gpu_batch_s = model.linear_s(rows) + model.gpu_attention_s(gpu, gpu * context_tokens)
             cpu_s = model.cpu_attention_s(cpu, cpu * context_tokens)
-            rate = rows / (num_layers * max(lane_s, cpu_s, model.stream_s) + model.logits_s(rows))
+            rate = rows / (num_layers * max(gpu_batch_s, cpu_s, model.stream_s) + model.logits_s(rows))
             best = max(best, (rate, gpu, cpu))
     return best

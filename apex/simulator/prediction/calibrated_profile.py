@@ -78,7 +78,7 @@ def hardware_profile(
         cpu_bandwidth_gb_s: bandwidth of CPU attention; by default that of :func:`cpu_attention_gb_s`.
         block_size: tokens of a KV block.
         max_tokens: the largest batch that the linear and prefill curves must cover.
-        tensor_parallel: GPUs among which each layer is divided, each with PCIe lanes of its own.
+        tensor_parallel: GPUs among which each layer is divided, each with PCIe GPU batches of its own.
         link: what joins them; needed where there are several.
 
     Raises:
@@ -149,7 +149,7 @@ def hardware_profile(
             ),
         ),
         first_share=shape.qkv_size * shape.hidden_size / weights_of_a_step(shape),
-        # Submitting a ticket is assumed to cost the lane nothing: cpu_attention_s includes the hand-over.
+        # Submitting an attention task is assumed to cost the GPU batch nothing: cpu_attention_s includes the hand-over.
         iteration=_curve(REQUESTS, lambda _: host["iteration_overhead_ms"] * 1e-3),
         flat_from_tokens=flat_from_tokens(shape.num_experts, shape.per_token),
     )

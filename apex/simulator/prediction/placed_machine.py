@@ -14,7 +14,7 @@ import torch
 from apex.perf.experts import touched_experts
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface, total_s
 from apex.placement.budget import Estimate, UniformLoad, best_budget, estimate_budget
-from apex.placement.costs import BoundaryCost, Rates, beside_copies_s, boundary_costs
+from apex.placement.costs import Rates, StageCost, beside_copies_s, stage_costs
 from apex.placement.search import TimedPlacement, refined_placement
 from apex.simulator.hardware.files import Host, LayerShape
 from apex.simulator.prediction.calibrated_profile import ITEMSIZES
@@ -26,9 +26,9 @@ from apex.simulator.virtual.weight_path import CHUNK_BYTES, SimulatedWeights
 from swiftllm.kv.budget import CPU_TIER_SHARE, SIMULATED_HOST_SHARE, blocks_in, choose_blocks
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB
-from swiftllm.model.boundaries.placement import Place, Placement
 from swiftllm.model.config.quantisation import QuantisationScheme
-from swiftllm.model.weights.sizes import boundary_bytes, embedding_bytes
+from swiftllm.model.stages.placement import Place, Placement
+from swiftllm.model.weights.sizes import embedding_bytes, stage_bytes
 
 CPU_ROWS = tuple(1 << power for power in range(13))
 """At which the time of a layer with experts is predicted."""
@@ -85,9 +85,9 @@ class WeightPlacer:
         self.layer_groups = LayerGroups.of(model, block_size)
         self.kv_bytes_per_token = self._budget.bytes_per_block // block_size
         self.cpu_kv_bytes_per_token = self._budget.host_block_bytes // block_size
-        self.boundary_bytes = tuple(boundary_bytes(model, getattr(torch, machine.dtype)))
+        self.stage_bytes = tuple(stage_bytes(model, getattr(torch, machine.dtype)))
         self._embedding_bytes = embedding_bytes(model, getattr(torch, machine.dtype))
-        self.other_bytes = self._budget.weight_bytes - sum(self.boundary_bytes) - self._embedding_bytes
+        self.other_bytes = self._budget.weight_bytes - sum(self.stage_bytes) - self._embedding_bytes
         out_bytes_per_row = shape.num_heads * shape.head_dim * itemsize
         self.interconnect = Interconnect(
             float(identity["pcie_gb_s"]) * 1e9,
@@ -118,17 +118,17 @@ class WeightPlacer:
             return self._placed(best_budget(self, workload, offloads=offloads, cpu_computes=cpu_computes))
         return self._placed(estimate_budget(self, memory_gib * GIB, workload, offloads, cpu_computes))
 
-    def costs(self, rows: float) -> list[BoundaryCost]:
+    def costs(self, rows: float) -> list[StageCost]:
         """See :class:`apex.placement.budget.CostModel`, here and below."""
         link = self.interconnect
         gpu_s, cpu_s = self._model.linear_s(max(1, round(rows))), self._cpu_linear(rows)
         crossing_s = 2 * link.transfer_s(round(rows * self._hidden_bytes))
-        sizes = self.boundary_bytes
-        return boundary_costs(sizes, max(sizes), gpu_s, cpu_s, link.bytes_per_s, crossing_s)
+        sizes = self.stage_bytes
+        return stage_costs(sizes, max(sizes), gpu_s, cpu_s, link.bytes_per_s, crossing_s)
 
     def with_placement(self, placement: Placement) -> SimulatedWeights:
         """What the simulated backend needs to run a placement."""
-        return SimulatedWeights(placement, self.boundary_bytes, self._cpu_linear, self._hidden_bytes)
+        return SimulatedWeights(placement, self.stage_bytes, self._cpu_linear, self._hidden_bytes)
 
     def without_transfers(self) -> ProfileTable:
         """The machine's table with CPU attention that leaves PCIe transfers to the simulated link."""
@@ -143,7 +143,7 @@ class WeightPlacer:
     def scheduler_table(self, placement: Placement) -> ProfileTable:
         """What schedulers predict from: layers wait for the stream, and the stream slows CPU attention down."""
         table, layers = self.machine.table, self.machine.model.num_layers
-        streamed_bytes = placement.bytes_at(Place.STREAMED, self.boundary_bytes)
+        streamed_bytes = placement.bytes_at(Place.STREAMED, self.stage_bytes)
 
         def seconds(rows: float) -> float:
             costs = zip(placement.places, self.costs(rows), strict=True)
@@ -156,7 +156,7 @@ class WeightPlacer:
             linear=Curve(table.linear.sizes, tuple(seconds(rows) for rows in table.linear.sizes)),
             cpu_attention=_mapped(table.cpu_attention, lambda s, _: beside_copies_s(s, stream_s, dram_share)),
             stream_s=stream_s,
-            streamed_layers=streamed_bytes / max(self.boundary_bytes),
+            streamed_layers=streamed_bytes / max(self.stage_bytes),
         )
 
     def other_s(self, on_gpu: float, context: float, requests: float) -> float:
@@ -186,9 +186,9 @@ class WeightPlacer:
         has_room = estimate.weight_bytes >= self._budget.weight_bytes  # for an embedding beside all else
         timed = refined_placement(estimate.problem).with_embedding(0 if has_room else self._embedding_bytes)
         placement = timed.placement
-        taken_bytes = placement.gpu_bytes(self.boundary_bytes) + (self._embedding_bytes if has_room else 0)
-        resident_bytes = placement.bytes_at(Place.RESIDENT, self.boundary_bytes)
-        tier_bytes = self.cpu_kv_bytes(sum(self.boundary_bytes) - resident_bytes)
+        taken_bytes = placement.gpu_bytes(self.stage_bytes) + (self._embedding_bytes if has_room else 0)
+        resident_bytes = placement.bytes_at(Place.RESIDENT, self.stage_bytes)
+        tier_bytes = self.cpu_kv_bytes(sum(self.stage_bytes) - resident_bytes)
         return PlacedMachine(
             timed,
             blocks_in(self._budget.usable_bytes - self.other_bytes - taken_bytes, self._budget.bytes_per_block),

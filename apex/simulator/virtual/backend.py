@@ -4,25 +4,27 @@ Scheduler, KV accounting and executor are the real ones. Only the seconds are pr
 
 Resources:
 
-- GPU: boundaries and lane attention, one after the other. Each takes the time of :class:`~apex.perf.model.PerfModel`,
+- GPU: stages and GPU batch attention, one after the other. Each takes the time of :class:`~apex.perf.model.PerfModel`,
   and at least the time the host takes to launch it. The host is paced by the GPU, so the two share the clock.
-  Boundary -1 is the part of a layer before its attention, for all rows. Boundary ``num_layers - 1`` is the rest of a
+  Stage -1 is the part of a layer before its attention, for all rows. Stage ``num_layers - 1`` is the rest of a
   layer, logits and sampling, for the rows that get a token.
-- Host: its work per iteration and per request, and submitting tickets, delay the lane. In a
+- Host: its work per iteration and per request, and submitting attention tasks, delay the GPU batch. In a
   :class:`~apex.simulator.virtual.runtime.Runtime` whose host works beside the GPU, an iteration takes the longer of
   the two.
-- CPU attention worker: first come, first served. A ticket starts when the worker is free and its q, k, v have arrived.
-  A ``synchronous`` backend waits for each ticket as it is submitted, so that the GPU is idle meanwhile.
-- PCIe, one link each way. Swaps go layer by layer, out before in, and the lane's attention waits for its layer's part.
+- CPU attention worker: first come, first served. An attention task starts when the worker is free and its q, k, v have
+  arrived.
+  A ``synchronous`` backend waits for each attention task as it is submitted, so that the GPU is idle meanwhile.
+- PCIe, one link each way. Swaps go layer by layer, out before in, and the GPU batch's attention waits for its layer's
+  part.
   So it does for what a chunk attends of a cached prefix in the CPU tier, copied while the layer before computes. Chunks
   of prompts without a cached prefix leave these copies out, and K and V that prompts store in the CPU tier are copied
   behind the layers that follow.
-  With ``whole_swaps`` neither overlaps (NEO section 3.1 has layer-wise swapping): the lane starts after all swaps, and
-  an iteration ends with a copy of the K and V that its prompts stored in the CPU tier.
-  With an :class:`Interconnect`, which gives their sizes, q, k, v go
-  to the host and outputs back; without one the profile's CPU attention includes these transfers.
-- Weights: all on the GPU, unless a placement is given (``weight_path.py``). Then a streamed boundary waits for its
-  copy. A boundary of the CPU is a task of the CPU worker, for which the lane waits.
+  With ``whole_swaps`` neither overlaps (NEO section 3.1 has layer-wise swapping): the GPU batch starts after all swaps,
+  and an iteration ends with a copy of the K and V that its prompts stored in the CPU tier. With an
+  :class:`Interconnect`, which gives their sizes, q, k, v go to the host and outputs back; without one the profile's CPU
+  attention includes these transfers.
+- Weights: all on the GPU, unless a placement is given (``weight_path.py``). Then a streamed stage waits for its
+  copy. A stage of the CPU is a task of the CPU worker, for which the GPU batch waits.
 - DRAM bandwidth: a PCIe transfer reads or writes DRAM at the link's rate, and the CPU worker gets the rest. During a
   transfer it runs at ``1 - link rate / DRAM rate`` of its speed. Transfers do not slow down.
 """
@@ -33,15 +35,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from apex.perf.lane_load import LaneLoad
+from apex.perf.gpu_batch_load import GpuBatchLoad
 from apex.perf.model import PerfModel
 from apex.simulator.virtual.cpu_path import CpuTask, Interconnect, Link, SimulatedWorker
 from apex.simulator.virtual.runtime import OWN_ENGINE, Runtime
 from apex.simulator.virtual.weight_path import SimulatedWeights, StreamingLink, WeightStream
-from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
-from swiftllm.engine.backend import SwapTimes, TicketTimes
-from swiftllm.model.boundaries.placement import Place
+from swiftllm.engine.backend import AttentionTimes, SwapTimes
+from swiftllm.model.stages.placement import Place
 
 PLACEHOLDER_TOKEN = 0
 """Every sampled token. Nothing is computed, so only ``max_tokens`` ends a request."""
@@ -49,7 +51,7 @@ PLACEHOLDER_TOKEN = 0
 
 @dataclass(frozen=True)
 class BusyTimes:
-    """Seconds each resource has worked. CPU time counts once its ticket is collected."""
+    """Seconds each resource has worked. CPU time counts once its attention task is collected."""
 
     gpu_s: float
     cpu_s: float
@@ -59,7 +61,7 @@ class BusyTimes:
 
 @dataclass(eq=False, slots=True)
 class SimulatedBatch:
-    """A lane or a cohort: its rows, seconds of one layer's attention, and ids of the requests that get a token.
+    """A GPU batch or a CPU batch: its rows, seconds of one layer's attention, and ids of the requests that get a token.
 
     ``context_s``: seconds that PCIe takes in each layer for what chunks attend in the CPU tier. ``stored_s``: seconds
     that it takes at the end of the iteration for what chunks store there, if that is not copied layer by layer.
@@ -74,8 +76,8 @@ class SimulatedBatch:
 
 
 @dataclass(eq=False, slots=True)
-class SimulatedTicket:
-    """See :class:`swiftllm.engine.backend.Ticket`."""
+class SimulatedFuture:
+    """See :class:`swiftllm.engine.backend.AttentionFuture`."""
 
     backend: SimulatedBackend
     task: CpuTask
@@ -86,7 +88,7 @@ class SimulatedTicket:
     def wait(self) -> float:
         return self.backend.collect_output(self.task)
 
-    def times(self) -> TicketTimes:
+    def times(self) -> AttentionTimes:
         return self.task.times()
 
 
@@ -111,7 +113,7 @@ class SimulatedBackend:
         synchronous: bool = False,
         whole_swaps: bool = False,
     ) -> None:
-        """``launch_s``: seconds to launch a boundary or a layer's attention, for profiles that leave them out.
+        """``launch_s``: seconds to launch a stage or a layer's attention, for profiles that leave them out.
         ``block_size``: tokens of a KV block. ``synchronous``, ``whole_swaps``: what does not overlap, see the module.
 
         Raises:
@@ -135,8 +137,8 @@ class SimulatedBackend:
         self._host_done_s = 0.0  # when the host's work of this iteration is done, where it runs beside the GPU
         self._last = model.num_layers - 1
         self._linear_s = cache(model.linear_s)  # sizes recur in every layer
-        self._first_s = cache(model.first_boundary_s)
-        self._last_s = cache(model.last_boundary_s)
+        self._first_s = cache(model.first_stage_s)
+        self._last_s = cache(model.last_stage_s)
         self._hand_over_s = cache(model.hand_over_s)
         self._iteration_s = iteration_s = model.host_work_s(0)
         self._requests_s = cache(lambda requests: model.host_work_s(requests) - iteration_s)
@@ -145,7 +147,7 @@ class SimulatedBackend:
         self._to_host = Link()
         self._to_gpu = Link() if streaming is None else streaming
         self._worker = SimulatedWorker(self._to_gpu, interconnect.dram_share if interconnect is not None else 0.0)
-        self._swaps: SwapTimes | None = None  # what a lane may still have to wait for
+        self._swaps: SwapTimes | None = None  # what a GPU batch may still have to wait for
         self._stream: WeightStream | None = None
         if weights is not None and streaming is not None:
             self._stream = WeightStream(weights, streaming, self._worker)
@@ -174,31 +176,31 @@ class SimulatedBackend:
 
     # -- the GPU ----------------------------------------------------------------------------------------------------
 
-    def open_lane(self, items: Sequence[LaneItem]) -> SimulatedBatch:
+    def open_gpu_batch(self, items: Sequence[GpuBatchItem]) -> SimulatedBatch:
         self._work_on_host(self._requests_s(len(items)))
-        load = LaneLoad.from_items(items)
+        load = GpuBatchLoad.from_items(items)
         sampled = tuple(item.request.request_id for item in items if not item.is_prefill or item.samples)
         self._context_from_s = self.clock_s
         tokens, attention_s = self._runtime.padded(load.tokens), load.gpu_attention_s(self.model)
         context_s, stored_s = self._context_s(items), self._stored_s(items)
         return SimulatedBatch(tokens, attention_s, sampled, context_s=context_s, stored_s=stored_s)
 
-    def _context_s(self, items: Sequence[LaneItem]) -> float:
+    def _context_s(self, items: Sequence[GpuBatchItem]) -> float:
         if self.model.table.prefill_attention_cpu_tier is not None:  # which has been measured with it
             return 0.0
         found = [item for item in items if item.is_prefill and item.tier is Tier.CPU and item.request.cached_tokens]
         blocks = sum(-(-item.start // self._block_size) for item in found)
         return self.model.swap_s(blocks) / self.num_layers
 
-    def _stored_s(self, items: Sequence[LaneItem]) -> float:
+    def _stored_s(self, items: Sequence[GpuBatchItem]) -> float:
         if not self._whole_swaps:
             return 0.0
         stored = [item.num_tokens for item in items if item.is_prefill and item.tier is Tier.CPU]
         return self.model.swap_s(sum(-(-tokens // self._block_size) for tokens in stored))
 
-    def open_cohort(self, requests: Sequence[Request]) -> SimulatedBatch:
+    def open_cpu_batch(self, requests: Sequence[Request]) -> SimulatedBatch:
         self._work_on_host(self._requests_s(len(requests)))
-        return self._cohort(requests)
+        return self._cpu_batch(requests)
 
     def _work_on_host(self, seconds: float) -> None:
         if self._runtime.host_beside_gpu:
@@ -206,15 +208,15 @@ class SimulatedBackend:
         else:
             self.clock_s += seconds
 
-    def _cohort(self, requests: Sequence[Request]) -> SimulatedBatch:
+    def _cpu_batch(self, requests: Sequence[Request]) -> SimulatedBatch:
         context_tokens = sum(request.num_tokens for request in requests)
         attention_s = self.model.cpu_attention_s(len(requests), context_tokens)
         return SimulatedBatch(len(requests), attention_s, tuple(r.request_id for r in requests), tuple(requests))
 
-    def drop_rows(self, cohort: SimulatedBatch, request_ids: frozenset[str]) -> SimulatedBatch:
-        return self._cohort([r for r in cohort.requests if r.request_id not in request_ids])
+    def drop_rows(self, cpu_batch: SimulatedBatch, request_ids: frozenset[str]) -> SimulatedBatch:
+        return self._cpu_batch([r for r in cpu_batch.requests if r.request_id not in request_ids])
 
-    def boundary(self, layer: int, batches: Sequence[SimulatedBatch]) -> Mapping[str, int]:
+    def run_stage(self, layer: int, batches: Sequence[SimulatedBatch]) -> Mapping[str, int]:
         if self._stream is None:
             self._cross(layer, batches)
         else:
@@ -235,7 +237,7 @@ class SimulatedBackend:
         return {request_id: PLACEHOLDER_TOKEN for batch in batches for request_id in batch.sampled}
 
     def holds_weights(self, layer: int) -> bool:
-        """Whether a cohort may cross boundary ``layer`` by itself now, without a copy of weights for it alone."""
+        """Whether a CPU batch may run stage ``layer`` by itself now, without a copy of weights for it alone."""
         return self._stream is None or self._stream.holds(layer)
 
     def _cross(self, layer: int, batches: Sequence[SimulatedBatch]) -> None:
@@ -251,7 +253,7 @@ class SimulatedBackend:
             self._run(self._last_s(sampled, num_rows if self._runtime.all_rows_to_end else sampled))
 
     def _cross_on_cpu(self, layer: int, batches: Sequence[SimulatedBatch], weights: SimulatedWeights) -> None:
-        """The CPU worker computes the boundary; the logits of the last one are the GPU's."""
+        """The CPU worker computes the stage; the logits of the last one are the GPU's."""
         rows = sum(batch.num_rows if layer < self._last else len(batch.sampled) for batch in batches)
         if rows:
             link = self._interconnect
@@ -264,30 +266,30 @@ class SimulatedBackend:
         if layer == self._last:
             self._run(self.model.logits_s(rows))
 
-    def gpu_attention(self, layer: int, lane: SimulatedBatch) -> None:
+    def gpu_attention(self, layer: int, gpu_batch: SimulatedBatch) -> None:
         if self._swaps is not None:
             self.clock_s = max(self.clock_s, self._swaps.ready_s(layer))
             if layer == self._last:
                 self._swaps = None
-        if lane.context_s:
-            start_s, end_s = self._to_gpu.book_transfer(self._context_from_s, lane.context_s)
+        if gpu_batch.context_s:
+            start_s, end_s = self._to_gpu.book_transfer(self._context_from_s, gpu_batch.context_s)
             self._worker.slow_down(start_s, end_s)
             self.clock_s = self._context_from_s = max(self.clock_s, end_s)
-        self._run(lane.attention_s)
+        self._run(gpu_batch.attention_s)
 
-    def whole_iteration(self, lane: SimulatedBatch) -> Mapping[str, int] | None:
-        """All layers of a lane at once, in the same sums; declined where copies meet layers."""
-        if self._stream is not None or self._swaps is not None or lane.context_s:
+    def run_full_graph(self, gpu_batch: SimulatedBatch) -> Mapping[str, int] | None:
+        """All layers of a GPU batch at once, in the same sums; declined where copies meet layers."""
+        if self._stream is not None or self._swaps is not None or gpu_batch.context_s:
             return None
-        self._cross(-1, (lane,))
+        self._cross(-1, (gpu_batch,))
         clock_s, busy_s, launch_s = self.clock_s, self._gpu_busy_s, self._launch_s
-        attention_s, linear_s = lane.attention_s, self._linear_s(lane.num_rows)
+        attention_s, linear_s = gpu_batch.attention_s, self._linear_s(gpu_batch.num_rows)
         attention_step_s, linear_step_s = max(attention_s, launch_s), max(linear_s, launch_s)
         for _ in range(self._last):
             busy_s = busy_s + attention_s + linear_s
             clock_s = clock_s + attention_step_s + linear_step_s
         self.clock_s, self._gpu_busy_s = clock_s + attention_step_s, busy_s + attention_s
-        return self.boundary(self._last, (lane,))
+        return self.run_stage(self._last, (gpu_batch,))
 
     def _run(self, seconds: float) -> None:
         self._gpu_busy_s += seconds
@@ -295,20 +297,22 @@ class SimulatedBackend:
 
     # -- PCIe and the CPU worker ------------------------------------------------------------------------------------
 
-    def submit_cpu_attention(self, layer: int, cohort: SimulatedBatch) -> SimulatedTicket:
-        self.clock_s += self._hand_over_s(cohort.num_rows)
+    def submit_cpu_attention(self, layer: int, cpu_batch: SimulatedBatch) -> SimulatedFuture:
+        self.clock_s += self._hand_over_s(cpu_batch.num_rows)
         arrived_s, return_s, to_host = self.clock_s, 0.0, None
         if self._interconnect is not None:
             link = self._interconnect
             self._worker.return_outputs(arrived_s)
-            to_host = self._to_host.book_transfer(arrived_s, link.transfer_s(cohort.num_rows * link.qkv_bytes_per_row))
+            to_host = self._to_host.book_transfer(
+                arrived_s, link.transfer_s(cpu_batch.num_rows * link.qkv_bytes_per_row)
+            )
             self._worker.slow_down(*to_host)
             arrived_s = to_host[1]
-            return_s = link.transfer_s(cohort.num_rows * link.out_bytes_per_row)
-        task = self._worker.submit(arrived_s, cohort.attention_s, return_s, to_host)
+            return_s = link.transfer_s(cpu_batch.num_rows * link.out_bytes_per_row)
+        task = self._worker.submit(arrived_s, cpu_batch.attention_s, return_s, to_host)
         if self._synchronous:
             self.clock_s = max(self.clock_s, self._worker.ready_s(task))
-        return SimulatedTicket(self, task)
+        return SimulatedFuture(self, task)
 
     def is_ready(self, task: CpuTask) -> bool:
         self._worker.return_outputs(self.clock_s)
@@ -327,7 +331,7 @@ class SimulatedBackend:
         self._work_on_host(self._iteration_s)
         if not swaps:
             return None
-        if self._swaps is not None:  # no lane has waited for them
+        if self._swaps is not None:  # no GPU batch has waited for them
             self.clock_s = max(self.clock_s, self._swaps.end_s)
         self._worker.return_outputs(self.clock_s)
         first_s, last_s = float("inf"), self.clock_s

@@ -1,9 +1,10 @@
-"""CPU attention on several hosts: which of them holds how much of the CPU tier, and how long a ticket takes.
+"""CPU attention on several hosts: which of them holds how much of the CPU tier, and how long an attention task takes.
 
 As in OmniServe's section 4, requests go to the GPUs' own host while its memory has room, then evenly to remote hosts.
-Each ticket is taken to be divided among the hosts as the tier is; a request stays whole. The hosts compute at the same
-time, so a ticket takes as long as the slowest of them. What goes to remote hosts and back shares the network of the
-GPUs' host. Left out: moving KV cache to remote hosts, which takes place beside the work of the lane.
+Each attention task is taken to be divided among the hosts as the tier is; a request stays whole. The hosts compute at
+the same time, so an attention task takes as long as the slowest of them. What goes to remote hosts and back shares the
+network of the GPUs' host. Left out: moving KV cache to remote hosts, which takes place beside the work of the GPU
+batch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def host_shares(used_blocks: int, local_blocks: int, remote_count: int) -> tuple
 
 
 def network_s(hosts: RemoteHosts, remote_rows: float) -> float:
-    """A ticket's way to remote hosts and back, in one layer."""
+    """An attention task's way to remote hosts and back, in one layer."""
     return hosts.latency_s + remote_rows * hosts.bytes_per_row / hosts.bytes_per_s
 
 
@@ -70,6 +71,6 @@ class SeveralHostsModel(PerfModel):
         return max(local_s, self._share_s(remote, requests, context_tokens) + network_s(self._hosts, remote_rows))
 
     def _share_s(self, share: float, requests: float, context_tokens: float) -> float:
-        """T_c of a host with this share of a ticket, of which it has one request at least."""
+        """T_c of a host with this share of an attention task, of which it has one request at least."""
         rows = max(1.0, share * requests)
         return super().cpu_attention_s(rows, rows * (context_tokens / requests))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from swiftllm.engine.backend import TicketTimes
+from swiftllm.engine.backend import AttentionTimes
 
 RESOLUTION_S = 1e-9
 """Delays below this are ignored."""
@@ -66,7 +66,7 @@ class Link:
 
 @dataclass(eq=False, slots=True)
 class CpuTask:
-    """One layer's CPU attention of a cohort; transfers while it computes delay ``done_s``.
+    """One layer's CPU attention of a CPU batch; transfers while it computes delay ``done_s``.
 
     ``ready_s`` is set once the output's transfer is booked. ``to_host`` is when the inputs' began and ended.
     """
@@ -77,10 +77,10 @@ class CpuTask:
     to_host: tuple[float, float] | None
     ready_s: float | None = None
 
-    def times(self) -> TicketTimes:
+    def times(self) -> AttentionTimes:
         assert self.ready_s is not None
         to_gpu = (self.ready_s - self.return_s, self.ready_s) if self.return_s else None
-        return TicketTimes(self.start_s, self.done_s, self.ready_s, self.to_host, to_gpu)
+        return AttentionTimes(self.start_s, self.done_s, self.ready_s, self.to_host, to_gpu)
 
 
 class SimulatedWorker:

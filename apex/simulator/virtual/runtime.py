@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from swiftllm.scheduling.rules import Rules
+from swiftllm.scheduling.rules import SchedulingRules
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Runtime:
         host_beside_gpu: the host works while the GPU does, so that an iteration takes the longer of the two. Else the
             GPU waits for the host.
         graph_sizes: batches of fewer tokens than the largest are computed with as many as the next of these.
-        plans_ahead, whole_prompts: see :class:`swiftllm.scheduling.rules.Rules`; of `vllm` alone.
+        plans_ahead, whole_prompts: see :class:`swiftllm.scheduling.rules.SchedulingRules`; of `vllm` alone.
         null_blocks: blocks of the GPU pool that no request gets.
     """
 
@@ -33,7 +33,7 @@ class Runtime:
         sizes = self.graph_sizes
         return sizes[bisect_left(sizes, tokens)] if sizes and 0 < tokens <= sizes[-1] else tokens
 
-    def rules(self, rules: Rules) -> Rules:
+    def rules(self, rules: SchedulingRules) -> SchedulingRules:
         """The rules of `vllm` in this runtime."""
         return replace(rules, plans_ahead=self.plans_ahead, whole_prompts=self.whole_prompts)
 

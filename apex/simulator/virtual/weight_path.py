@@ -1,4 +1,4 @@
-"""The simulated path of weights that are not on the GPU: copies over PCIe in chunks, two slots, and CPU boundaries.
+"""The simulated path of weights that are not on the GPU: copies over PCIe in chunks, two slots, and CPU stages.
 
 Copies share the link with attention outputs and swaps. These go first: they wait for one chunk at most.
 """
@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from apex.perf.model import Curve
 from apex.simulator.virtual.cpu_path import Link, SimulatedWorker
-from swiftllm.model.boundaries.placement import SLOTS, Place, Placement
+from swiftllm.model.stages.placement import SLOTS, Place, Placement
 
 CHUNK_BYTES = 8e6
 """A copy is divided into pieces of this size, so that it delays other transfers by a third of a millisecond."""
@@ -23,22 +23,22 @@ class SimulatedWeights:
     """A placement and what it takes to run it."""
 
     placement: Placement
-    boundary_bytes: tuple[float, ...]
-    """Of each boundary's weights, from boundary -1 on."""
+    stage_bytes: tuple[float, ...]
+    """Of each stage's weights, from stage -1 on."""
     cpu_linear: Curve
-    """Seconds over rows in which the CPU computes a layer's weights; the first and last boundary are parts of one."""
+    """Seconds over rows in which the CPU computes a layer's weights; the first and last stage are parts of one."""
     hidden_bytes_per_row: int
     """What a row takes to the CPU, and back from it."""
 
     def cpu_s(self, layer: int, rows: int) -> float:
-        """Seconds in which the CPU computes boundary ``layer``."""
-        whole = max(self.boundary_bytes)
-        return self.cpu_linear(rows) * self.boundary_bytes[layer + 1] / whole
+        """Seconds in which the CPU computes stage ``layer``."""
+        whole = max(self.stage_bytes)
+        return self.cpu_linear(rows) * self.stage_bytes[layer + 1] / whole
 
 
 @dataclass(eq=False, slots=True)
 class _Copy:
-    """Weights of a boundary on their way into a slot. ``done_s`` is None until its last chunk is booked."""
+    """Weights of a stage on their way into a slot. ``done_s`` is None until its last chunk is booked."""
 
     layer: int
     earliest_s: float
@@ -108,10 +108,10 @@ class StreamingLink(Link):
 
 
 class WeightStream:
-    """Two slots on the GPU and the order in which streamed boundaries come to them, again each iteration.
+    """Two slots on the GPU and the order in which streamed stages come to them, again each iteration.
 
-    A slot is free once its boundary was left: when the lane enters another boundary. Cohorts that cross the same
-    boundary before find the weights there. Who enters a boundary out of order waits for a copy of its own.
+    A slot is free once its stage was left: when the GPU batch enters another stage. CPU batches that run the same
+    stage before find the weights there. Who enters a stage out of order waits for a copy of its own.
     """
 
     def __init__(self, weights: SimulatedWeights, link: StreamingLink, worker: SimulatedWorker) -> None:
@@ -129,11 +129,11 @@ class WeightStream:
             self._fill_from(order[0], 0.0)
 
     def holds(self, layer: int) -> bool:
-        """Whether boundary ``layer`` needs no copy now: it is not streamed, or was entered last."""
+        """Whether stage ``layer`` needs no copy now: it is not streamed, or was entered last."""
         return layer not in self._after or layer == self._current
 
     def enter(self, layer: int, time_s: float) -> float:
-        """When boundary ``layer`` can begin if the GPU is there at ``time_s``."""
+        """When stage ``layer`` can begin if the GPU is there at ``time_s``."""
         if self._current is not None and layer != self._current:
             self._release()
         if layer not in self._after:
@@ -146,11 +146,11 @@ class WeightStream:
         return max(time_s, self._arrival_s(self._slots[0]))
 
     def leave(self, time_s: float) -> None:
-        """The GPU has done its work of the boundary that was entered last."""
+        """The GPU has done its work of the stage that was entered last."""
         self._left_s = time_s
 
     def _release(self) -> None:
-        """The slot of the current boundary takes the next but one."""
+        """The slot of the current stage takes the next but one."""
         self._slots.popleft()
         self._current = None
         last = self._slots[-1].layer if self._slots else None
@@ -163,7 +163,7 @@ class WeightStream:
             layer = self._after[layer]
 
     def _copy(self, layer: int, earliest_s: float) -> None:
-        copy = _Copy(layer, earliest_s, self.weights.boundary_bytes[layer + 1])
+        copy = _Copy(layer, earliest_s, self.weights.stage_bytes[layer + 1])
         self._slots.append(copy)
         self.link.queue(copy)
 

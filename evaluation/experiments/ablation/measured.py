@@ -44,8 +44,8 @@ def make_points(options: Options) -> list[Point]:
     spec = WorkloadSpec(f"fixed-{input_len}-{output_len}", num_requests, seed=options.seed)
     origin = Origin("synthetic", "requests of one size, all at once")
     lengths = Lengths(spec, "Requests of one size", origin, (TraceRow(input_len, output_len, 0.0),) * num_requests)
-    # On a CPU the lane takes the GPU's part, so it must have the same size in every row.
-    threads = {"lane_threads": 1, "cpu_threads": options.cpu_threads, "enable_prefix_caching": False}
+    # On a CPU the GPU batch takes the GPU's part, so it must have the same size in every row.
+    threads = {"gpu_batch_threads": 1, "cpu_threads": options.cpu_threads, "enable_prefix_caching": False}
     model = str(model_folder(options.model))
     engine = EngineConfig(model, device=options.device, dtype=options.dtype, load_format=options.load_format, **threads)
     blocks = -(-(input_len + output_len) // engine.block_size)
@@ -79,9 +79,9 @@ def run_row(point: Point, label: str, console: Console) -> PointResult:
 def figures_of_bound(engine: Engine, num_requests: int) -> dict[str, float | None]:
     """Values for the bound from the engine's profile table; empty for a system without a table.
 
-    ``cpu_bytes_per_s`` is the rate at which the CPU reads KV cache. ``lane_limit_tokens_per_s`` is the lane's maximum
-    with linear layers alone and any batch up to ``num_requests``."""
-    model = getattr(engine.policy, "model", None)
+    ``cpu_bytes_per_s`` is the rate at which the CPU reads KV cache. ``gpu_batch_limit_tokens_per_s`` is the GPU batch's
+    maximum with linear layers alone and any batch up to ``num_requests``."""
+    model = getattr(engine.scheduler, "model", None)
     if model is None:
         return {}
     backend, profile = engine.backend, model.table
@@ -91,7 +91,7 @@ def figures_of_bound(engine: Engine, num_requests: int) -> dict[str, float | Non
     return {
         "kv_bytes_per_token": bytes_per_token,
         "cpu_bytes_per_s": None if rate is None else rate * bytes_per_token / model.num_layers,
-        "lane_limit_tokens_per_s": max(n / (model.num_layers * model.linear_s(n)) for n in batches),
+        "gpu_batch_limit_tokens_per_s": max(n / (model.num_layers * model.linear_s(n)) for n in batches),
     }
 
 
@@ -111,7 +111,7 @@ def bound_text(summary: Sequence[FlatRecord]) -> str:
         f"{context:.0f} tokens of context) = {bound:.0f} tokens/s. Best measured: {best['row']}, "
         f"{best['output_tokens_per_s']:.1f} tokens/s, {best['output_tokens_per_s'] / bound:.0%} of it."
     )
-    limit = profiled["lane_limit_tokens_per_s"]
+    limit = profiled["gpu_batch_limit_tokens_per_s"]
     on_cpu = base["backend"] == "torch-cpu"
     if limit < bound:
         text += (
@@ -119,9 +119,9 @@ def bound_text(summary: Sequence[FlatRecord]) -> str:
             f"{'On a CPU core, where they are bound by arithmetic,' if on_cpu else 'On ' + base['gpu']} they alone "
             f"allow at most {limit:.0f} tokens/s with up to {base['num_requests']} requests in a batch."
         )
-    lane, cpu_worker = best["lane_busy_fraction"], best["cpu_busy_fraction"]
-    if lane is not None and cpu_worker is not None:
-        text += f"\nThe lane of the best row was busy {lane:.0%} of the time, its CPU worker {cpu_worker:.0%}"
+    gpu_batch, cpu_worker = best["gpu_batch_busy_fraction"], best["cpu_busy_fraction"]
+    if gpu_batch is not None and cpu_worker is not None:
+        text += f"\nThe GPU batch of the best row was busy {gpu_batch:.0%} of the time, its CPU worker {cpu_worker:.0%}"
         if best is not base:
             text += (
                 ". Overlap can have saved at most that share of the time; the rest of the gain is due to the larger "

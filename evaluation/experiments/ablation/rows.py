@@ -27,7 +27,7 @@ class AblationRow:
     Attributes:
         words: what it is, for readers who do not know its name.
         group: rows of a group stand together.
-        synchronous: the lane waits for CPU attention, without overlap.
+        synchronous: the GPU batch waits for CPU attention, without overlap.
         axes: further changes, as axes of a simulated point (``axes.py``). Such a row is only simulated.
     """
 
@@ -67,7 +67,7 @@ def switched(group: str) -> list[AblationRow]:
 
 IDEA_WORDS = {
     "prompt-chunks": "adaptive without prompt chunks sized for the decodes",
-    "free-running": "adaptive without cohorts that run free",
+    "free-running": "adaptive without CPU batches that run free",
     "lockstep": "adaptive without pipelining",
 }
 WHOLE_SWAPS = "KV cache copied whole, not layer by layer"
@@ -99,8 +99,12 @@ ROWS = {
             "no-threshold", "apex", "overlap with any number of CPU requests", OF_APEX,
             StrategyConfig(min_cpu_request_ratio=0),
         ),
-        AblationRow("cohorts-1", "apex", "one cohort at a time, not two", OF_APEX, StrategyConfig(max_cohorts=1)),
-        AblationRow("cohorts-4", "apex", "up to four cohorts, not two", OF_APEX, StrategyConfig(max_cohorts=4)),
+        AblationRow(
+            "cpu-batches-1", "apex", "one CPU batch at a time, not two", OF_APEX, StrategyConfig(max_cpu_batches=1)
+        ),
+        AblationRow(
+            "cpu-batches-4", "apex", "up to four CPU batches, not two", OF_APEX, StrategyConfig(max_cpu_batches=4)
+        ),
         AblationRow(
             "no-priority", "apex", "no priority of partial progress", OF_APEX,
             StrategyConfig(disable_partial_progress_priority=True),

@@ -34,17 +34,17 @@ def bound_tokens_per_s(task: SimulatedTask) -> float:
     )
     iteration_s = model.num_layers * model.linear_s(1) + model.outside_layers_s(1)
     gpu_pool_tokens = task.num_gpu_blocks * task.block_size
-    lane = [(compute_s + ends_s, gpu_s), (0.0, iteration_s / gpu_pool_tokens + gpu_s)]
-    return output_tokens / least_makespan_s(lane, attended, cpu_s)
+    gpu_batch = [(compute_s + ends_s, gpu_s), (0.0, iteration_s / gpu_pool_tokens + gpu_s)]
+    return output_tokens / least_makespan_s(gpu_batch, attended, cpu_s)
 
 
-def least_makespan_s(lane: Sequence[tuple[float, float]], attended: float, cpu_s: float) -> float:
+def least_makespan_s(gpu_batch: Sequence[tuple[float, float]], attended: float, cpu_s: float) -> float:
     """Seconds of GPU and CPU together at the best split of ``attended`` context tokens between them.
 
     Args:
-        lane: lower bounds (a, b) of the GPU's seconds: a + b y with y of the context tokens attended on the GPU.
+        GPU batch: lower bounds (a, b) of the GPU's seconds: a + b y with y of the context tokens attended on the GPU.
         cpu_s: seconds per context token on the CPU.
     """
-    crossings = [(attended * cpu_s - fixed_s) / (token_s + cpu_s) for fixed_s, token_s in lane]
+    crossings = [(attended * cpu_s - fixed_s) / (token_s + cpu_s) for fixed_s, token_s in gpu_batch]
     on_gpu = min(max(min(crossings), 0.0), attended)
-    return max((attended - on_gpu) * cpu_s, *(fixed_s + token_s * on_gpu for fixed_s, token_s in lane))
+    return max((attended - on_gpu) * cpu_s, *(fixed_s + token_s * on_gpu for fixed_s, token_s in gpu_batch))

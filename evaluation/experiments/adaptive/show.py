@@ -27,7 +27,8 @@ CASES: Columns = (
     ("case", "case", "s"), ("system", "system", "s"), ("tok/s", "output_tokens_per_s", ".1f"),
     ("over best", "ratio_to_best_published", ".3f"), ("of bound", "fraction_of_bound", ".2f"),
     ("TTFT p50", "ttft_s_p50", ".1f"), ("p99 (s)", "ttft_s_p99", ".1f"), ("TPOT p50", "tpot_s_p50", ".3f"),
-    ("p99 (s)", "tpot_s_p99", ".3f"), ("lane", "lane_busy_fraction", ".0%"), ("CPU", "cpu_busy_fraction", ".0%"),
+    ("p99 (s)", "tpot_s_p99", ".3f"), ("GPU batch", "gpu_batch_busy_fraction", ".0%"),
+    ("CPU", "cpu_busy_fraction", ".0%"),
 )  # fmt: skip
 CELLS: Columns = (
     ("kernel", "kernel", "s"), ("CPU GB/s", "host_read_gb_s", "g"), ("mean output", "output_len", ".0f"),

@@ -96,9 +96,9 @@ def engine_config(fields: Mapping[str, Any], options: FigureOptions) -> EngineCo
     """
     names = ("num_gpu_blocks", "device", "dtype", "load_format", "cpu_threads", "cpu_kernel")
     chosen = given(**{name: getattr(options, name) for name in names})
-    # Without a GPU the lane takes the GPU's part, so it has the same size in all systems. The papers' systems have
+    # Without a GPU the GPU batch takes the GPU's part, so it has the same size in all systems. The papers' systems have
     # no prefix cache, and in one that has it a repeated run would not compute its prompts.
-    same = {"lane_threads": 1, "enable_prefix_caching": False}
+    same = {"gpu_batch_threads": 1, "enable_prefix_caching": False}
     return EngineConfig(str(model_folder(options.model)), **{**same, **fields, **chosen})
 
 

@@ -16,7 +16,7 @@ from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import bases, frame_of, over, with_columns
-from swiftllm.model.boundaries import placement as model_placement
+from swiftllm.model.stages import placement as model_placement
 from swiftllm.scheduling.admission import SchedulerLimits
 from swiftllm.systems import find_system
 
@@ -31,7 +31,7 @@ NOTES = (
 def weight_points(settings: Mapping[str, Any]) -> list[Point]:
     """The points of the experiment file; prints why others are not possible.
 
-    ``placement`` of a row are the numbers of boundaries that are resident, streamed and on the CPU.
+    ``placement`` of a row are the numbers of stages that are resident, streamed and on the CPU.
     """
     places = Grid.read(settings, FIELDS, notes=NOTES).places()
     make = functools.partial(_point, settings)

@@ -17,12 +17,12 @@ from evaluation.experiments.quality.formats import EXACT, TierCache
 from evaluation.experiments.quality.text import read_text, token_sequences
 from swiftllm.config import EngineConfig
 from swiftllm.device import open_device
-from swiftllm.model.boundaries.loaded_weights import open_weights
-from swiftllm.model.boundaries.placement import all_resident
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.llama import LlamaModel
+from swiftllm.model.stages.loaded_weights import open_weights
+from swiftllm.model.stages.placement import all_resident
 from swiftllm.runtime.attention_choices import use_fastest_attention
-from swiftllm.runtime.processors import Processors
+from swiftllm.runtime.processors import ExecutionContext
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class TwoFormats:
         """
         use_fastest_attention()
         hardware, config = open_device("cpu"), EngineConfig(str(task.model), device="cpu")
-        self._processors = processors = Processors(config, hardware)
+        self._processors = processors = ExecutionContext(config, hardware)
         model = ModelConfig.from_folder(task.model)
         self.dtype = processors.dtype
         weights = open_weights(
@@ -99,7 +99,7 @@ class TwoFormats:
 
     @property
     def threads(self) -> int:
-        return self._processors.cores.lane_threads
+        return self._processors.cores.gpu_batch_threads
 
     @torch.inference_mode()
     def step(self, tokens: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,12 +108,12 @@ class TwoFormats:
         model, self.last = self.model, []
         residual = model.embed(tokens.repeat(2))
         rotary_rows = model.rotary_table[position].expand(len(residual), -1, -1).contiguous()
-        qkv = model.enter(residual, rotary_rows)
+        qkv = model.first_stage(residual, rotary_rows)
         for layer in range(model.config.num_layers):
             attention_out = self._attend(layer, qkv, position + 1)
             if layer + 1 < model.config.num_layers:
-                qkv = model.cross(layer, attention_out, residual, rotary_rows)
-        logits = model.leave(attention_out, residual)
+                qkv = model.stage(layer, attention_out, residual, rotary_rows)
+        logits = model.last_stage(attention_out, residual)
         exact, other = (part.float().log_softmax(-1) for part in logits.chunk(2))
         return exact, other
 

@@ -26,7 +26,7 @@ from swiftllm.ops.quantised_matrix import MXFP4_NUMBERS, Matrix, QuantisedMatrix
 STD_OF_CODES = (255 / 12) ** 0.5  # of 0 to 15, equally likely
 STD_OF_MXFP4 = (sum(number**2 for number in MXFP4_NUMBERS) / 16) ** 0.5
 NONE_ON_HOST: Mapping[int, Allocate] = MappingProxyType({})
-EMBEDDING = -2  # among boundaries, of which it comes before the first
+EMBEDDING = -2  # among stages, of which it comes before the first
 CACHE_SCALE = re.compile(  # the names that tools for quantising give them, as vLLM lists them
     r".*\.((q|k|v|kv|prob|prob_output)_(scale|zero_point)|(q|k|v|qkv)_proj\.output_scale|kv_cache_scaling_factor)"
 )
@@ -47,8 +47,8 @@ class FusedMatrix(NamedTuple):
     has_bias: bool
     is_quantised: bool
 
-    def boundary(self, layer: int) -> int:
-        """The boundary that uses the matrix of a layer."""
+    def stage(self, layer: int) -> int:
+        """The stage that uses the matrix of a layer."""
         return layer - 1 if self.name == "qkv" else layer
 
 
@@ -150,7 +150,7 @@ class LlamaWeights:
     ) -> LlamaWeights:
         """Allocate without filling; not the layers' matrices of a quantised model.
 
-        ``on_host``: boundaries whose linears are in host memory, and what allocates it; see :class:`FusedMatrix`. At
+        ``on_host``: stages whose linears are in host memory, and what allocates it; see :class:`FusedMatrix`. At
         :data:`EMBEDDING` what allocates the embedding, unless the vocabulary's matrix is tied to it.
         """
         new = partial(torch.empty, device=device, dtype=dtype)
@@ -171,7 +171,7 @@ class LlamaWeights:
                 layer.sinks = new((config.num_heads,), dtype=torch.float32)
             layers.append(layer)
             for matrix in fused_matrices(config):
-                allocate, rows = on_host.get(matrix.boundary(index), new), sum(matrix.out_features)
+                allocate, rows = on_host.get(matrix.stage(index), new), sum(matrix.out_features)
                 if not matrix.is_quantised:
                     setattr(layer, matrix.name, allocate((rows, matrix.in_features), dtype=dtype))
                 if matrix.has_bias:
@@ -179,14 +179,14 @@ class LlamaWeights:
         assert isinstance(embedding, torch.Tensor) and isinstance(lm_head, torch.Tensor)  # never in chunks
         return cls(embedding, lm_head, new(hidden), layers)
 
-    def take_linears(self, boundary: int) -> dict[str, LinearTensors]:
-        """Matrices and biases of a boundary by name, in the order of their use, but for the vocabulary's. The layers
+    def take_linears(self, stage: int) -> dict[str, LinearTensors]:
+        """Matrices and biases of a stage by name, in the order of their use, but for the vocabulary's. The layers
         let them go."""
         taken = {}
-        if boundary >= 0:
-            taken = {name: self.layers[boundary].take(name) for name in ("o", "gate_up", "down")}
-        if boundary + 1 < len(self.layers):
-            taken["qkv"] = self.layers[boundary + 1].take("qkv")
+        if stage >= 0:
+            taken = {name: self.layers[stage].take(name) for name in ("o", "gate_up", "down")}
+        if stage + 1 < len(self.layers):
+            taken["qkv"] = self.layers[stage + 1].take("qkv")
         return taken
 
     def by_checkpoint_name(self, config: ModelConfig) -> dict[str, torch.Tensor | PackedTensor]:
@@ -242,7 +242,7 @@ class LlamaWeights:
         for index, layer in enumerate(self.layers):
             for matrix in filter(lambda matrix: matrix.is_quantised, fused_matrices(config)):
                 modules = [f"model.layers.{index}.{matrix.block}.{module}" for module in matrix.modules]
-                allocate = on_host.get(matrix.boundary(index))
+                allocate = on_host.get(matrix.stage(index))
                 target = FusedTarget(
                     dict(zip(modules, matrix.out_features, strict=True)),
                     matrix.in_features,

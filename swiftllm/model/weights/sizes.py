@@ -1,4 +1,4 @@
-"""Bytes of a model's weights, before any is read: all, those of each boundary, and all in 4 bits."""
+"""Bytes of a model's weights, before any is read: all, those of each stage, and all in 4 bits."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
     return total + orders + sum(matrix.nbytes for matrix in packed)
 
 
-def boundary_bytes(model: ModelConfig, dtype: torch.dtype) -> list[int]:
-    """Bytes of what may be elsewhere than on the device, for each boundary from -1 on; see :func:`weight_bytes`."""
+def stage_bytes(model: ModelConfig, dtype: torch.dtype) -> list[int]:
+    """Bytes of what may be elsewhere than on the device, for each stage from -1 on; see :func:`weight_bytes`."""
     weights = LlamaWeights.empty(model, "meta", dtype)
     if model.quantisation is not None:
         weights.empty_quantised(model, "meta", torch.float16)
-    return [packed_bytes(weights.take_linears(boundary)) for boundary in range(-1, model.num_layers)]
+    return [packed_bytes(weights.take_linears(stage)) for stage in range(-1, model.num_layers)]
 
 
 def embedding_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
@@ -66,5 +66,5 @@ class WeightSizes:
         four_bit = None
         if model.quantisation is None and scheme is not None:
             four_bit = weight_bytes(replace(model, quantisation=scheme), dtype)
-        elsewhere = sum(boundary_bytes(model, dtype)) + embedding_bytes(model, dtype)
+        elsewhere = sum(stage_bytes(model, dtype)) + embedding_bytes(model, dtype)
         return cls(total, total - elsewhere, four_bit)

@@ -264,12 +264,12 @@ class EngineLoop:
     def _break_stall(self, why: str) -> None:
         """Steps return but make no progress: fail the request that appears to block the others."""
         logger.error("%s\n%s", why, dump_state(self.engine))
-        residents = self.engine.residents
+        state = self.engine.state
         plan = self.engine.last_iteration[0] if self.engine.last_iteration else IterationPlan()
         stuck = [request for request in plan.requests() if not request.is_finished]
         if len(stuck) != 1:
-            unfinished = [request for request in residents.requests.values() if not request.is_finished]
-            stuck = residents.waiting[:1] or sorted(unfinished, key=arrival_order)[:1]
+            unfinished = [request for request in state.requests.values() if not request.is_finished]
+            stuck = state.waiting[:1] or sorted(unfinished, key=arrival_order)[:1]
         if stuck:
             self.open_requests.abort_requests([stuck[0].request_id])
             self._fail_one(stuck[0], "stalled", f"the engine could not go on with this request: {why}")

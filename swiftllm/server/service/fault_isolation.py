@@ -135,13 +135,13 @@ class FaultIsolation:
             if trial.requests:  # else all of them have been aborted
                 self._trial = trial
         released = list(self.held.values())
-        residents = self._engine.residents
-        residents.confined_to = None
+        state = self._engine.state
+        state.confined_to = None
         if self._trial is not None:
             released = self._trial.requests
             self._trial.wanted_tokens = {request: request.output_len + TRIAL_TOKENS for request in released}
-            if self._trial.tier is Tier.CPU and Tier.CPU in residents.rules.tiers:
-                residents.confined_to = Tier.CPU
+            if self._trial.tier is Tier.CPU and Tier.CPU in state.rules.tiers:
+                state.confined_to = Tier.CPU
         for request in released:
             self.release_request(request.request_id)
 

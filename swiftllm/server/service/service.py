@@ -64,7 +64,7 @@ class EngineService:
         self.limits = limits
         self._clock = clock
         self._recorder = recorder
-        self._histograms = EngineHistograms(engine.residents.limits.max_model_len, engine.policy.slo)
+        self._histograms = EngineHistograms(engine.state.limits.max_model_len, engine.scheduler.slo)
         self._loop = EngineLoop(engine, clock, limits.stall_timeout_s)
         self._loop.observers += [self._histograms, *([] if recorder is None else [recorder])]
         self._open_requests = self._loop.open_requests
@@ -89,11 +89,11 @@ class EngineService:
             engine.describe(),
             self.limits,
             engine.admission,
-            engine.residents.limits.max_num_seqs,
+            engine.state.limits.max_num_seqs,
             sorted(engine.eos_token_ids),
             None if tokenizer is None else tokenizer.folder,
             engine.kv.names is not None,
-            engine.policy.slo,
+            engine.scheduler.slo,
             self._recorder is not None,
         )
 
@@ -176,7 +176,7 @@ class EngineService:
 
     def _entry(self, submitted: Submitted, prompts: Sequence[array], shared: SamplingParams) -> OpenRequest:
         engine, request_id = self.engine, submitted.request_id
-        if request_id in engine.residents.requests:  # aborted, but CPU attention still uses its blocks
+        if request_id in engine.state.requests:  # aborted, but CPU attention still uses its blocks
             request_id = f"{request_id} ({submitted.number})"
         changes = submitted.changes
         if changes.keys() <= OWN:

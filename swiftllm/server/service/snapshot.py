@@ -74,27 +74,27 @@ class Snapshot(Counts):
     host_deaths: int = 0
     recomputed_after_host_deaths: int = 0
 
-    lane_busy_s: float = 0.0
+    gpu_batch_busy_s: float = 0.0
     cpu_busy_s: float = 0.0
     duration_s: float = 0.0
     """Time of all iterations together."""
     predicted_s: float = 0.0
     strategy_iterations: Mapping[str, int] = field(default_factory=dict)
     prediction_factors: Mapping[str, float] = field(default_factory=dict)
-    """By operation, see :attr:`swiftllm.scheduling.policy.Policy.prediction_factors`."""
+    """By operation, see :attr:`swiftllm.scheduling.scheduler.Scheduler.prediction_factors`."""
 
 
 def take_snapshot(engine: Engine, held: Collection[Request], step_failures: int) -> Snapshot:
     """Reads the engine, so only on its thread. ``held`` requests wait outside the engine."""
-    residents, pools = engine.residents, engine.kv.allocators
+    state, pools = engine.state, engine.kv.allocators
     counters = dict(vars(engine.stats()))
     del counters["best_effort_output_tokens"]  # it is among the classes
     return Snapshot(
         time_s=engine.now(),
-        waiting=len(residents.waiting) + len(held),
+        waiting=len(state.waiting) + len(held),
         held=len(held),
-        running_gpu=len(residents.running[Tier.GPU]),
-        running_cpu=len(residents.running[Tier.CPU]),
+        running_gpu=len(state.running[Tier.GPU]),
+        running_cpu=len(state.running[Tier.CPU]),
         classes=count_classes(engine, held) if engine.has_best_effort else {},
         gpu_blocks_used=pools[Tier.GPU].num_used,
         gpu_blocks_total=pools[Tier.GPU].num_blocks,
@@ -106,22 +106,22 @@ def take_snapshot(engine: Engine, held: Collection[Request], step_failures: int)
         prefix_hits=dict(counters.pop("prefix_hits")),
         step_failures=step_failures,
         strategy_iterations=dict(counters.pop("strategy_iterations")),
-        prediction_factors=engine.policy.prediction_factors,
+        prediction_factors=engine.scheduler.prediction_factors,
         **counters,
     )
 
 
 def count_classes(engine: Engine, held: Collection[Request]) -> dict[str, Counts]:
     """The requests and tokens of each class, by its name."""
-    residents, stats = engine.residents, engine.stats()
+    state, stats = engine.state, engine.stats()
     tokens = {ServiceClass.BEST_EFFORT: stats.best_effort_output_tokens}
     tokens[ServiceClass.LATENCY_SENSITIVE] = stats.output_tokens - stats.best_effort_output_tokens
     return {
         service_class.value: Counts(
-            waiting=residents.waiting.num_of_class(service_class)
+            waiting=state.waiting.num_of_class(service_class)
             + sum(request.service_class is service_class for request in held),
-            running_gpu=residents.running[Tier.GPU].num_of_class(service_class),
-            running_cpu=residents.running[Tier.CPU].num_of_class(service_class),
+            running_gpu=state.running[Tier.GPU].num_of_class(service_class),
+            running_cpu=state.running[Tier.CPU].num_of_class(service_class),
             output_tokens=tokens[service_class],
         )
         for service_class in ServiceClass

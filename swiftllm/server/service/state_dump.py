@@ -14,7 +14,7 @@ MAX_REQUESTS = 50
 
 
 def dump_state(engine: Engine) -> str:
-    """Queues, cohorts and the stack of every thread. From any thread; never raises."""
+    """Queues, CPU batches and the stack of every thread. From any thread; never raises."""
     try:
         return "\n".join([*_engine_lines(engine), *_thread_lines()])
     except Exception as error:  # the engine's thread may be changing what is read here
@@ -22,15 +22,17 @@ def dump_state(engine: Engine) -> str:
 
 
 def _engine_lines(engine: Engine) -> Iterator[str]:
-    yield f"engine: {engine.state()}"
-    residents = engine.residents
-    yield f"waiting: {_requests(residents.waiting)}"
-    for tier, queue in residents.running.items():
+    yield f"engine: {engine.status()}"
+    state = engine.state
+    yield f"waiting: {_requests(state.waiting)}"
+    for tier, queue in state.running.items():
         yield f"running in the {tier.value.upper()} tier: {_requests(queue)}"
-    yield f"leaving: {_requests([request for request in residents.requests.values() if request.is_finished])}"
-    for cohort in engine.executor.cohorts:
-        ticket = "no" if cohort.ticket is None else "a finished" if cohort.ticket.ready() else "an unfinished"
-        yield f"cohort before boundary {cohort.boundary} with {ticket} ticket: {', '.join(cohort.request_ids)}"
+    yield f"leaving: {_requests([request for request in state.requests.values() if request.is_finished])}"
+    for cpu_batch in engine.executor.cpu_batches:
+        future = cpu_batch.future
+        attention = "no" if future is None else "finished" if future.ready() else "unfinished"
+        members = ", ".join(cpu_batch.request_ids)
+        yield f"CPU batch before stage {cpu_batch.stage}, {attention} attention: {members}"
     yield f"at work: {_requests(engine.at_work())}"
 
 

@@ -79,7 +79,7 @@ def help_of(capsys, *command: str) -> str:
 def fails(capsys, *arguments: str) -> str:
     """The one line a command ends with."""
     assert main(arguments) == 2
-    told = ("profiling", "GPU tier", "CPU tier", "Lane", "CPU attention")
+    told = ("profiling", "GPU tier", "CPU tier", "GPU batch", "CPU attention")
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(told)]
     assert len(lines) == 1 and lines[0].startswith("apex: ")
     return lines[0]
@@ -143,7 +143,7 @@ def test_unknown_flag_names_the_nearest(capsys, wide_help):
         (["generate", "MODEL", "hi", "--top-p", "3"], "top_p=3.0 must be in (0, 1]"),
         (["generate", "MODEL", "hi", "--cpu-kernel", "magic"], "magic"),
         (["generate", "MODEL", "hi", "--system", "swiftllm", "--num-gpu-blocks", "99999999999"], "memory"),
-        (["generate", "MODEL", "hi", "--system", "swiftllm", "--max-cohorts", "3"], "the strategy flags"),
+        (["generate", "MODEL", "hi", "--system", "swiftllm", "--max-cpu-batches", "3"], "the strategy flags"),
         (["generate", "MODEL", "hi", "--max-tokens", "9999", "--system", "swiftllm"], "max_model_len=512"),
         (["generate", "MODEL", "hi", "--profile", "/nowhere.json", *SMALL], "run `apex profile` first"),
         (["generate", "MODEL", "\udcff\udcfe"], "is not UTF-8"),
@@ -207,7 +207,7 @@ def test_interrupt_ends_quietly(capsys, model, monkeypatch):
     monkeypatch.setattr(Engine, "step", interrupted)
     assert main(["generate", model, "hi", "--system", "swiftllm", *SMALL]) == 130
     *start, end = capsys.readouterr().err.splitlines()
-    assert [line.partition(":")[0] for line in start] == ["GPU tier", "CPU tier", "Lane", "CPU attention"]
+    assert [line.partition(":")[0] for line in start] == ["GPU tier", "CPU tier", "GPU batch", "CPU attention"]
     assert end == "apex: interrupted"
 
 
@@ -268,7 +268,7 @@ def test_bench_measures_each_system(capsys, model, tmp_path, monkeypatch):
     assert main(["bench", model, "--system", "swiftllm", "apex", *sizes, *SMALL, *files]) == 0
     out, err = capsys.readouterr()
     assert "5 requests of 40 in / 6 out" in out and "8 GPU blocks (2 requests)" in out
-    assert err.count("Lane: 1 thread (") == 2  # as large in both systems
+    assert err.count("GPU batch: 1 thread (") == 2  # as large in both systems
     (folder,) = results.glob("bench/latest")
     kept = json.loads((folder / "summary.json").read_text())
     assert [record["ttft_s_p99"] > 0 and record["strategy_mix"] != "" for record in kept] == [True, True]
@@ -277,12 +277,12 @@ def test_bench_measures_each_system(capsys, model, tmp_path, monkeypatch):
     assert [len(json.loads(line)["token_times_s"]) for line in lines] == [6] * 5 and str(folder.resolve()) in out
     records = json.loads(path.read_text())
     assert [record["system"] for record in records] == ["swiftllm", "apex"]
-    assert records[0]["lane_factor"] is None and 1 / 3 <= records[1]["lane_factor"] <= 3
+    assert records[0]["gpu_batch_factor"] is None and 1 / 3 <= records[1]["gpu_batch_factor"] <= 3
     for record in records:
         assert record["completed"] == 5 and record["backend"] == "torch-cpu" and record["gpu"] is None
         assert record["output_tokens_per_s"] * record["makespan_s"] == pytest.approx(30)
         assert record["makespan_s"] <= record["wall_s"] < 1.1 * record["makespan_s"] + 0.1
-        assert 0 < record["lane_busy_fraction"] <= 1 and 0 <= record["cpu_busy_fraction"] <= 1
+        assert 0 < record["gpu_batch_busy_fraction"] <= 1 and 0 <= record["cpu_busy_fraction"] <= 1
         assert record["per_token_latency_s_mean"] <= record["wall_s"] / 6
     assert records[0]["strategy_mix"] == "gpu-only 100%" and records[0]["predicted_over_actual"] is None
     assert records[1]["predicted_over_actual"] > 0
@@ -311,14 +311,15 @@ def test_bench_takes_prompts_from_a_text(capsys, model, tmp_path):
 
 
 def test_bench_says_which_predictions_were_corrected():
-    held = {"system": "apex", "lane_factor": 1.0, "cpu_attention_factor": 1.0}
+    held = {"system": "apex", "gpu_batch_factor": 1.0, "cpu_attention_factor": 1.0}
     assert correction_line(held) == correction_line(dict.fromkeys(held)) == ""
     line = correction_line(held | {"cpu_attention_factor": 1.257})
-    assert line == "apex: times of the profile corrected, lane x 1.00, cpu attention x 1.26"
+    assert line == "apex: times of the profile corrected, GPU batch x 1.00, CPU attention x 1.26"
 
 
 def test_bench_ratios_are_to_the_first_system():
-    record = {"per_token_latency_s_mean": 0.1, "lane_busy_fraction": 1.0, "cpu_busy_fraction": 0.0, "preemptions": 0,
+    record = {"per_token_latency_s_mean": 0.1, "gpu_batch_busy_fraction": 1.0,
+        "cpu_busy_fraction": 0.0, "preemptions": 0,
               "predicted_over_actual": None, "strategy_mix": "-"}  # fmt: skip
     table = figures_table(
         [

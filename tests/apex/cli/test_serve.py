@@ -84,7 +84,7 @@ def test_it_serves_until_it_is_told_to_stop(tmp_path):
     options = tmp_path / "serve.yaml"
     options.write_text(
         f"model: {model}\nserved-model-name: tiny\nnum-gpu-blocks: 8\nnum-cpu-blocks: 16\ndtype: float32\n"
-        "lane-threads: 1\n"
+        "gpu-batch-threads: 1\n"
     )
     flags = ["--config", str(options), "--port", "0", "--max-num-batched-tokens", "32"]
     process = subprocess.Popen(

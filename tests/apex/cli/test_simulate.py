@@ -41,7 +41,7 @@ def test_table_and_figures(capsys, tmp_path):
     for record in records:
         assert record["backend"] == "simulated" and record["completed"] == 12
         assert record["output_tokens_per_s"] * record["makespan_s"] == pytest.approx(12 * 20)
-        assert 0 < record["lane_busy_fraction"] <= 1 and 0 <= record["cpu_busy_fraction"] <= 1
+        assert 0 < record["gpu_batch_busy_fraction"] <= 1 and 0 <= record["cpu_busy_fraction"] <= 1
     # Memory is what is short: the CPU must help.
     assert records[1]["output_tokens_per_s"] > records[0]["output_tokens_per_s"]
     assert records[0]["cpu_busy_fraction"] == 0 < records[1]["cpu_busy_fraction"]
@@ -69,7 +69,7 @@ def test_requests_come_at_their_rate(tmp_path):
     (at_once,) = simulate(tmp_path, "--system", "swiftllm")
     (slowly,) = simulate(tmp_path, "--system", "swiftllm", "--request-rate", "0.5")
     assert slowly["wall_s"] > 2 * at_once["wall_s"]
-    assert slowly["lane_busy_fraction"] < 0.8  # idle while nobody asks
+    assert slowly["gpu_batch_busy_fraction"] < 0.8  # idle while nobody asks
     assert slowly["per_token_latency_s_mean"] < at_once["per_token_latency_s_mean"]
     arrivals = Simulate(request_rate=4.0, num_requests=2000).arrivals_s()
     assert arrivals == sorted(arrivals) and arrivals[-1] == pytest.approx(500, rel=0.1)
@@ -161,7 +161,7 @@ def test_timelines_of_several_systems_go_to_a_folder(capsys, tmp_path):
         (["--request-rate", "0"], ["request_rate=0.0 must be a positive number"]),
         (["--input-len", "200000"], ["max_model_len"]),
         (["--system", "neo", "--strategy", "asynchronous-overlap"], ["--system apex"]),
-        (["--system", "swiftllm", "--max-cohorts", "3"], ["the strategy flags"]),
+        (["--system", "swiftllm", "--max-cpu-batches", "3"], ["the strategy flags"]),
         (["--system"], ["--system needs the name of at least one"]),
         (["--link", "pcie-4"], ["--link means nothing without --tensor-parallel"]),
         (["--network-gbps", "10"], ["--network-gbps means nothing without --cpu-hosts"]),
@@ -214,7 +214,7 @@ def test_years_between_arrivals_take_no_time(tmp_path):
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_a_lane_of_few_tokens(tmp_path, most):
+def test_a_gpu_batch_of_few_tokens(tmp_path, most):
     sizes = ("--max-num-batched-tokens", str(most), "--num-requests", "2", "--input-len", "5", "--output-len", "2")
     assert all(record["completed"] == 2 for record in simulate(tmp_path, *sizes))
 

@@ -1,4 +1,4 @@
-"""Dividing the cores between a lane on the CPU and CPU attention: what is measured, and what is made of it."""
+"""Dividing the cores between a GPU batch on the CPU and CPU attention: what is measured, and what is made of it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_load_fills_the_tiers(gpu, cpu, max_num_seqs, max_model_len, expecte
 )
 def test_both_loads_count_alike(all_cores, half, expected):
     chosen = fastest([ALL, HALF], [all_cores, half])
-    assert (chosen.lane_threads, chosen.cpu_threads) == (expected.lane_threads, expected.cpu_threads)
+    assert (chosen.gpu_batch_threads, chosen.cpu_threads) == (expected.gpu_batch_threads, expected.cpu_threads)
 
 
 def test_the_choice_is_explained():
@@ -90,7 +90,7 @@ class MadeUpBench:
             runs[self.division] = runs.get(self.division, 0) + 1
             if runs[self.division] == 1:
                 return self.warm_up_s
-            return (on_gpu + 2 * on_cpu) / self.division.lane_threads
+            return (on_gpu + 2 * on_cpu) / self.division.gpu_batch_threads
 
         return sample
 
@@ -149,34 +149,34 @@ def test_the_choice_is_measured_once_and_told(model_dir, two_cores, tmp_path, mo
     keep_rates(path, 1.0, 2.0)
     with closing(build_system("apex", config(model_dir))) as engine:
         told = engine.describe()
-    assert (told["lane_threads"], told["cpu_threads"]) == (1, 1)
-    assert told["lane"].startswith("1 thread (measured: GPU tier full 2 tokens/s")
+    assert (told["gpu_batch_threads"], told["cpu_threads"]) == (1, 1)
+    assert told["gpu_batch"].startswith("1 thread (measured: GPU tier full 2 tokens/s")
     keep_rates(path, 2.0, 1.0)
     made_up = kept_rates(tmp_path)
     with closing(open_backend(config(model_dir))) as backend:
-        assert (backend.cores.lane_threads, backend.cores.cpu_threads) == (2, 2)
+        assert (backend.cores.gpu_batch_threads, backend.cores.cpu_threads) == (2, 2)
     assert kept_rates(tmp_path) == made_up
     open_backend(config(model_dir), measure_again=True).close()
     assert kept_rates(tmp_path).keys() == made_up.keys() and kept_rates(tmp_path) != made_up
     open_backend(config(model_dir, num_gpu_blocks=13, max_num_seqs=7)).close()
     assert len(kept_rates(tmp_path)) == 2
-    with closing(open_backend(config(model_dir, lane_threads=1))) as backend:
+    with closing(open_backend(config(model_dir, gpu_batch_threads=1))) as backend:
         assert backend.cores.reason == "as asked for"
     with closing(build_system("swiftllm", config(model_dir))) as engine:
-        assert engine.describe()["lane"] == "2 threads (one for every core)"
+        assert engine.describe()["gpu_batch"] == "2 threads (one for every core)"
 
 
 @pytest.mark.parametrize(("on_gpu", "on_cpu"), [(3, 4), (0, 5), (2, 0), (2, 1)])
 def test_an_iteration_decodes_every_request(model_dir, monkeypatch, on_gpu, on_cpu):
     with closing(open_backend(config(model_dir))) as backend:
-        bench, boundary, tokens = make_workbench(config(model_dir), backend), backend.boundary, []
+        bench, stage, tokens = make_workbench(config(model_dir), backend), backend.run_stage, []
 
         def noted(layer, batches):
-            given = boundary(layer, batches)
+            given = stage(layer, batches)
             tokens.extend(given)
             return given
 
-        monkeypatch.setattr(backend, "boundary", noted)
+        monkeypatch.setattr(backend, "run_stage", noted)
         with bench.in_use():
             sample = bench.decodes(on_gpu, on_cpu, 20)
             for _ in range(2):
@@ -207,9 +207,9 @@ def test_beside_a_gpu_the_threads_of_cpu_attention_are_measured_once_and_told(mo
         assert len(rates) == 3 and all(rate["both_tiers"] > 0.0 for rate in rates)
         keep_rates(path, 1.0, 2.0, 1.5)
         with closing(open_backend(options)) as backend:
-            assert (backend.cores.lane_threads, backend.cores.cpu_threads) == (1, 1)
+            assert (backend.cores.gpu_batch_threads, backend.cores.cpu_threads) == (1, 1)
         told = "1 thread (a GPU computes it; CPU attention has 1 thread, measured: GPU tier full 2 tokens/s"
-        assert backend.cores.describe_lane().startswith(told)
+        assert backend.cores.gpu_batch_input().startswith(told)
         with closing(open_backend(replace(options, cpu_threads=2))) as backend:
             assert backend.cores.reason == "a GPU computes it"
         with closing(open_backend(replace(options, num_cpu_blocks=0))) as backend:

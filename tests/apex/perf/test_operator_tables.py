@@ -8,10 +8,10 @@ from itertools import product
 
 import pytest
 
-from apex.perf.lane_load import LaneLoad
+from apex.perf.gpu_batch_load import GpuBatchLoad
 from apex.perf.model import FREE, Curve, PerfModel, ProfileTable, Surface
 from apex.perf.operator_tables import OperatorModel, OperatorTable, TimeGrid, UnequalContexts, model_of
-from swiftllm.core.plan import LaneItem
+from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import Request, SamplingParams, Tier
 
 
@@ -59,18 +59,18 @@ def test_a_grid_interpolates_in_each_size_and_beyond() -> None:
 def test_chunks_and_decodes_together_take_the_measured_time_of_both() -> None:
     model = model_of(TABLE, 4)
     assert isinstance(model, OperatorModel)
-    assert model.lane_attention_s(10, 5000, ()) == pytest.approx(decode_s(10, 500))
-    assert model.lane_attention_s(0, 0, ((50, 200),)) == pytest.approx(prefill_s(50, 200))
+    assert model.gpu_batch_attention_s(10, 5000, ()) == pytest.approx(decode_s(10, 500))
+    assert model.gpu_batch_attention_s(0, 0, ((50, 200),)) == pytest.approx(prefill_s(50, 200))
     together = prefill_s(50, 200) + 2 * decode_s(10, 500)
-    assert model.lane_attention_s(10, 5000, ((50, 200),)) == pytest.approx(together)
+    assert model.gpu_batch_attention_s(10, 5000, ((50, 200),)) == pytest.approx(together)
     apart = model_of(replace(TABLE, mixed_attention=None), 4)
-    assert apart.lane_attention_s(10, 5000, ((50, 200),)) == pytest.approx(prefill_s(50, 200) + decode_s(10, 500))
+    assert apart.gpu_batch_attention_s(10, 5000, ((50, 200),)) == pytest.approx(prefill_s(50, 200) + decode_s(10, 500))
 
 
 def test_several_chunks_take_their_own_times_and_slow_decodes_down_as_one() -> None:
     model = model_of(TABLE, 4)
     alone = prefill_s(20, 100) + prefill_s(30, 0)
-    assert model.lane_attention_s(10, 5000, ((20, 100), (30, 0))) == pytest.approx(alone + 2 * decode_s(10, 500))
+    assert model.gpu_batch_attention_s(10, 5000, ((20, 100), (30, 0))) == pytest.approx(alone + 2 * decode_s(10, 500))
 
 
 UNEQUAL = UnequalContexts({1: 0.4, 16: 0.2}, {1: 0.8, 16: 0.4})
@@ -79,11 +79,11 @@ UNEQUAL = UnequalContexts({1: 0.4, 16: 0.2}, {1: 0.8, 16: 0.4})
 def test_unequal_contexts_lie_between_their_mean_and_the_longest() -> None:
     model = model_of(replace(TABLE, unequal=UNEQUAL), 4)
     mean, longest = decode_s(4, 500), decode_s(4, 900)
-    assert model.lane_attention_s(4, 2000, (), 900) == pytest.approx(mean + 0.3 * (longest - mean))
-    assert model.lane_attention_s(4, 2000, (), 500) == pytest.approx(mean)
+    assert model.gpu_batch_attention_s(4, 2000, (), 900) == pytest.approx(mean + 0.3 * (longest - mean))
+    assert model.gpu_batch_attention_s(4, 2000, (), 500) == pytest.approx(mean)
     chunk = prefill_s(50, 200)
     expected = chunk + 2 * (mean + 0.6 * (longest - mean))
-    assert model.lane_attention_s(4, 2000, ((50, 200),), 900) == pytest.approx(expected)
+    assert model.gpu_batch_attention_s(4, 2000, ((50, 200),), 900) == pytest.approx(expected)
 
 
 def test_shares_are_interpolated_in_the_logarithm_of_the_decodes() -> None:
@@ -92,18 +92,18 @@ def test_shares_are_interpolated_in_the_logarithm_of_the_decodes() -> None:
     assert UNEQUAL.share(4, beside_chunks=True) == pytest.approx(0.6)
 
 
-def test_a_lane_knows_its_longest_context() -> None:
+def test_a_gpu_batch_knows_its_longest_context() -> None:
     requests = [Request(str(n), (1,) * n, SamplingParams(max_tokens=9)) for n in (5, 9, 7)]
-    load = LaneLoad.from_items([LaneItem(r, r.num_tokens - 1, 1, Tier.GPU, False) for r in requests])
+    load = GpuBatchLoad.from_items([GpuBatchItem(r, r.num_tokens - 1, 1, Tier.GPU, False) for r in requests])
     assert (load.decode_context, load.longest_context) == (21, 9)
 
 
 def test_all_tokens_pass_embedding_and_norm() -> None:
     model = model_of(TABLE, 4)
     plain = PerfModel(TABLE, 4)
-    assert model.first_boundary_s(2) == pytest.approx(plain.first_boundary_s(2) + 6e-6)
-    assert model.last_boundary_s(1) == plain.last_boundary_s(1)
-    assert model.last_boundary_s(1, crossing=2) == pytest.approx(0.5 * 2e-4 + 1e-5)
+    assert model.first_stage_s(2) == pytest.approx(plain.first_stage_s(2) + 6e-6)
+    assert model.last_stage_s(1) == plain.last_stage_s(1)
+    assert model.last_stage_s(1, sampled=2) == pytest.approx(0.5 * 2e-4 + 1e-5)
 
 
 def test_other_tables_keep_the_plain_predictions() -> None:

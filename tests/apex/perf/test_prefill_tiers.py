@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 
 from apex.perf import profiler
-from apex.perf.lane_load import LaneLoad
+from apex.perf.gpu_batch_load import GpuBatchLoad
 from apex.perf.model import Curve, PerfModel, ProfileMismatch, ProfileTable, Surface
 from apex.perf.online.correction import scaled_table
-from apex.perf.online.iteration_times import lane_span
+from apex.perf.online.iteration_times import gpu_batch_span
 from apex.perf.profile_cache import make_workbench
 from apex.perf.profiler import SizeGrid, measure_seconds, table_from_seconds
 from apex.perf.workbench import Workbench
-from apex.schedulers.hybrid import lane_s
+from apex.schedulers.hybrid import gpu_batch_s
 from apex.schedulers.omniserve.times import PromptLeft, with_prompts
 from apex.simulator.virtual.backend import SimulatedBackend
 from swiftllm.config import EngineConfig
-from swiftllm.core.plan import IterationPlan, LaneItem
+from swiftllm.core.plan import GpuBatchItem, IterationPlan
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.runtime.kv_transfers import KVTransfers
 from swiftllm.runtime.torch_backend import open_torch_backend
@@ -36,7 +36,7 @@ from tests.reference.tiny_model import make_tiny_llama
 LAYERS = 4
 SMALL = SizeGrid(
     linear_tokens=(1, 4), sampled_rows=(1, 2), swapped_blocks=(1, 2), prefill_tokens=(1, 8, 24),
-    prefill_cached=(0, 1, 40), decode_requests=(1, 2), decode_contexts=(4, 40), prefill_lanes=(2,),
+    prefill_cached=(0, 1, 40), decode_requests=(1, 2), decode_contexts=(4, 40), prefill_chunks_counts=(2,),
     iteration_requests=(1, 2),
 )  # fmt: skip
 ALONE_S, COPY_S = 1.0, 0.25  # whose sums are exact
@@ -91,7 +91,7 @@ def test_the_profile_has_prefills_of_both_tiers_whichever_is_larger(
     for curve in table.prefill_attention_cpu_tier.curves:
         stored_s, *loaded_s = curve.seconds
         assert stored_s == ALONE_S + COPY_S and set(loaded_s) == {ALONE_S + 2 * COPY_S}
-    assert table.prefill_shared_s == pytest.approx(ALONE_S)  # a lane of two chunks is timed in the GPU tier
+    assert table.prefill_shared_s == pytest.approx(ALONE_S)  # a GPU batch of two chunks is timed in the GPU tier
 
 
 @pytest.mark.parametrize(
@@ -118,9 +118,9 @@ TABLE = replace(
 MODEL = PerfModel(TABLE, LAYERS)
 
 
-def prefill(name: str, new: int, cached: int, tier: Tier) -> LaneItem:
+def prefill(name: str, new: int, cached: int, tier: Tier) -> GpuBatchItem:
     request = Request(name, (5,) * (cached + new), SamplingParams(), frozenset(), 0.0, 0)
-    return LaneItem(request, cached, new, tier, is_prefill=True)
+    return GpuBatchItem(request, cached, new, tier, is_prefill=True)
 
 
 def test_chunks_of_each_tier_are_predicted_by_its_times_and_are_a_launch_of_their_own() -> None:
@@ -140,10 +140,10 @@ def test_without_times_of_the_cpu_tier_all_chunks_count_alike() -> None:
     assert model.prefill_attention_s(chunks, chunks) == model.prefill_attention_s(chunks)
 
 
-def test_a_lane_knows_the_tier_of_its_chunks() -> None:
+def test_a_gpu_batch_knows_the_tier_of_its_chunks() -> None:
     items = [prefill("a", 100, 0, Tier.GPU), prefill("b", 100, 0, Tier.CPU), prefill("c", 50, 20, Tier.CPU)]
-    load = LaneLoad.from_items(items)
-    assert load == LaneLoad.from_draft(IterationPlan(prefills=tuple(items)))
+    load = GpuBatchLoad.from_items(items)
+    assert load == GpuBatchLoad.from_builder(IterationPlan(prefills=tuple(items)))
     assert load.chunks == ((100, 0), (100, 0), (50, 20)) and load.cpu_tier_chunks == ((100, 0), (50, 20))
     attention_s = 100e-6 + (300e-6 + 150e-6 + 100e-6 - 1e-5)
     assert load.prefill_attention_s(MODEL) == pytest.approx(attention_s)
@@ -151,12 +151,12 @@ def test_a_lane_knows_the_tier_of_its_chunks() -> None:
     for item, left in zip(items, (((100, 0), (50, 20)), ((50, 20),), ((100, 0),)), strict=True):
         assert load.without(item).cpu_tier_chunks == left
         assert len(load.without(item).chunks) == 2
-    saved_s = lane_s(MODEL, load) - lane_s(MODEL, load.without(items[1]))
-    assert saved_s > lane_s(MODEL, load) - lane_s(MODEL, load.without(items[0]))
+    saved_s = gpu_batch_s(MODEL, load) - gpu_batch_s(MODEL, load.without(items[1]))
+    assert saved_s > gpu_batch_s(MODEL, load) - gpu_batch_s(MODEL, load.without(items[0]))
 
 
 def test_prompts_that_may_go_on_are_predicted_in_their_tier() -> None:
-    empty = LaneLoad(0, 0, 0, 0, ())
+    empty = GpuBatchLoad(0, 0, 0, 0, ())
     load = with_prompts(empty, [PromptLeft(30, 5), PromptLeft(40, 0, Tier.CPU), PromptLeft(9, 0)], 75)
     assert load.chunks == ((30, 5), (40, 0), (5, 0)) and load.cpu_tier_chunks == ((40, 0),)
 
@@ -164,12 +164,12 @@ def test_prompts_that_may_go_on_are_predicted_in_their_tier() -> None:
 @pytest.mark.parametrize("tier", Tier)
 def test_the_online_correction_expects_the_times_of_the_tier(tier: Tier) -> None:
     plan = IterationPlan(prefills=(prefill("a", 100, 50, tier),))
-    span = lane_span(MODEL, plan, ())
-    other = lane_span(PerfModel(replace(TABLE, prefill_attention=by_size(0.0, 0.0)), LAYERS), plan, ())
+    span = gpu_batch_span(MODEL, plan, ())
+    other = gpu_batch_span(PerfModel(replace(TABLE, prefill_attention=by_size(0.0, 0.0)), LAYERS), plan, ())
     expected_s = {Tier.GPU: LAYERS * 100e-6, Tier.CPU: 0.0}[tier]
     assert span.least - other.least == pytest.approx(expected_s)
     scaled = PerfModel(scaled_table(TABLE, 3.0, 1.0), LAYERS)
-    load = LaneLoad.from_draft(plan)
+    load = GpuBatchLoad.from_builder(plan)
     assert load.gpu_attention_s(scaled) == pytest.approx(3 * load.gpu_attention_s(MODEL))
 
 
@@ -178,8 +178,8 @@ def test_a_simulation_counts_the_context_of_the_cpu_tier_once() -> None:
     item = prefill("a", 100, 50, Tier.CPU)
     item.request.cached_tokens = {Tier.CPU: 50}
     for table, counted in ((TABLE, False), (replace(TABLE, prefill_attention_cpu_tier=None), True)):
-        lane = SimulatedBackend(PerfModel(table, LAYERS)).open_lane([item])
-        assert (lane.context_s > 0) == counted
+        gpu_batch = SimulatedBackend(PerfModel(table, LAYERS)).open_gpu_batch([item])
+        assert (gpu_batch.context_s > 0) == counted
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

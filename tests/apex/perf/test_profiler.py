@@ -115,11 +115,11 @@ def test_a_swap_leaves_nothing_for_the_operation_that_is_measured_next(model_dir
             sample = bench.swap(32)
             for _ in range(10):
                 sample()
-                assert not any(worker.tickets for worker in cuda.workers)
+                assert not any(worker.futures for worker in cuda.workers)
 
 
-def test_times_of_streamed_boundaries_leave_out_their_copies() -> None:
-    """A boundary that is not there is crossed before it is timed, and one that is there is crossed once."""
+def test_times_of_streamed_stages_leave_out_their_copies() -> None:
+    """A stage that is not there is run before it is timed, and one that is there is run once."""
     crossed: list[int] = []
 
     class FiveLayers:
@@ -129,13 +129,13 @@ def test_times_of_streamed_boundaries_leave_out_their_copies() -> None:
         device = SimpleNamespace(type="cpu")
         model_config = SimpleNamespace(vocab_size=100)
 
-        def open_lane(self, items):
+        def open_gpu_batch(self, items):
             return items
 
-        def gpu_attention(self, layer, lane):
+        def gpu_attention(self, layer, gpu_batch):
             pass
 
-        def boundary(self, layer, batches):
+        def run_stage(self, layer, batches):
             crossed.append(layer)
 
         def holds_weights(self, layer):
@@ -154,14 +154,14 @@ def test_rows_that_are_timed_differ_so_that_experts_would_too(model_dir: Path, m
     """Equal rows pick equal experts: a model that reads one expert for many rows would look far too fast."""
     options = config(model_dir, 40, 200)
     backend, opened = open_torch_backend(options), []
-    for name in ("open_lane", "open_cohort"):
+    for name in ("open_gpu_batch", "open_cpu_batch"):
         make = getattr(type(backend._builder), name)
         monkeypatch.setattr(
             type(backend._builder), name, lambda self, of, make=make: opened.append(make(self, of)) or opened[-1]
         )
     bench = make_workbench(options, backend)
     with bench.in_use():
-        for operation in (bench.linear(24), bench.last_boundary(24), bench.decodes(8, 16, 5)):
+        for operation in (bench.linear(24), bench.last_stage(24), bench.decodes(8, 16, 5)):
             operation()
     wide = [batch for batch in opened if batch.num_rows >= 8]
     assert len(wide) >= 4
@@ -170,7 +170,7 @@ def test_rows_that_are_timed_differ_so_that_experts_would_too(model_dir: Path, m
     backend.close()
 
 
-def test_rows_of_a_timed_boundary_pick_as_many_experts_as_a_batch_of_decodes(tmp_path: Path, monkeypatch) -> None:
+def test_rows_of_a_timed_stage_pick_as_many_experts_as_a_batch_of_decodes(tmp_path: Path, monkeypatch) -> None:
     """Rows of one prompt would attend to the same tokens, and pick three quarters of them."""
     folder, picked = make_tiny_experts(tmp_path / "model", "Qwen3Moe", num_experts=64), []
     choose = experts.choose_experts
@@ -185,8 +185,8 @@ def test_rows_of_a_timed_boundary_pick_as_many_experts_as_a_batch_of_decodes(tmp
     backend = open_torch_backend(options)
     bench = make_workbench(options, backend)
     with bench.in_use():
-        time_boundary = bench.linear(8)
+        time_stage = bench.linear(8)
         picked.clear()
-        time_boundary()
+        time_stage()
     assert fmean(picked) > 0.8 * touched_experts(8, 64, 3)
     backend.close()

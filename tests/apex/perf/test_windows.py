@@ -38,7 +38,7 @@ PREFILLS = ((3, 1), (3, 12), (8, 100), (3, 300))
 DECODES = ((2, 4), (2, 16), (2, 120), (2, 400))
 SMALL = SizeGrid(
     linear_tokens=(1, 4), sampled_rows=(1, 2), swapped_blocks=(1, 2), prefill_tokens=(1, 3), prefill_cached=(0, 1, 300),
-    decode_requests=(1, 2), decode_contexts=(4, 400), prefill_lanes=(2,), iteration_requests=(1, 2),
+    decode_requests=(1, 2), decode_contexts=(4, 400), prefill_chunks_counts=(2,), iteration_requests=(1, 2),
 )  # fmt: skip
 
 

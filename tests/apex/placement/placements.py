@@ -9,14 +9,14 @@ import pytest
 
 from apex.perf.model import Curve
 from apex.placement import measured
-from apex.placement.timing import BoundaryTimes
+from apex.placement.timing import StageTimes
 from apex.simulator.build import build_simulated
 from apex.simulator.prediction.placed_machine import WeightPlacer
 from apex.simulator.prediction.predicted_machine import predict_machine
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.engine.engine import Engine
-from swiftllm.model.boundaries.placement import Placement
-from swiftllm.model.weights.sizes import boundary_bytes
+from swiftllm.model.stages.placement import Placement
+from swiftllm.model.weights.sizes import stage_bytes
 
 BLOCK = 16
 ITERATIONS = 8
@@ -63,9 +63,9 @@ def decode(system: str, placer: WeightPlacer, placement: Placement, num_gpu: int
     )
     for i in range(num_gpu + num_cpu):
         engine.add(engine.make_request(str(i), (0,) * prompt, SamplingParams(max_tokens=120)))
-    running = engine.residents.running
-    while sum(map(len, running.values())) < num_gpu + num_cpu or engine.residents.prefilling:
-        assert len(engine.residents.requests) == num_gpu + num_cpu, "requests end before all of them decode"
+    running = engine.state.running
+    while sum(map(len, running.values())) < num_gpu + num_cpu or engine.state.prefilling:
+        assert len(engine.state.requests) == num_gpu + num_cpu, "requests end before all of them decode"
         engine.step()
     for _ in range(2):
         engine.step()
@@ -83,12 +83,12 @@ def decode(system: str, placer: WeightPlacer, placement: Placement, num_gpu: int
 
 
 def give_times(monkeypatch: pytest.MonkeyPatch, gpu: float, cpu: float, stream: float, attention: float = 0.0) -> None:
-    """Engines measure these seconds of a boundary in each place, whatever the rows, and of a byte of attention."""
+    """Engines measure these seconds of a stage in each place, whatever the rows, and of a byte of attention."""
 
-    def timed(model, dtype, *_) -> BoundaryTimes:
+    def timed(model, dtype, *_) -> StageTimes:
         curves = [Curve((1, 2), (seconds, seconds)) for seconds in (gpu, cpu)]
-        return BoundaryTimes(max(boundary_bytes(model, dtype)), *curves, stream, read_bytes_per_s=1.0)
+        return StageTimes(max(stage_bytes(model, dtype)), *curves, stream, read_bytes_per_s=1.0)
 
     rate = 1 / attention if attention else float("inf")
-    monkeypatch.setattr(measured, "time_boundary", timed)
+    monkeypatch.setattr(measured, "time_stage", timed)
     monkeypatch.setattr(measured, "attention_bytes_per_s", lambda *_: (rate, rate))

@@ -23,8 +23,8 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.device.cuda import cublas_workspace_bytes
 from swiftllm.machine import GIB
-from swiftllm.model.boundaries.placement import Place, all_resident
 from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.stages.placement import Place, all_resident
 from tests.apex.placement.placements import give_times
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu
@@ -57,11 +57,11 @@ def memory_of(config: EngineConfig, free_bytes: float = 0) -> EngineMemory:
     return EngineMemory(config, ModelConfig.from_folder(config.model), torch.float32, int(free_bytes))
 
 
-def card_bytes(config: EngineConfig, boundaries: float, tokens: float = 0.0, *, embeds: bool = False) -> int:
-    """Of a card with room for so many boundaries beside what stays there, and the KV cache of so many tokens; for the
+def card_bytes(config: EngineConfig, stages: float, tokens: float = 0.0, *, embeds: bool = False) -> int:
+    """Of a card with room for so many stages beside what stays there, and the KV cache of so many tokens; for the
     embedding too if it ``embeds``."""
     empty = memory_of(config)
-    weights = empty.other_bytes + boundaries * max(empty.boundary_bytes) + embeds * empty.embedding_bytes
+    weights = empty.other_bytes + stages * max(empty.stage_bytes) + embeds * empty.embedding_bytes
     free = (weights + tokens * empty.kv_bytes_per_token - empty.usable_bytes) / 0.95 + 2  # the headroom is 5%
     assert memory_of(config, free).usable_bytes == pytest.approx(weights + tokens * empty.kv_bytes_per_token, abs=4)
     return int(free)
@@ -76,7 +76,7 @@ def test_an_engine_on_a_small_card_gives_the_same_tokens(model_dir, system):
         cuda.total_bytes = card_bytes(config, 3.0, tokens=64)
         engine = build_system(system, config, profile=flat_table(cpu_token_s=2e-6))
         assert serve(engine, some_prompts) == expected
-    sizes = memory_of(config).boundary_bytes
+    sizes = memory_of(config).stage_bytes
     placement, words = engine.backend.placement, engine.describe()["weights_placement"]
     assert not placement.is_all_resident and placement.gpu_bytes(sizes) <= 3.0 * max(sizes)
     assert words.startswith(placement.describe()) and "tokens/s predicted" in words and "auto: " in words
@@ -94,7 +94,7 @@ def test_blocks_fill_what_the_weights_leave(model_dir, monkeypatch):
     with fake_gpu(1) as cuda:
         cuda.total_bytes = card_bytes(config, 5.0, tokens=64)
         engine = build_system("swiftllm", config, workload=LONG)
-    sizes = memory_of(config).boundary_bytes
+    sizes = memory_of(config).stage_bytes
     left = 5.0 * max(sizes) + 64 * memory_of(config).kv_bytes_per_token - engine.backend.placement.gpu_bytes(sizes)
     room = engine.backend.num_gpu_blocks * engine.backend.kv_bytes_per_block
     assert 0.7 < room / left < 1.4
@@ -102,7 +102,7 @@ def test_blocks_fill_what_the_weights_leave(model_dir, monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"num_gpu_blocks": 20}])
 def test_all_stay_on_a_card_with_room_for_all_requests_and_nothing_is_measured(model_dir, monkeypatch, options):
-    monkeypatch.setattr(measured, "time_boundary", None)
+    monkeypatch.setattr(measured, "time_stage", None)
     config, load = config_for(model_dir, **options), UniformLoad(8, 39, 15)
     tokens = 80 if options else 8 * 56  # of whole blocks
     with fake_gpu(0) as cuda:
@@ -157,7 +157,7 @@ def test_the_budget_is_the_best_of_all(model_dir, monkeypatch):
     rates = []
     for number in range(LAYERS + 2):
         try:
-            given = costs.other_bytes + number * max(costs.boundary_bytes)
+            given = costs.other_bytes + number * max(costs.stage_bytes)
             rates.append(estimate_budget(costs, given, at_once, **options).tokens_per_s)
         except ValueError:
             continue
@@ -203,7 +203,7 @@ def test_lengths_are_those_of_a_benchmark_or_assumed(model_dir):
 def test_a_model_that_fits_neither_tier_is_refused(model_dir, monkeypatch):
     config = config_for(model_dir)
     empty = memory_of(config)
-    whole = sum(empty.boundary_bytes)
+    whole = sum(empty.stage_bytes)
     give_times(monkeypatch, **FAST_LINK)
     with fake_gpu(0) as cuda:
         cuda.total_bytes = card_bytes(config, 3.0)

@@ -18,9 +18,9 @@ from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.machine import GIB
-from swiftllm.model.boundaries.placement import Place, Placement, all_resident
 from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.weights.sizes import boundary_bytes, embedding_bytes, weight_bytes
+from swiftllm.model.stages.placement import Place, Placement, all_resident
+from swiftllm.model.weights.sizes import embedding_bytes, stage_bytes, weight_bytes
 from swiftllm.systems import systems
 from tests.apex.placement.placements import give_times
 from tests.reference.fake_engine import flat_table
@@ -40,21 +40,21 @@ def model_dir(tmp_path_factory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("tiny"), num_hidden_layers=LAYERS)
 
 
-def config_for(model_dir: Path, boundaries: float, **options) -> EngineConfig:
-    """With GPU memory for so many boundaries beside what stays there."""
+def config_for(model_dir: Path, stages: float, **options) -> EngineConfig:
+    """With GPU memory for so many stages beside what stays there."""
     model = ModelConfig.from_folder(model_dir)
-    sizes = boundary_bytes(model, torch.float32)
+    sizes = stage_bytes(model, torch.float32)
     stays = weight_bytes(model, torch.float32) - sum(sizes) - embedding_bytes(model, torch.float32)
-    num_bytes = stays + boundaries * max(sizes)
+    num_bytes = stays + stages * max(sizes)
     return EngineConfig(str(model_dir), dtype="float32", weights_gpu_memory=num_bytes / GIB, **SIZES, **options)
 
 
 @pytest.mark.parametrize(
-    ("system", "boundaries"),
+    ("system", "stages"),
     [("neo", 0.0), ("apex", 4.0), ("adaptive", 0.0), ("adaptive", 4.0), *((name, 2.5) for name in systems())],
 )
-def test_an_engine_with_less_memory_gives_the_same_tokens(model_dir, system, boundaries):
-    config = config_for(model_dir, boundaries)
+def test_an_engine_with_less_memory_gives_the_same_tokens(model_dir, system, stages):
+    config = config_for(model_dir, stages)
     some_prompts, profile = prompts((7, 19, 3, 22)), flat_table(cpu_token_s=2e-6)
     resident = replace(config, weights_gpu_memory=None)
     expected = serve(build_system("swiftllm", resident), some_prompts)
@@ -64,9 +64,9 @@ def test_an_engine_with_less_memory_gives_the_same_tokens(model_dir, system, bou
         placement, description = engine.backend.placement, engine.describe()
         identity = profile_identity(config, engine.backend)
         assert serve(engine, some_prompts) == expected
-    sizes = boundary_bytes(engine.backend.model_config, torch.float32)
+    sizes = stage_bytes(engine.backend.model_config, torch.float32)
     assert not placement.is_all_resident
-    assert placement.gpu_bytes(sizes) <= boundaries * max(sizes)
+    assert placement.gpu_bytes(sizes) <= stages * max(sizes)
     assert description["weights_placement"].startswith(placement.describe())
     assert "ms an iteration" in description["weights_placement"]
     assert identity["weights_placement"] == " ".join(placement.places)
@@ -83,8 +83,8 @@ def test_the_embedding_leaves_the_gpu_before_other_weights_unless_it_is_tied(mod
     tied_dir = make_tiny_llama(tmp_path, num_hidden_layers=LAYERS, tie_word_embeddings=True)
     with fake_gpu(0):
         plan, fewer, tied = (
-            place_weights(config_for(folder, boundaries))
-            for folder, boundaries in ((model_dir, LAYERS + 0.05), (model_dir, 3.0), (tied_dir, 3.0))
+            place_weights(config_for(folder, stages))
+            for folder, stages in ((model_dir, LAYERS + 0.05), (model_dir, 3.0), (tied_dir, 3.0))
         )
         assert place_weights(config_for(tied_dir, LAYERS + 0.05)) == WeightsPlan()
     assert plan.placement == replace(all_resident(LAYERS), embedding_on_host=True)
@@ -108,7 +108,7 @@ def test_4_bit_weights_take_their_packed_bytes_where_the_cpu_computes(model_dir,
     write_folder(model_dir, tmp_path / "awq", "awq", 32)
     give_times(monkeypatch, gpu=1e-3, cpu=1e-3, stream=100.0)
     config = replace(config_for(tmp_path / "awq", 2.0), max_num_seqs=1)
-    sizes = boundary_bytes(ModelConfig.from_folder(config.model), torch.float32)
+    sizes = stage_bytes(ModelConfig.from_folder(config.model), torch.float32)
     counts = []
     with fake_gpu(0):
         for free_bytes in (8 * sum(sizes), sum(sizes)):
@@ -118,10 +118,10 @@ def test_4_bit_weights_take_their_packed_bytes_where_the_cpu_computes(model_dir,
     assert counts == [(True, False)] * 2
 
 
-def test_rows_of_a_timed_boundary_differ_so_that_experts_would_too():
+def test_rows_of_a_timed_stage_differ_so_that_experts_would_too():
     crossed = []
     config = SimpleNamespace(num_heads=2, head_dim=4, hidden_size=8)
-    model = SimpleNamespace(config=config, rotary_table=torch.zeros(1, 2, 4), cross=lambda *rows: crossed.extend(rows))
+    model = SimpleNamespace(config=config, rotary_table=torch.zeros(1, 2, 4), stage=lambda *rows: crossed.extend(rows))
     timing._crossing(model, SimpleNamespace(torch_device=torch.device("cpu")), torch.float32, 5)()
     _, attention_out, residual, _ = crossed
     assert len(attention_out.unique(dim=0)) == len(residual.unique(dim=0)) == 5

@@ -11,23 +11,23 @@ from functools import partial
 import pytest
 
 from apex.placement.budget import UniformLoad
-from apex.placement.costs import BoundaryCost, CopyEffect, Rates, batch_s, beside_copies_s
+from apex.placement.costs import CopyEffect, Rates, StageCost, batch_s, beside_copies_s
 from apex.placement.search import PlacementProblem, TimedPlacement, fastest_placements, iteration_s, refined_placement
 from apex.simulator.prediction.placed_machine import WeightPlacer
 from apex.simulator.prediction.predicted_machine import predict_machine
 from swiftllm.machine import GIB
-from swiftllm.model.boundaries.placement import SLOTS, Place, Placement, all_resident, spread
+from swiftllm.model.stages.placement import SLOTS, Place, Placement, all_resident, spread
 from tests.apex.placement.placements import BLOCK, MACHINES, decode, placer_of
 
 LAYERS = 4
-COSTS = [BoundaryCost(weight_bytes=100.0, gpu_s=0.1, cpu_s=3.0, stream_s=2.0)] * 6
+COSTS = [StageCost(weight_bytes=100.0, gpu_s=0.1, cpu_s=3.0, stream_s=2.0)] * 6
 
 
-def fastest(costs: Sequence[BoundaryCost], gpu_bytes: float, **options: object) -> TimedPlacement:
+def fastest(costs: Sequence[StageCost], gpu_bytes: float, **options: object) -> TimedPlacement:
     return fastest_placements(PlacementProblem(costs, gpu_bytes, **options))[0]
 
 
-def seconds_of(placement: Placement, costs: Sequence[BoundaryCost] = COSTS, **options: object) -> float:
+def seconds_of(placement: Placement, costs: Sequence[StageCost] = COSTS, **options: object) -> float:
     return iteration_s(placement, PlacementProblem(costs, 0.0, **options))
 
 
@@ -37,7 +37,7 @@ def test_no_placement_is_more_than_2_percent_faster(machine: str, rows: int, mor
     """A model of four layers has 243 placements; those that fit are simulated, each in a steady state."""
     predicted = predict_machine(*MACHINES[machine], "float16")
     placer = WeightPlacer(replace(predicted, model=replace(predicted.model, num_layers=LAYERS)), BLOCK)
-    gpu_bytes = (SLOTS + more) * max(placer.boundary_bytes)
+    gpu_bytes = (SLOTS + more) * max(placer.stage_bytes)
     costs, effect = placer.costs(rows), placer.rates.copy_effect
     chosen = refined_placement(PlacementProblem(costs, gpu_bytes, effect=effect)).placement
 
@@ -47,7 +47,7 @@ def test_no_placement_is_more_than_2_percent_faster(machine: str, rows: int, mor
     fitting = [
         placement
         for placement in map(Placement, itertools.product(Place, repeat=LAYERS + 1))
-        if placement.gpu_bytes(placer.boundary_bytes) <= gpu_bytes
+        if placement.gpu_bytes(placer.stage_bytes) <= gpu_bytes
     ]
     assert chosen in fitting
     assert simulated_s(chosen) <= 1.02 * min(map(simulated_s, fitting))
@@ -56,7 +56,7 @@ def test_no_placement_is_more_than_2_percent_faster(machine: str, rows: int, mor
 def test_many_rows_stream_and_few_rows_are_computed_by_the_cpu() -> None:
     predicted = predict_machine(*MACHINES["a4000"], "float16")
     placer = WeightPlacer(predicted, BLOCK)
-    budget = SLOTS * max(placer.boundary_bytes)
+    budget = SLOTS * max(placer.stage_bytes)
     few, some, many = (fastest(placer.costs(n), budget, effect=placer.rates.copy_effect) for n in (1, 30, 2000))
     assert few.placement.count(Place.STREAMED) == 0
     assert some.placement.count(Place.STREAMED) and some.placement.count(Place.CPU)
@@ -76,9 +76,9 @@ def test_the_iteration_is_the_longer_of_stream_and_computation() -> None:
 
 
 def test_slots_limit_how_far_copies_run_ahead() -> None:
-    """After a boundary of 3 s on the CPU two copies are there; the third is waited for."""
+    """After a stage of 3 s on the CPU two copies are there; the third is waited for."""
     places = (Place.CPU, Place.STREAMED, Place.STREAMED, Place.STREAMED)
-    costs = [BoundaryCost(1.0, 0.0, 6.0, 2.0)] * 4
+    costs = [StageCost(1.0, 0.0, 6.0, 2.0)] * 4
     assert seconds_of(Placement(places), costs) == pytest.approx(8.0)
 
 
@@ -90,7 +90,7 @@ def test_more_memory_is_never_slower_and_too_little_is_refused() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 5, 41])
-def test_boundaries_are_spread_evenly(number: int) -> None:
+def test_stages_are_spread_evenly(number: int) -> None:
     for streamed in range(number + 1):
         for on_cpu in range(number - streamed + 1):
             placement = spread(number, streamed, on_cpu)
@@ -111,7 +111,7 @@ def test_formulas() -> None:
     assert beside_copies_s(4.0, copies_s=1.0, dram_share=0.2) == 4.2
 
 
-def test_cores_that_attend_are_not_given_boundaries_to_compute() -> None:
+def test_cores_that_attend_are_not_given_stages_to_compute() -> None:
     """For requests whose KV cache the CPU reads anyway, streaming is faster: the search knows, the simulator agrees."""
     placer = placer_of("t4")
     # Of four requests the GPU holds all.
@@ -128,7 +128,7 @@ def test_cores_that_attend_are_not_given_boundaries_to_compute() -> None:
 def test_too_little_memory_is_refused_with_the_least_that_works(cpu_computes: bool) -> None:
     placer = placer_of("t4")
     place = partial(placer.place, workload=UniformLoad(64, 200, 1000), offloads=True, cpu_computes=cpu_computes)
-    slots = 0 if cpu_computes else SLOTS * max(placer.boundary_bytes)
+    slots = 0 if cpu_computes else SLOTS * max(placer.stage_bytes)
     with pytest.raises(ValueError, match=r"0\.00 GiB .* stay on the GPU.*: give at least .*, or auto$") as refusal:
         place(0)
     least = float(re.search(r"--weights-gpu-memory (\S+)\)", str(refusal.value))[1])
@@ -139,7 +139,7 @@ def test_too_little_memory_is_refused_with_the_least_that_works(cpu_computes: bo
 
 
 def test_nothing_is_streamed_where_that_neither_saves_memory_nor_time() -> None:
-    """Rounding had decided: a boundary was streamed for nothing, and its slots took room from KV cache."""
+    """Rounding had decided: a stage was streamed for nothing, and its slots took room from KV cache."""
     placer = WeightPlacer(predict_machine("t4", "g4dn-4xlarge", "gpt-oss-20b", "float16"), BLOCK)
     placed = placer.place("auto", UniformLoad(100, 20, 500), offloads=False)
     assert placed.timed.placement.is_all_resident

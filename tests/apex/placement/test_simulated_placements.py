@@ -9,7 +9,7 @@ from apex.placement.costs import batch_s
 from apex.placement.search import PlacementProblem, iteration_s
 from apex.simulator.prediction.placed_machine import WeightPlacer
 from swiftllm.core.request import Tier
-from swiftllm.model.boundaries.placement import Place, Placement, spread
+from swiftllm.model.stages.placement import Place, Placement, spread
 from tests.apex.placement.placements import MACHINES, decode, placer_of
 
 PROMPT = 2000
@@ -17,7 +17,7 @@ CASES = {"link-bound": ("fastdecode", 0.4), "cpu-bound": ("fastdecode", 1.6), "n
 
 
 def all_streamed(placer: WeightPlacer) -> Placement:
-    return Placement((Place.STREAMED,) * len(placer.boundary_bytes))
+    return Placement((Place.STREAMED,) * len(placer.stage_bytes))
 
 
 @pytest.mark.parametrize(("system", "factor"), CASES.values(), ids=CASES)
@@ -26,7 +26,7 @@ def test_a_batch_takes_the_longest_of_stream_cpu_and_gpu(machine: str, system: s
     """max(S/beta, K/b + S/D, GPU work), on either side of K*."""
     placer = placer_of(machine)
     rates, model = placer.rates, PerfModel(placer.machine.table, placer.machine.model.num_layers)
-    streamed_bytes = sum(placer.boundary_bytes)
+    streamed_bytes = sum(placer.stage_bytes)
     token_bytes = placer.machine.model.kv_bytes_per_token(2)
     most = streamed_bytes * rates.cpu_attention * (1 / rates.pcie - 1 / rates.dram)  # K*: read at no extra time
     requests = max(2, round(factor * most / (token_bytes * PROMPT)))
@@ -48,7 +48,7 @@ def test_one_request_keeps_link_and_cpu_at_work(machine: str, weights: str) -> N
     other_s = model.num_layers * model.gpu_attention_s(1, PROMPT) + model.outside_layers_s(1)
     number = len(costs)
     gpu_s = other_s + costs[1].gpu_s * number * link.bytes_per_s / (link.bytes_per_s + cpu_bytes_per_s)
-    num_bytes = sum(placer.boundary_bytes) + cpu_bytes_per_s * gpu_s  # meanwhile the CPU waits
+    num_bytes = sum(placer.stage_bytes) + cpu_bytes_per_s * gpu_s  # meanwhile the CPU waits
     closed_s = num_bytes / (link.bytes_per_s + cpu_bytes_per_s)
     streamed = round(closed_s / costs[1].stream_s)
     placement = spread(number, streamed, number - streamed)
@@ -56,4 +56,4 @@ def test_one_request_keeps_link_and_cpu_at_work(machine: str, weights: str) -> N
     assert found.iteration_s == pytest.approx(closed_s, rel=0.03)
     problem = PlacementProblem(costs, 0.0, other_s, effect)
     assert found.iteration_s == pytest.approx(iteration_s(placement, problem), rel=0.03)
-    assert found.streamed_bytes == placement.bytes_at(Place.STREAMED, placer.boundary_bytes)
+    assert found.streamed_bytes == placement.bytes_at(Place.STREAMED, placer.stage_bytes)

@@ -11,14 +11,14 @@ from apex.perf.model import Curve, PerfModel
 from apex.simulator.virtual.backend import SimulatedBackend
 from apex.simulator.virtual.cpu_path import Interconnect, SimulatedWorker
 from apex.simulator.virtual.weight_path import CHUNK_BYTES, SimulatedWeights, StreamingLink, WeightStream
-from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
-from swiftllm.model.boundaries.placement import Place, Placement
+from swiftllm.model.stages.placement import Place, Placement
 from tests.apex.placement.placements import decode, placer_of
 from tests.reference.linear_profile import LAYERS, flat_ends_table, linear_s
 
 BYTES = 100 * CHUNK_BYTES
-RATE = BYTES / 0.05  # a boundary crosses in 50 ms, a chunk in 0.5
+RATE = BYTES / 0.05  # a stage crosses in 50 ms, a chunk in 0.5
 STREAMED = Placement((Place.STREAMED,) * (LAYERS + 1))
 
 
@@ -34,36 +34,36 @@ def request(tokens: int, tier: Tier) -> Request:
     return made
 
 
-def lane_of(backend: SimulatedBackend):
-    return backend.open_lane([LaneItem(request(10, Tier.GPU), 9, 1, Tier.GPU, False)])
+def gpu_batch_of(backend: SimulatedBackend):
+    return backend.open_gpu_batch([GpuBatchItem(request(10, Tier.GPU), 9, 1, Tier.GPU, False)])
 
 
-def test_boundaries_wait_for_their_copies_and_the_next_two_are_under_way() -> None:
+def test_stages_wait_for_their_copies_and_the_next_two_are_under_way() -> None:
     backend = make_backend()
-    lane = lane_of(backend)
+    gpu_batch = gpu_batch_of(backend)
     for layer in range(4):
-        backend.boundary(layer - 1, [lane])
+        backend.run_stage(layer - 1, [gpu_batch])
         assert backend.now() == pytest.approx(0.05 * (layer + 1) + linear_s(1) * (0.5 if layer == 0 else 1.0), abs=1e-3)
     assert not backend.holds_weights(0) and backend.holds_weights(2)
 
 
-def test_who_crosses_the_same_boundary_finds_the_weights() -> None:
-    """A fresh cohort of NEO follows the lane; a cohort elsewhere has a copy of its own."""
+def test_who_crosses_the_same_stage_finds_the_weights() -> None:
+    """A fresh CPU batch of NEO follows the GPU batch; a CPU batch elsewhere has a copy of its own."""
     backend = make_backend()
-    lane = lane_of(backend)
-    backend.boundary(-1, [lane])
+    gpu_batch = gpu_batch_of(backend)
+    backend.run_stage(-1, [gpu_batch])
     before_s = backend.now()
-    backend.boundary(-1, [lane])
+    backend.run_stage(-1, [gpu_batch])
     assert backend.now() - before_s == pytest.approx(0.5 * linear_s(1))
     before_s = backend.now()
-    backend.boundary(9, [lane])
+    backend.run_stage(9, [gpu_batch])
     assert backend.now() - before_s >= 0.05
 
 
-def test_swaps_and_outputs_wait_for_a_chunk_not_for_a_boundary() -> None:
+def test_swaps_and_outputs_wait_for_a_chunk_not_for_a_stage() -> None:
     backend = make_backend()
-    ticket = backend.submit_cpu_attention(0, backend.open_cohort([request(3250, Tier.CPU)]))
-    ticket.wait()
+    future = backend.submit_cpu_attention(0, backend.open_cpu_batch([request(3250, Tier.CPU)]))
+    future.wait()
     assert backend.now() == pytest.approx(3.25e-3, abs=0.6e-3)
     times = backend.swap([Swap(request(5, Tier.CPU), Tier.CPU, (0,), (0,))])
     assert times.end_s <= 3.25e-3 + 2 * 0.5e-3 + 2e-4
@@ -72,23 +72,23 @@ def test_swaps_and_outputs_wait_for_a_chunk_not_for_a_boundary() -> None:
 def test_copies_slow_the_cpu_down() -> None:
     """The link takes a quarter of DRAM bandwidth."""
     backend = make_backend(dram=4 * RATE)
-    ticket = backend.submit_cpu_attention(0, backend.open_cohort([request(30_000, Tier.CPU)]))
-    assert ticket.wait() == pytest.approx(0.03 / 0.75, rel=1e-6)
+    future = backend.submit_cpu_attention(0, backend.open_cpu_batch([request(30_000, Tier.CPU)]))
+    assert future.wait() == pytest.approx(0.03 / 0.75, rel=1e-6)
 
 
-def test_the_cpu_computes_its_boundaries_and_nothing_is_copied_for_them() -> None:
+def test_the_cpu_computes_its_stages_and_nothing_is_copied_for_them() -> None:
     backend = make_backend(Placement((Place.CPU,) * (LAYERS + 1)))
-    lane = lane_of(backend)
+    gpu_batch = gpu_batch_of(backend)
     for layer in range(-1, LAYERS):
-        backend.boundary(layer, [lane])
+        backend.run_stage(layer, [gpu_batch])
     assert backend.now() == pytest.approx(0.02 * (LAYERS + 1), rel=0.06)
     assert backend.streamed_bytes == 0.0 and backend.busy.cpu_s == pytest.approx(0.02 * (LAYERS + 1))
 
 
-def test_free_running_cohorts_do_not_step_where_weights_would_be_copied_for_them() -> None:
+def test_free_running_cpu_batches_do_not_step_where_weights_would_be_copied_for_them() -> None:
     placer = placer_of("a10")
-    engine = decode("adaptive", placer, Placement((Place.STREAMED,) * len(placer.boundary_bytes)), 4, 60, 500).engine
-    assert engine.executor.may_step == engine.backend.holds_weights
+    engine = decode("adaptive", placer, Placement((Place.STREAMED,) * len(placer.stage_bytes)), 4, 60, 500).engine
+    assert engine.executor.may_run_alone == engine.backend.holds_weights
     held = [layer for layer in range(-1, placer.machine.model.num_layers) if engine.backend.holds_weights(layer)]
     assert len(held) <= 1
 
@@ -96,10 +96,10 @@ def test_free_running_cohorts_do_not_step_where_weights_would_be_copied_for_them
 @pytest.mark.parametrize("system", ["swiftllm", "fastdecode", "neo", "apex", "adaptive"])
 def test_every_iteration_streams_the_weights_once(system: str) -> None:
     placer = placer_of("a10")
-    placement = Placement((Place.STREAMED,) * len(placer.boundary_bytes))
+    placement = Placement((Place.STREAMED,) * len(placer.stage_bytes))
     num_cpu = 0 if system == "swiftllm" else 60
     found = decode(system, placer, placement, 4, num_cpu, prompt=500)
-    assert found.streamed_bytes == pytest.approx(sum(placer.boundary_bytes), rel=0.01)
+    assert found.streamed_bytes == pytest.approx(sum(placer.stage_bytes), rel=0.01)
 
 
 def test_placed_weights_need_an_interconnect() -> None:
@@ -147,7 +147,7 @@ def test_what_cannot_be_is_refused_with_a_remedy(capsys, flags: tuple[str, ...],
     assert words in "".join(capsys.readouterr())
 
 
-def test_the_cpu_computes_a_boundary_in_its_share_of_a_whole_one() -> None:
+def test_the_cpu_computes_a_stage_in_its_share_of_a_whole_one() -> None:
     """The first and the last have a part of a layer's weights each."""
     sizes = (25.0, *(100.0,) * (LAYERS - 1), 75.0)
     weights = SimulatedWeights(STREAMED, sizes, Curve((1, 11), (0.02, 0.03)), hidden_bytes_per_row=0)
@@ -158,7 +158,7 @@ def test_the_cpu_computes_a_boundary_in_its_share_of_a_whole_one() -> None:
 
 
 def test_a_copy_begins_no_earlier_than_its_slot_is_free() -> None:
-    """Of two slots one holds the boundary that the GPU works on, however long that takes."""
+    """Of two slots one holds the stage that the GPU works on, however long that takes."""
     link = StreamingLink(RATE)
     weights = SimulatedWeights(STREAMED, (BYTES,) * (LAYERS + 1), Curve((1, 2), (0.02, 0.021)), hidden_bytes_per_row=0)
     stream = WeightStream(weights, link, SimulatedWorker(link, 0.0))

@@ -13,7 +13,7 @@ from apex.perf.model import Curve
 from apex.placement.budget import UniformLoad, estimate_budget
 from apex.placement.measured import MeasuredCosts, place_weights
 from apex.placement.memory import EngineMemory
-from apex.placement.timing import BoundaryTimes
+from apex.placement.timing import StageTimes
 from apex.systems import build_system
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.model.config.model_config import ModelConfig
@@ -76,7 +76,7 @@ def test_as_many_requests_are_foreseen_as_have_room_for_their_windows(folders) -
     tokens = 3 * (LONG.context + 12)
     memory = memory_of(config, card_bytes(config, LAYERS, tokens, embeds=True))
     curve = Curve((1, 2), (1e-3, 1e-3))
-    times = BoundaryTimes(max(memory.boundary_bytes), curve, curve, 1e-3, read_bytes_per_s=1.0)
+    times = StageTimes(max(memory.stage_bytes), curve, curve, 1e-3, read_bytes_per_s=1.0)
     costs = MeasuredCosts(memory, times, gpu_attention=1e6, cpu_attention=1e6)
     found = estimate_budget(costs, memory.weight_bytes, UniformLoad(100, 39, 15), offloads=False)
     assert found.requests == pytest.approx(3, rel=1e-2)

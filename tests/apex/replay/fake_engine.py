@@ -15,7 +15,7 @@ class FakeStats:
     iterations: int = 0
     output_tokens: int = 0
     prefill_tokens: int = 0
-    lane_busy_s: float = 0.0
+    gpu_batch_busy_s: float = 0.0
     cpu_busy_s: float = 0.0
     preemptions: int = 0
     strategy_iterations: dict[str, int] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class FakeEngine:
             return []
         self.clock += self.step_s
         self.counters.iterations += 1
-        self.counters.lane_busy_s += self.step_s / 2
+        self.counters.gpu_batch_busy_s += self.step_s / 2
         self.counters.cpu_busy_s += self.step_s / 4
         self.counters.strategy_iterations["gpu-only"] = self.counters.iterations
         outputs = []
@@ -79,7 +79,7 @@ class FakeEngine:
     def stats(self) -> FakeStats:
         return self.counters
 
-    def state(self) -> dict:
+    def status(self) -> dict:
         return {"waiting": len(self.live)}
 
     def describe(self) -> dict:

@@ -29,7 +29,7 @@ def test_all_at_once():
     assert [record.request_id for record in result.records] == ["0", "1"]
     assert [record.token_times_s for record in result.records] == [(0.5, 1.0), (0.5, 1.0, 1.5)]
     assert result.wall_s == 1.5
-    assert result.stats["output_tokens"] == 5 and result.stats["lane_busy_s"] == pytest.approx(0.75)
+    assert result.stats["output_tokens"] == 5 and result.stats["gpu_batch_busy_s"] == pytest.approx(0.75)
     assert result.stats["strategy_iterations"] == {"gpu-only": 3}
 
 

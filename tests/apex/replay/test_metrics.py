@@ -20,7 +20,7 @@ def test_hand_computed_example():
         record("c", 1.0, 7.0),  # latency 6 over 1 token = 6.0, ttft 6, no tpot
         record("d", 0.0, failure="refused"),
     ]
-    metrics = compute_metrics(records, wall_s=12.0, stats={"lane_busy_s": 6.0, "cpu_busy_s": 3.0})
+    metrics = compute_metrics(records, wall_s=12.0, stats={"gpu_batch_busy_s": 6.0, "cpu_busy_s": 3.0})
     assert metrics["makespan_s"] == 10.0
     assert metrics["output_tokens_per_s"] == pytest.approx(7 / 10)
     assert metrics["output_tokens_per_s_mid_window"] == pytest.approx(5 / 6)  # tokens at 2, 3, 4, 5, 7 in [2, 8]
@@ -33,7 +33,7 @@ def test_hand_computed_example():
     assert metrics["tpot_s_mean"] == 3.0 and metrics["tpot_s_p50"] == 3.0
     assert (metrics["completed"], metrics["failed"]) == (3, 1)
     assert (metrics["output_tokens"], metrics["prompt_tokens"]) == (7, 30)
-    assert (metrics["lane_busy_fraction"], metrics["cpu_busy_fraction"]) == (0.5, 0.25)
+    assert (metrics["gpu_batch_busy_fraction"], metrics["cpu_busy_fraction"]) == (0.5, 0.25)
 
 
 def test_goodput_counts_requests_that_keep_both_targets():
@@ -69,7 +69,7 @@ def test_makespan_begins_with_the_first_arrival():
 def test_nothing_completed_gives_none_not_zero():
     metrics = compute_metrics([record("a", 0.0, failure="refused")], 1.0)
     assert metrics["output_tokens_per_s"] is None and metrics["per_token_latency_s_p99"] is None
-    assert metrics["lane_busy_fraction"] is None and metrics["failed"] == 1
+    assert metrics["gpu_batch_busy_fraction"] is None and metrics["failed"] == 1
 
 
 def test_record_of_a_request_is_relative_to_the_start():

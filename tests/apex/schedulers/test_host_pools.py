@@ -40,12 +40,12 @@ def test_random_deaths(system: str) -> None:
     for seed in range(4):
         rng = random.Random(seed)
         engine = engine_of_hosts(system, rng, seed)
-        hosts, step, residents = engine.backend.hosts, engine.step, engine.residents
-        forget = residents.forget_hosts
+        hosts, step, state = engine.backend.hosts, engine.step, engine.state
+        forget = state.forget_hosts
 
-        def forget_hosts(hosts, unfinished, engine=engine, forget=forget, residents=residents):
+        def forget_hosts(hosts, unfinished, engine=engine, forget=forget, state=state):
             pools = [engine.kv.host_pools.pools[host] for host in hosts]
-            running = [r for r in residents.running[Tier.CPU] if engine.kv.pool_of(r) in pools]
+            running = [r for r in state.running[Tier.CPU] if engine.kv.pool_of(r) in pools]
             lost = forget(hosts, unfinished)
             assert set(map(id, lost)) <= set(map(id, [*running, *(swap.request for swap in unfinished)]))
             assert not any(pool.num_blocks for pool in pools)
@@ -59,7 +59,7 @@ def test_random_deaths(system: str) -> None:
                 hosts.revive(rng.choice((1, 2)))
             return step()
 
-        residents.forget_hosts, engine.step = forget_hosts, step_among_deaths
+        state.forget_hosts, engine.step = forget_hosts, step_among_deaths
         drive(engine, rng, 40, abort_share=0.02, best_effort_share=0.3 if seed % 2 else 0.0)
         deaths += engine.stats().host_deaths
         recomputed += engine.stats().recomputed_after_host_deaths

@@ -54,11 +54,11 @@ def test_mixed_window_is_longer() -> None:
     assert pipelining_pays(10, 1, 1, 1, window_s).left > pipelining_pays(10, 1, 1, 1).left
 
 
-def test_empty_lane_pays() -> None:
+def test_empty_gpu_batch_pays() -> None:
     assert pipelining_pays(0, 5, 0, 0).holds
 
 
-def test_empty_lane_is_worth_what_the_cpu_does_alone() -> None:
+def test_empty_gpu_batch_is_worth_what_the_cpu_does_alone() -> None:
     assert pipelining_pays(0, 0.5, 0, 0) == Inequality(left=0.5, right=0.0)
 
 
@@ -148,7 +148,7 @@ def test_table_round_trip_and_refusal(tmp_path: Path) -> None:
         ProfileTable.load(tmp_path / "none.json", {})
 
 
-def test_chunks_of_a_lane_share_what_it_pays_once() -> None:
+def test_chunks_of_a_gpu_batch_share_what_it_pays_once() -> None:
     table = ProfileTable(**{**vars(flat_table()), "prefill_shared_s": 4e-7})
     model = PerfModel(table, 2)
     assert model.prefill_attention_s([(1, 0)]) == pytest.approx(1e-6)
@@ -163,7 +163,7 @@ def test_streamed_weights_leave_the_gpu_only_rate_to_the_link() -> None:
     assert pipelining_pays(10, 1, 1, 1, stream_s=1.5) == pipelining_pays(10, 1, 1, 1)
 
 
-def test_the_flat_part_ends_where_a_boundary_takes_longer_than_its_weights() -> None:
+def test_the_flat_part_ends_where_a_stage_takes_longer_than_its_weights() -> None:
     table = replace(flat_table(), linear=Curve((1, 100, 200, 300, 400), (1.0, 1.2, 2.0, 3.0, 4.0)))
     knees = {s: PerfModel(replace(table, stream_s=s), 4).flat_linear_tokens for s in (0.0, 1.1, 2.0, 2.5)}
     assert knees == {0.0: 100, 1.1: 100, 2.0: 200, 2.5: 300}

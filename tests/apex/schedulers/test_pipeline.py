@@ -8,13 +8,13 @@ from itertools import accumulate
 
 import pytest
 
-from apex.perf.lane_load import LaneLoad
+from apex.perf.gpu_batch_load import GpuBatchLoad
 from apex.perf.model import PerfModel
 from apex.schedulers.cpu_decodes import CpuDecodes, longest_run
 from apex.schedulers.pipeline import Pipeline
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.draft import Draft
+from swiftllm.scheduling.plan_builder import PlanBuilder
 from tests.reference.fake_engine import fake_engine
 from tests.reference.linear_profile import flat_ends_table
 
@@ -53,7 +53,7 @@ def test_the_even_split_gives_the_longest_to_whoever_has_less_to_read() -> None:
     rng = random.Random(2)
     for _ in range(50):
         requests = [decoding(str(i), rng.randint(1, 12)) for i in range(rng.randint(1, 30))]
-        pipeline = Pipeline(PerfModel(flat_ends_table(1e-7, 1e-6), 4), LaneLoad(0, 0, 0, 0, ()))
+        pipeline = Pipeline(PerfModel(flat_ends_table(1e-7, 1e-6), 4), GpuBatchLoad(0, 0, 0, 0, ()))
         pipeline.split_evenly(CpuDecodes(requests))
         expected: tuple[list[Request], list[Request]] = ([], [])
         for request in sorted(requests, key=lambda request: -request.num_tokens):
@@ -69,7 +69,7 @@ def test_batches_know_what_they_read_and_lose_nobody() -> None:
     model = PerfModel(flat_ends_table(1e-7, 1e-6), 4)
     for _ in range(50):
         ready = [decoding(str(i), rng.randint(1, 400)) for i in range(rng.randint(1, 40))]
-        pipeline = Pipeline(model, LaneLoad(20, 20, 20, 20 * rng.randint(1, 300), ()))
+        pipeline = Pipeline(model, GpuBatchLoad(20, 20, 20, 20 * rng.randint(1, 300), ()))
         pipeline.add_hidden(CpuDecodes(ready))
         taken = [request for batch in pipeline.batches for request in batch.requests]
         assert len(taken) == len({request.request_id for request in taken})
@@ -94,22 +94,22 @@ def test_one_block_more_for_each_or_for_none() -> None:
     kv.check_blocks()
 
 
-def test_a_load_without_a_prefill_is_that_of_a_draft_without_it() -> None:
-    draft = Draft(fake_engine("swiftllm", num_gpu_blocks=9, num_cpu_blocks=9, max_tokens=100).residents)
-    draft.add_decodes([decoding("a", 5), decoding("b", 7)])
+def test_a_load_without_a_prefill_is_that_of_a_plan_without_it() -> None:
+    builder = PlanBuilder(fake_engine("swiftllm", num_gpu_blocks=9, num_cpu_blocks=9, max_tokens=100).state)
+    builder.add_decodes([decoding("a", 5), decoding("b", 7)])
     for name, num_tokens in (("c", 10), ("d", 20), ("e", 20)):
-        draft.add_prefill(decoding(name, num_tokens, Tier.GPU))
-    load, item = LaneLoad.from_draft(draft), draft.prefills[1]
+        builder.add_prefill(decoding(name, num_tokens, Tier.GPU))
+    load, item = GpuBatchLoad.from_builder(builder), builder.prefills[1]
     assert (load.tokens, load.requests, load.decodes, load.decode_context) == (52, 5, 2, 12)
-    draft.put_off(item)
-    of_items = LaneLoad.from_items(draft.plan().lane)
+    builder.put_off(item)
+    of_items = GpuBatchLoad.from_items(builder.plan().gpu_batch)
     assert of_items.longest_context == 7  # a plan's predictions take all contexts as equal
-    assert load.without(item) == LaneLoad.from_draft(draft) == replace(of_items, longest_context=0)
-    assert draft.tokens_left == 100 - 32
+    assert load.without(item) == GpuBatchLoad.from_builder(builder) == replace(of_items, longest_context=0)
+    assert builder.tokens_left == 100 - 32
 
 
 def test_the_even_split_counts_requests_under_way_as_context_of_batch_1() -> None:
-    pipeline = Pipeline(PerfModel(flat_ends_table(1e-7, 1e-6), 4), LaneLoad(0, 0, 0, 0, ()))
+    pipeline = Pipeline(PerfModel(flat_ends_table(1e-7, 1e-6), 4), GpuBatchLoad(0, 0, 0, 0, ()))
     pipeline.add_under_way([decoding("u", 30), decoding("v", 20)])
     pipeline.split_evenly(CpuDecodes([decoding("a", 40), decoding("b", 25), decoding("c", 10)]))
     first, second = pipeline.batches
@@ -117,20 +117,20 @@ def test_the_even_split_counts_requests_under_way_as_context_of_batch_1() -> Non
     assert (first.context_tokens, second.context_tokens) == (65, 30 + 20 + 10)
 
 
-def test_a_draft_whose_budget_is_used_up_takes_no_further_chunk() -> None:
-    draft = Draft(fake_engine("swiftllm", num_gpu_blocks=9, num_cpu_blocks=9, max_tokens=10).residents)
+def test_a_plan_whose_budget_is_used_up_takes_no_further_chunk() -> None:
+    builder = PlanBuilder(fake_engine("swiftllm", num_gpu_blocks=9, num_cpu_blocks=9, max_tokens=10).state)
     for name in ("fills", "finds nothing left"):
-        draft.add_prefill(decoding(name, 10, Tier.GPU))
-    assert [(item.request.request_id, item.num_tokens) for item in draft.prefills] == [("fills", 10)]
+        builder.add_prefill(decoding(name, 10, Tier.GPU))
+    assert [(item.request.request_id, item.num_tokens) for item in builder.prefills] == [("fills", 10)]
 
 
 def layer_s_by_events(pipeline: Pipeline, layers: int = 400) -> float:
-    """The mean layer of the two batches, event by event: weights arrive in turn, and the lane waits for whatever it
-    needs next. A batch's attention starts when its boundary has ended and the worker is free."""
+    """The mean layer of the two batches, event by event: weights arrive in turn, and the GPU batch waits for whatever
+    it needs next. A batch's attention starts when its stage has ended and the worker is free."""
     model, (first, second) = pipeline.model, pipeline.batches
     linear_s = [model.linear_s(pipeline.load.tokens + first.size), model.linear_s(second.size)]
     cpu_s = [model.cpu_attention_s(batch.size, batch.context_tokens) for batch in (first, second)]
-    lane_attention_s = pipeline.load.gpu_attention_s(model)
+    gpu_batch_attention_s = pipeline.load.gpu_attention_s(model)
     now = worker_free = 0.0
     attended = [0.0, 0.0]
     for layer in range(1, layers + 1):
@@ -138,19 +138,19 @@ def layer_s_by_events(pipeline: Pipeline, layers: int = 400) -> float:
         for batch in (0, 1):
             now = max(now, attended[batch]) + linear_s[batch]
             worker_free = attended[batch] = max(worker_free, now) + cpu_s[batch]
-        now += lane_attention_s
+        now += gpu_batch_attention_s
     return now / layers
 
 
 def test_attention_hides_behind_the_wait_for_streamed_weights() -> None:
-    """Whoever is in a batch costs the lane nothing but linear time, and more are than without the wait."""
+    """Whoever is in a batch costs the GPU batch nothing but linear time, and more are than without the wait."""
     rng = random.Random(6)
     gained = 0
     for _ in range(60):
         table = flat_ends_table(1e-7, 1e-6)
         stream_s = rng.uniform(0.5, 6.0) * table.linear(20)
         pipelines = [
-            Pipeline(PerfModel(one, 4), LaneLoad(20, 20, 20, 20 * 30, ()))
+            Pipeline(PerfModel(one, 4), GpuBatchLoad(20, 20, 20, 20 * 30, ()))
             for one in (replace(table, stream_s=stream_s), table)
         ]
         ready = [decoding(str(i), rng.randint(1, 900)) for i in range(rng.randint(1, 60))]

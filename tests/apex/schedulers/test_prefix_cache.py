@@ -7,7 +7,7 @@ import random
 import pytest
 
 from swiftllm.core.request import SamplingParams, Tier
-from swiftllm.scheduling.residents import Residents
+from swiftllm.scheduling.state import SchedulerState
 from tests.apex.schedulers.test_schedulers import TABLES, check_queues, drive, make_request
 from tests.reference.fake_backend import VOCABULARY, expected_output
 from tests.reference.fake_engine import fake_engine
@@ -40,14 +40,14 @@ class Conversations:
         return prompt, sampling, salt
 
 
-def check(residents: Residents) -> None:
-    check_queues(residents)
-    kv = residents.kv
+def check(state: SchedulerState) -> None:
+    check_queues(state)
+    kv = state.kv
     kv.check_blocks()
-    for running in residents.running.values():
+    for running in state.running.values():
         for request in running:
-            names = request.block_names or ()
-            assert request.num_named <= request.num_computed_tokens // kv.block_size
+            names = request.block_hashes or ()
+            assert request.num_hashed <= request.num_computed_tokens // kv.block_size
             for block, name in zip(kv.block_tables[request.request_id], names, strict=False):
                 allocator = kv.pool_of(request)
                 found = allocator._names[block - allocator.first] if allocator.caches else None
@@ -216,8 +216,8 @@ def test_a_preempted_request_finds_its_own_blocks() -> None:
     for _ in range(12):
         engine.step()
     computed = engine.stats().prefill_tokens
-    engine.residents.begin_plan()
-    engine.residents.recompute(request)
+    engine.state.begin_plan()
+    engine.state.recompute(request)
     num_tokens = request.num_tokens
     while engine.has_unfinished():
         engine.step()

@@ -11,14 +11,14 @@ from apex.strategy import StrategyConfig
 from swiftllm.core.plan import Strategy
 from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass, Tier
 from swiftllm.scheduling.arrival_queue import arrival_order
-from swiftllm.scheduling.residents import Residents
+from swiftllm.scheduling.state import SchedulerState
 from swiftllm.systems import find_system
 from tests.reference.fake_backend import VOCABULARY, expected_output
 from tests.reference.fake_engine import fake_engine, flat_table
 
 LS, BE = ServiceClass
 SYSTEMS = ("vllm", "swiftllm", "neo", "fastdecode", "apex", "adaptive")
-# How fast the CPU is against the lane decides which strategy the rules take: hopeless, comparable, ample.
+# How fast the CPU is against the GPU batch decides which strategy the rules take: hopeless, comparable, ample.
 TABLES = {
     "slow-cpu": flat_table(cpu_token_s=1e-3),
     "even": flat_table(cpu_token_s=1e-5),
@@ -27,7 +27,7 @@ TABLES = {
 STRATEGIES = {
     "auto": StrategyConfig(disable_admission_control=True),  # or few requests would be left
     "forced-overlap": StrategyConfig(strategy="asynchronous-overlap"),
-    "one-cohort": StrategyConfig(strategy="asynchronous-overlap", max_cohorts=1),
+    "one-cpu-batch": StrategyConfig(strategy="asynchronous-overlap", max_cpu_batches=1),
     "no-overlap": StrategyConfig(disable_asynchronous_overlap=True),
     "no-pipelining": StrategyConfig(disable_asymmetric_pipelining=True, min_cpu_request_ratio=0),
     "forced-pipelining": StrategyConfig(strategy="asymmetric-pipelining"),
@@ -42,20 +42,20 @@ def make_request(rng: random.Random, longest_prompt: int, longest_output: int):
     return prompt, SamplingParams(max_tokens=rng.randint(1, longest_output), ignore_eos=rng.random() < 0.5)
 
 
-def check_queues(residents: Residents) -> None:
+def check_queues(state: SchedulerState) -> None:
     """What is kept incrementally is what it stands for."""
-    assert all(request.is_prefilling for request in residents.prefilling)
-    for tier, running in residents.running.items():
-        decoding = residents.decoding[tier]
+    assert all(request.is_prefilling for request in state.prefilling)
+    for tier, running in state.running.items():
+        decoding = state.decoding[tier]
         assert not any(request.is_prefilling for request in decoding)
-        prefilling = [request for request in residents.prefilling if request.tier is tier]
+        prefilling = [request for request in state.prefilling if request.tier is tier]
         assert sorted([*decoding, *prefilling], key=arrival_order) == running
         assert all(request.tier is tier for request in running)
-        slots = {request: residents.kv.num_held(request) * residents.kv.block_size for request in running}
+        slots = {request: state.kv.num_held(request) * state.kv.block_size for request in running}
         assert all(request.num_kv_slots == held for request, held in slots.items())
-    called_back = [request for request in residents.cohorts.leaving.values() if not request.is_finished]
-    assert all(request.cohort_id in residents.cohorts.boundaries() for request in called_back)
-    assert all(request in residents.decoding[Tier.CPU] for request in called_back)
+    recalled = [request for request in state.cpu_batches.leaving.values() if not request.is_finished]
+    assert all(request.cpu_batch_id in state.cpu_batches.stages() for request in recalled)
+    assert all(request in state.decoding[Tier.CPU] for request in recalled)
 
 
 def drive(
@@ -66,7 +66,7 @@ def drive(
     abort_share: float,
     longest: int = 40,
     best_effort_share: float = 0.0,
-    check: Callable[[Residents], None] = check_queues,
+    check: Callable[[SchedulerState], None] = check_queues,
     draw: Callable[..., tuple] = make_request,
 ) -> dict:
     """Random arrivals and aborts until all is done; checks each output and that both pools end empty."""
@@ -74,7 +74,7 @@ def drive(
     refused = steps = 0
     while len(finished) + refused < num_requests:
         steps += 1
-        assert steps < 400 * num_requests, f"no end in sight: {engine.state()}"
+        assert steps < 400 * num_requests, f"no end in sight: {engine.status()}"
         if len(wanted) + refused < num_requests and rng.random() < 0.3:
             prompt, sampling, *salt = draw(rng, longest, longest)
             request_id = f"r{len(wanted) + refused}"
@@ -97,7 +97,7 @@ def drive(
             if output.finished:
                 assert output.request_id not in finished
                 finished[output.request_id] = output
-        check(engine.residents)
+        check(engine.state)
     for _ in range(100):  # blocks of aborted requests come back as soon as no CPU attention needs them
         if not engine.has_unfinished():
             break
@@ -105,7 +105,7 @@ def drive(
     assert not engine.has_unfinished()
     engine.kv.check_blocks()
     assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
-    assert not engine.executor.cohorts
+    assert not engine.executor.cpu_batches
     for request_id, expected in wanted.items():
         output = list(finished[request_id].token_ids)
         if request_id in aborted:
@@ -155,7 +155,7 @@ def test_strategies(name: str, table: str, system: str) -> None:
 @pytest.mark.parametrize(("gpu", "cpu"), [(0, 40), (40, 0), (40, 3), (3, 40), (1, 1), (0, 0)])
 def test_odd_pools(system: str, gpu: int, cpu: int) -> None:
     pools = {Tier.GPU: gpu, Tier.CPU: cpu}
-    if not any(pools[tier] for tier in find_system(system).policy.rules.tiers):
+    if not any(pools[tier] for tier in find_system(system).scheduler.rules.tiers):
         with pytest.raises(ValueError, match="no KV blocks"):
             fake_engine(system, num_gpu_blocks=gpu, num_cpu_blocks=cpu)
         return
@@ -170,7 +170,7 @@ def run(engine) -> dict[str, tuple[int, ...]]:
         if not engine.has_unfinished():
             return outputs
         outputs.update({o.request_id: o.token_ids for o in engine.step() if o.finished})
-    raise AssertionError(f"still running: {engine.state()}")
+    raise AssertionError(f"still running: {engine.status()}")
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -234,7 +234,7 @@ def test_algorithm_1_picks_by_the_inequality(table: str, strategy: Strategy) -> 
     while engine.has_unfinished():
         engine.step()
         plan, _ = engine.last_iteration
-        if plan.decodes and plan.cohorts:  # an empty lane has nothing to choose
+        if plan.decodes and plan.cpu_batches:  # an empty GPU batch has nothing to choose
             taken.append(plan.strategy)
     assert len(taken) > 10
     assert taken.count(strategy) == len(taken)
@@ -248,7 +248,7 @@ def test_threshold_of_cpu_requests() -> None:
         engine.add(engine.make_request(str(i), [2, 3, i] * 4, SamplingParams(max_tokens=10, ignore_eos=True)))
     for _ in range(8):
         engine.step()
-    assert engine.residents.running[Tier.CPU] and engine.residents.running[Tier.GPU]
+    assert engine.state.running[Tier.CPU] and engine.state.running[Tier.GPU]
     assert Strategy.OVERLAP.value not in engine.stats().strategy_iterations
     assert len(run(engine)) == 12
 
@@ -257,7 +257,7 @@ def test_forcing_and_disabling_at_once_is_refused() -> None:
     with pytest.raises(ValueError, match="forced and disabled"):
         StrategyConfig(strategy="asynchronous-overlap", disable_asynchronous_overlap=True)
     with pytest.raises(ValueError, match="--system apex"):
-        fake_engine("neo", num_gpu_blocks=1, num_cpu_blocks=1, strategy=STRATEGIES["one-cohort"])
+        fake_engine("neo", num_gpu_blocks=1, num_cpu_blocks=1, strategy=STRATEGIES["one-cpu-batch"])
 
 
 def test_an_older_request_takes_the_place_of_one_pushed_out_in_the_same_plan() -> None:
@@ -266,13 +266,13 @@ def test_an_older_request_takes_the_place_of_one_pushed_out_in_the_same_plan() -
         engine.add(engine.make_request(i, [2] * 9, SamplingParams(max_tokens=2))) for i in ("older", "younger")
     )
     engine.step()
-    residents = engine.residents
-    residents.begin_plan()
-    residents.push_out(younger)
-    assert [swap.request for swap in residents.kv.swaps] == [younger]
-    residents.push_out(older)  # the CPU tier holds one of the two
-    assert [swap.request for swap in residents.kv.swaps] == [older]
-    assert older.tier is Tier.CPU and younger in residents.waiting
+    state = engine.state
+    state.begin_plan()
+    state.push_out(younger)
+    assert [swap.request for swap in state.kv.swaps] == [younger]
+    state.push_out(older)  # the CPU tier holds one of the two
+    assert [swap.request for swap in state.kv.swaps] == [older]
+    assert older.tier is Tier.CPU and younger in state.waiting
     engine.kv.check_blocks()
 
 

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from apex.schedulers.adaptive.policy import Adaptive
+from apex.schedulers.adaptive.scheduler import Adaptive
 from apex.schedulers.neo import Neo
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.engine.engine import Engine
-from swiftllm.scheduling.draft import Draft
-from swiftllm.scheduling.residents import Residents
+from swiftllm.scheduling.plan_builder import PlanBuilder
+from swiftllm.scheduling.state import SchedulerState
 from swiftllm.systems import systems
 from tests.apex.schedulers.test_schedulers import BE, LS, STRATEGIES, TABLES, check_queues, drive, make_request
 from tests.reference.fake_backend import expected_output
@@ -27,12 +27,12 @@ def best_effort(requests: list[Request]) -> list[Request]:
 
 def watch(engine: Engine) -> None:
     """Check every preemption and every plan from now on."""
-    residents, preempted = engine.residents, []
-    push_out, recompute, run = residents.push_out, residents.recompute, engine.executor.run
+    state, preempted = engine.state, []
+    push_out, recompute, run = state.push_out, state.recompute, engine.executor.run
 
     def note(victim: Request) -> None:
         if victim.service_class is LS:
-            assert victim.tier is not Tier.GPU or not best_effort(residents.running[Tier.GPU])
+            assert victim.tier is not Tier.GPU or not best_effort(state.running[Tier.GPU])
             preempted.append(victim)
 
     def run_checked(plan: IterationPlan):
@@ -40,41 +40,41 @@ def watch(engine: Engine) -> None:
         preempted.clear()
         return run(plan)
 
-    residents.push_out = lambda victim: (note(victim), push_out(victim))[1]
-    residents.recompute = lambda victim: (note(victim), recompute(victim))[1]
+    state.push_out = lambda victim: (note(victim), push_out(victim))[1]
+    state.recompute = lambda victim: (note(victim), recompute(victim))[1]
     engine.executor.run = run_checked
 
 
 def check_plan(engine: Engine, plan: IterationPlan, preempted: list[Request]) -> None:
     """A latency-sensitive request waits only for tokens of the budget, or for what others of its class hold."""
-    residents, policy = engine.residents, engine.policy
+    state, scheduler = engine.state, engine.scheduler
     orders = [request.service_class.rank for request in plan.decodes]
     assert orders == sorted(orders)
-    first = next(iter(residents.waiting), None)
+    first = next(iter(state.waiting), None)
     if first is None or first.service_class is BE:
         return
     started = [item.request for item in plan.prefills if item.start == 0]
     assert not best_effort(started), "a best-effort prompt was started while a latency-sensitive one waits"
-    tokens_left = residents.limits.max_num_batched_tokens - len(plan.decodes)
+    tokens_left = state.limits.max_num_batched_tokens - len(plan.decodes)
     tokens_left -= sum(item.num_tokens for item in plan.prefills)
     # neo and adaptive may put off prompts by their own rules.
-    if isinstance(policy, (Neo, Adaptive)) or not tokens_left or preempted:
+    if isinstance(scheduler, (Neo, Adaptive)) or not tokens_left or preempted:
         return
-    if policy.rules.tiers == (Tier.GPU,) and residents.running[Tier.CPU].of_class(LS):
+    if scheduler.rules.tiers == (Tier.GPU,) and state.running[Tier.CPU].of_class(LS):
         return  # what was preempted comes before what waits
-    by_chunk = policy.rules.by_chunk and not policy.rules.whole_prompts
+    by_chunk = scheduler.rules.by_chunk and not scheduler.rules.whole_prompts
     num_tokens = min(first.num_tokens, tokens_left) if by_chunk else first.num_tokens
-    num_blocks = residents.kv.blocks_for(num_tokens)
-    seats = residents.limits.max_num_seqs - sum(map(len, residents.running.values()))
-    seats += sum(len(residents.yielding(tier, first)) for tier in Tier)
-    finds_room = any(residents.may_start(tier, first, num_blocks) for tier in policy.rules.tiers)
+    num_blocks = state.kv.blocks_for(num_tokens)
+    seats = state.limits.max_num_seqs - sum(map(len, state.running.values()))
+    seats += sum(len(state.preemptible(tier, first)) for tier in Tier)
+    finds_room = any(state.may_start(tier, first, num_blocks) for tier in scheduler.rules.tiers)
     assert not (seats > 0 and finds_room), "a latency-sensitive request waits although best-effort ones could yield"
 
 
-def check(residents: Residents) -> None:
-    check_queues(residents)
-    residents.kv.check_blocks()
-    for queue in (residents.waiting, residents.prefilling, *residents.running.values(), *residents.decoding.values()):
+def check(state: SchedulerState) -> None:
+    check_queues(state)
+    state.kv.check_blocks()
+    for queue in (state.waiting, state.prefilling, *state.running.values(), *state.decoding.values()):
         assert queue == sorted(queue, key=lambda request: (request.service_class is BE, request.arrival_index))
 
 
@@ -141,7 +141,7 @@ def test_best_effort_requests_change_nothing_for_the_others(system: str) -> None
         alone, _ = step_by_step(system, seed, with_best_effort=False)
         mixed, engine = step_by_step(system, seed, with_best_effort=True)
         assert [plan for plan in mixed if plan] == [plan for plan in alone if plan], seed
-        num_preempted += engine.residents.num_preemptions
+        num_preempted += engine.state.num_preemptions
     assert num_preempted > 5
 
 
@@ -180,7 +180,7 @@ def test_blocks_go_to_the_latency_sensitive(system: str) -> None:
         if urgent.tier is not None:
             break
     where = Tier.CPU if system == "fastdecode" else Tier.GPU
-    assert urgent.tier is where and len(engine.residents.requests) == 9
+    assert urgent.tier is where and len(engine.state.requests) == 9
     while engine.has_unfinished():
         engine.step()
     assert urgent.num_preemptions == 0
@@ -192,17 +192,17 @@ def test_best_effort_ones_make_way_for_one_that_comes_back_from_the_cpu_tier(sys
     engine = fake_engine(system, num_gpu_blocks=12, num_cpu_blocks=40)
     urgent = engine.add(engine.make_request("urgent", [5] * 30, up_to(12)))
     engine.step()
-    residents = engine.residents
-    residents.begin_plan()
-    residents.push_out(urgent)
-    engine.executor.backend.swap(residents.kv.swaps)
+    state = engine.state
+    state.begin_plan()
+    state.push_out(urgent)
+    engine.executor.backend.swap(state.kv.swaps)
     others = [engine.add(engine.make_request(str(i), [3] * 12, up_to(30), service_class=BE)) for i in range(2)]
-    draft = Draft(residents)
+    builder = PlanBuilder(state)
     for other in others:  # where the urgent one wants to go
-        residents.start(other, Tier.GPU, other.num_tokens)
-        draft.add_prefill(other, starts=True)
-    plan = draft.plan()
-    residents.apply(plan, engine.executor.run(plan))
+        state.start(other, Tier.GPU, other.num_tokens)
+        builder.add_prefill(other, starts=True)
+    plan = builder.plan()
+    state.apply(plan, engine.executor.run(plan))
     assert [other.tier for other in others] == [Tier.GPU, Tier.GPU]
     while urgent.tier is Tier.CPU:
         engine.step()

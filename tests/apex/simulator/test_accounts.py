@@ -67,10 +67,10 @@ def test_tokens_blocks_and_busy_times_add_up(
     assert all(request.output_len == request.sampling.max_tokens for request in requests)
     stats, busy, makespan_s = engine.stats(), engine.backend.busy, engine.now()
     assert stats.output_tokens == sum(request.sampling.max_tokens for request in requests)
-    assert engine.state()["blocks_used"] == {"gpu": 0, "cpu": 0}
+    assert engine.status()["blocks_used"] == {"gpu": 0, "cpu": 0}
     assert stats.duration_s == pytest.approx(makespan_s)  # no time passes outside iterations
     assert busy.cpu_s == pytest.approx(stats.cpu_busy_s)
-    waited_s = stats.duration_s - stats.lane_busy_s
+    waited_s = stats.duration_s - stats.gpu_batch_busy_s
     assert busy.gpu_s + waited_s <= makespan_s * (1 + 1e-9)
     for seconds in (busy.gpu_s, busy.cpu_s, busy.to_host_s, busy.to_gpu_s):
         assert 0.0 <= seconds <= makespan_s * (1 + 1e-9)
@@ -129,8 +129,8 @@ def test_aborts_in_mid_flight_leave_the_pools_empty(system: str) -> None:
         if draw.random() < 0.3 or engine.stats().iterations > 120:
             engine.abort(victim.request_id)
     assert any(request.finish_reason.value == "abort" for request in requests)
-    assert engine.state()["blocks_used"] == {"gpu": 0, "cpu": 0}
-    assert not engine.executor.cohorts
+    assert engine.status()["blocks_used"] == {"gpu": 0, "cpu": 0}
+    assert not engine.executor.cpu_batches
 
 
 def test_unknown_systems_and_empty_pools_are_refused() -> None:

@@ -7,7 +7,7 @@ import pytest
 from apex.perf.model import Curve, PerfModel, ProfileTable
 from apex.simulator.virtual.backend import SimulatedBackend
 from apex.simulator.virtual.cpu_path import Interconnect, Link, SimulatedWorker
-from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
 from tests.reference.linear_profile import ENDS_S, LAYERS, flat_ends_table, linear_s
 
@@ -37,21 +37,21 @@ def test_swaps_cost_what_the_profile_says() -> None:
     assert backend.busy.to_host_s == pytest.approx(out_s)
     assert backend.busy.to_gpu_s == pytest.approx(in_s)
     assert backend.busy.gpu_s == 0.0
-    again = backend.swap([swap_of(1)])  # no lane has waited for the first ones
+    again = backend.swap([swap_of(1)])  # no GPU batch has waited for the first ones
     assert backend.now() == again.start_s == times.end_s
 
 
 @pytest.mark.parametrize("blocks", [1, 1000, 10_000])
-def test_a_lane_waits_for_the_part_of_a_swap_that_its_layer_needs(blocks: int) -> None:
+def test_a_gpu_batch_waits_for_the_part_of_a_swap_that_its_layer_needs(blocks: int) -> None:
     def seconds(swaps: list[Swap]) -> tuple[list[float], float]:
         """How late each attention is over, and the whole."""
         backend = make_backend()
         backend.swap(swaps)
-        lane, ends = backend.open_lane([LaneItem(cpu_request("g", 100), 99, 1, Tier.GPU, False)]), []
+        gpu_batch, ends = backend.open_gpu_batch([GpuBatchItem(cpu_request("g", 100), 99, 1, Tier.GPU, False)]), []
         for layer in range(-1, LAYERS):
-            backend.boundary(layer, [lane])
+            backend.run_stage(layer, [gpu_batch])
             if layer + 1 < LAYERS:
-                backend.gpu_attention(layer + 1, lane)
+                backend.gpu_attention(layer + 1, gpu_batch)
                 ends.append(backend.now())
         return ends, backend.now()
 
@@ -67,17 +67,17 @@ def test_a_lane_waits_for_the_part_of_a_swap_that_its_layer_needs(blocks: int) -
     assert (all_s == all_alone_s) == (blocks == 1)
 
 
-def test_the_worker_takes_tickets_in_order_while_the_gpu_goes_on() -> None:
+def test_the_worker_takes_attention_tasks_in_order_while_the_gpu_goes_on() -> None:
     backend = make_backend()
     first, second = (
-        backend.submit_cpu_attention(0, backend.open_cohort([cpu_request(name, tokens)]))
+        backend.submit_cpu_attention(0, backend.open_cpu_batch([cpu_request(name, tokens)]))
         for name, tokens in (("a", 2000), ("b", 500))
     )
-    lane = backend.open_lane([LaneItem(cpu_request("g", 100), 99, 1, Tier.GPU, False)])
-    backend.boundary(0, [lane])
+    gpu_batch = backend.open_gpu_batch([GpuBatchItem(cpu_request("g", 100), 99, 1, Tier.GPU, False)])
+    backend.run_stage(0, [gpu_batch])
     assert backend.now() == pytest.approx(linear_s(1))
     assert not first.ready() and not second.ready()
-    backend.boundary(1, [lane])
+    backend.run_stage(1, [gpu_batch])
     assert first.ready() and not second.ready()
     assert second.wait() == pytest.approx(5e-4)
     assert backend.now() == pytest.approx(2e-3 + 5e-4)
@@ -86,26 +86,26 @@ def test_the_worker_takes_tickets_in_order_while_the_gpu_goes_on() -> None:
     assert backend.busy.cpu_s == pytest.approx(2.5e-3)
 
 
-def test_a_synchronous_backend_waits_for_each_ticket_as_it_is_submitted() -> None:
+def test_a_synchronous_backend_waits_for_each_attention_task_as_it_is_submitted() -> None:
     backend = make_backend(synchronous=True)
-    ticket = backend.submit_cpu_attention(0, backend.open_cohort([cpu_request("a", 2000)]))
-    assert backend.now() == pytest.approx(2e-3) and ticket.ready()
-    assert ticket.wait() == pytest.approx(2e-3)
+    future = backend.submit_cpu_attention(0, backend.open_cpu_batch([cpu_request("a", 2000)]))
+    assert backend.now() == pytest.approx(2e-3) and future.ready()
+    assert future.wait() == pytest.approx(2e-3)
     assert backend.now() == pytest.approx(2e-3)
     assert backend.busy.gpu_s == 0.0
 
 
-def test_whole_swaps_delay_the_lane_by_all_that_is_copied() -> None:
+def test_whole_swaps_delay_the_gpu_batch_by_all_that_is_copied() -> None:
     def seconds(whole_swaps: bool, swaps: list[Swap], tier: Tier) -> float:
         backend = make_backend(whole_swaps=whole_swaps)
         backend.swap(swaps)
-        prompt = LaneItem(cpu_request("p", 40), 0, 40, tier, True)
-        lane = backend.open_lane([prompt])
+        prompt = GpuBatchItem(cpu_request("p", 40), 0, 40, tier, True)
+        gpu_batch = backend.open_gpu_batch([prompt])
         assert backend.now() == pytest.approx(swap_s if whole_swaps and swaps else 0.0)
         for layer in range(-1, LAYERS):
-            backend.boundary(layer, [lane])
+            backend.run_stage(layer, [gpu_batch])
             if layer + 1 < LAYERS:
-                backend.gpu_attention(layer + 1, lane)
+                backend.gpu_attention(layer + 1, gpu_batch)
         return backend.now()
 
     blocks = 10_000
@@ -118,22 +118,22 @@ def test_whole_swaps_delay_the_lane_by_all_that_is_copied() -> None:
     assert seconds(False, [swap_of(blocks)], Tier.GPU) < alone_s + swap_s
 
 
-def test_riders_share_the_weights_and_steppers_do_not() -> None:
+def test_joined_batches_share_the_weights_and_steppers_do_not() -> None:
     backend = make_backend()
-    lane = backend.open_lane([LaneItem(cpu_request("g", 100), 99, 1, Tier.GPU, False)])
-    cohort = backend.open_cohort([cpu_request(str(i), 10) for i in range(9)])
-    backend.boundary(0, [lane, cohort])
+    gpu_batch = backend.open_gpu_batch([GpuBatchItem(cpu_request("g", 100), 99, 1, Tier.GPU, False)])
+    cpu_batch = backend.open_cpu_batch([cpu_request(str(i), 10) for i in range(9)])
+    backend.run_stage(0, [gpu_batch, cpu_batch])
     assert backend.now() == pytest.approx(linear_s(10))
-    backend.boundary(0, [lane])
-    backend.boundary(0, [cohort])
+    backend.run_stage(0, [gpu_batch])
+    backend.run_stage(0, [cpu_batch])
     assert backend.now() == pytest.approx(linear_s(10) + linear_s(1) + linear_s(9))
 
 
 def test_a_launch_is_the_least_an_operation_takes() -> None:
     backend = make_backend(launch_s=5e-3)
-    lane = backend.open_lane([LaneItem(cpu_request("g", 100), 99, 1, Tier.GPU, False)])
-    backend.boundary(0, [lane])
-    backend.gpu_attention(1, lane)
+    gpu_batch = backend.open_gpu_batch([GpuBatchItem(cpu_request("g", 100), 99, 1, Tier.GPU, False)])
+    backend.run_stage(0, [gpu_batch])
+    backend.gpu_attention(1, gpu_batch)
     assert backend.now() == 1e-2
     assert backend.busy.gpu_s == pytest.approx(linear_s(1) + 1e-5 + 100e-7)
 
@@ -141,19 +141,19 @@ def test_a_launch_is_the_least_an_operation_takes() -> None:
 def test_only_requests_at_their_last_token_get_one() -> None:
     backend = make_backend()
     part, whole, decode = (cpu_request(name, 100) for name in ("part", "whole", "decode"))
-    items = [LaneItem(part, 0, 50, Tier.CPU, True), LaneItem(whole, 0, 100, Tier.GPU, True)]
-    lane = backend.open_lane([*items, LaneItem(decode, 99, 1, Tier.GPU, False)])
-    cohort = backend.open_cohort([cpu_request("cohort", 10)])
-    assert lane.num_rows == 151
-    assert backend.boundary(LAYERS - 2, [lane, cohort]) == {}
-    assert set(backend.boundary(LAYERS - 1, [lane, cohort])) == {"whole", "decode", "cohort"}
+    items = [GpuBatchItem(part, 0, 50, Tier.CPU, True), GpuBatchItem(whole, 0, 100, Tier.GPU, True)]
+    gpu_batch = backend.open_gpu_batch([*items, GpuBatchItem(decode, 99, 1, Tier.GPU, False)])
+    cpu_batch = backend.open_cpu_batch([cpu_request("cpu_batch", 10)])
+    assert gpu_batch.num_rows == 151
+    assert backend.run_stage(LAYERS - 2, [gpu_batch, cpu_batch]) == {}
+    assert set(backend.run_stage(LAYERS - 1, [gpu_batch, cpu_batch])) == {"whole", "decode", "cpu_batch"}
 
 
 def test_a_single_layer_ends_in_tokens() -> None:
     backend = SimulatedBackend(PerfModel(flat_ends_table(1e-7, 1e-6), 1))
-    lane = backend.open_lane([LaneItem(cpu_request("g", 100), 99, 1, Tier.GPU, False)])
-    assert backend.boundary(-1, [lane]) == {}
-    assert set(backend.boundary(0, [lane])) == {"g"}
+    gpu_batch = backend.open_gpu_batch([GpuBatchItem(cpu_request("g", 100), 99, 1, Tier.GPU, False)])
+    assert backend.run_stage(-1, [gpu_batch]) == {}
+    assert set(backend.run_stage(0, [gpu_batch])) == {"g"}
     assert backend.now() == pytest.approx(linear_s(1) + ENDS_S)
 
 
@@ -161,8 +161,8 @@ def test_rows_cross_pcie_both_ways() -> None:
     link = Interconnect(1e6, qkv_bytes_per_row=3000, out_bytes_per_row=1000, latency_s=1e-3)
     backend = make_backend(interconnect=link)
     requests = [cpu_request(str(i), 500) for i in range(2)]
-    first = backend.submit_cpu_attention(0, backend.open_cohort(requests))
-    second = backend.submit_cpu_attention(0, backend.open_cohort(requests))
+    first = backend.submit_cpu_attention(0, backend.open_cpu_batch(requests))
+    second = backend.submit_cpu_attention(0, backend.open_cpu_batch(requests))
     assert second.wait() == pytest.approx(1e-3)
     # q, k, v of both, one after the other (7 ms each), the second's attention (1 ms), its output (3 ms)
     assert backend.now() == pytest.approx(14e-3 + 1e-3 + 3e-3)
@@ -171,12 +171,12 @@ def test_rows_cross_pcie_both_ways() -> None:
     assert backend.busy.to_gpu_s == pytest.approx(6e-3)
 
 
-def test_a_ticket_tells_when_it_crossed_and_when_it_was_computed() -> None:
+def test_a_attention_task_tells_when_it_crossed_and_when_it_was_computed() -> None:
     link = Interconnect(1e6, qkv_bytes_per_row=3000, out_bytes_per_row=1000, latency_s=1e-3)
     backend = make_backend(interconnect=link)
-    ticket = backend.submit_cpu_attention(0, backend.open_cohort([cpu_request("a", 500)]))
-    ticket.wait()
-    times = ticket.times()
+    future = backend.submit_cpu_attention(0, backend.open_cpu_batch([cpu_request("a", 500)]))
+    future.wait()
+    times = future.times()
     assert times.to_host == pytest.approx((0.0, 4e-3))
     assert (times.start_s, times.done_s) == pytest.approx((4e-3, 4.5e-3))
     assert times.to_gpu == pytest.approx((4.5e-3, 6.5e-3)) and times.ready_s == pytest.approx(6.5e-3)
@@ -184,19 +184,19 @@ def test_a_ticket_tells_when_it_crossed_and_when_it_was_computed() -> None:
 
 def test_without_a_link_nothing_crosses_and_swaps_leave_the_cpu_alone() -> None:
     backend = make_backend()
-    ticket = backend.submit_cpu_attention(0, backend.open_cohort([cpu_request("c", 10_000)]))
+    future = backend.submit_cpu_attention(0, backend.open_cpu_batch([cpu_request("c", 10_000)]))
     backend.swap([swap_of(100)])
-    assert ticket.wait() == pytest.approx(10e-3) and backend.now() == pytest.approx(10e-3)
-    assert ticket.times().to_host is None and ticket.times().to_gpu is None
+    assert future.wait() == pytest.approx(10e-3) and backend.now() == pytest.approx(10e-3)
+    assert future.times().to_host is None and future.times().to_gpu is None
 
 
 def test_transfers_take_dram_bandwidth_from_the_cpu() -> None:
     link = Interconnect(1e9, qkv_bytes_per_row=0, out_bytes_per_row=0, dram_bytes_per_s=4e9)
     swap_s = 1e-4 + 100 * 2e-5
-    # A long ticket loses a quarter of the swap's time; the one behind it starts that much later.
+    # A long attention task loses a quarter of the swap's time; the one behind it starts that much later.
     backend = make_backend(interconnect=link)
-    cohort = backend.open_cohort([cpu_request("c", 10_000)])
-    first, second = (backend.submit_cpu_attention(0, cohort) for _ in range(2))
+    cpu_batch = backend.open_cpu_batch([cpu_request("c", 10_000)])
+    first, second = (backend.submit_cpu_attention(0, cpu_batch) for _ in range(2))
     assert backend.swap([swap_of(100)]).end_s == pytest.approx(swap_s)
     assert first.wait() == pytest.approx(10e-3 + swap_s / 4)
     assert backend.now() == pytest.approx(10e-3 + swap_s / 4)
@@ -204,11 +204,11 @@ def test_transfers_take_dram_bandwidth_from_the_cpu() -> None:
     assert backend.now() == pytest.approx(20e-3 + swap_s / 4)
     # A short one runs beside the swap from start to end, at three quarters of its speed.
     backend = make_backend(interconnect=link)
-    ticket = backend.submit_cpu_attention(0, backend.open_cohort([cpu_request("c", 900)]))
+    future = backend.submit_cpu_attention(0, backend.open_cpu_batch([cpu_request("c", 900)]))
     backend.swap([swap_of(100)])
     backend.sleep(swap_s)
-    assert ticket.ready()
-    assert ticket.wait() == pytest.approx(900e-6 / 0.75)
+    assert future.ready()
+    assert future.wait() == pytest.approx(900e-6 / 0.75)
 
 
 def test_a_task_loses_bandwidth_for_the_rest_of_its_time_at_most() -> None:
@@ -237,8 +237,8 @@ def test_a_link_cannot_outrun_the_memory_behind_it() -> None:
         Interconnect(25e9, 1, 1, dram_bytes_per_s=20e9)
 
 
-def test_the_last_boundary_is_for_sampled_rows_and_the_host_holds_up_the_lane() -> None:
-    """A chunk that ends no prompt pays nothing at the last boundary; the host costs what the table says."""
+def test_the_last_stage_is_for_sampled_rows_and_the_host_holds_up_the_gpu_batch() -> None:
+    """A chunk that ends no prompt pays nothing at the last stage; the host costs what the table says."""
     table = ProfileTable(
         **{
             **vars(flat_ends_table(1e-7, 1e-6)),
@@ -256,13 +256,15 @@ def test_the_last_boundary_is_for_sampled_rows_and_the_host_holds_up_the_lane() 
         return backend.clock_s - before_s
 
     assert taken_s(lambda: backend.swap(())) == pytest.approx(2e-3)  # an iteration of no request
-    assert taken_s(lambda: backend.open_lane([LaneItem(request, 0, 20, Tier.GPU, True)])) == pytest.approx(1e-3)
-    chunk, whole = (backend.open_lane([LaneItem(request, 0, n, Tier.GPU, True)]) for n in (20, 50))
-    assert taken_s(lambda: backend.boundary(-1, [chunk])) == pytest.approx(0.25 * linear_s(20))
-    assert taken_s(lambda: backend.boundary(LAYERS - 1, [chunk])) == 0
-    assert taken_s(lambda: backend.boundary(LAYERS - 1, [whole])) == pytest.approx(0.75 * linear_s(1) + ENDS_S)
-    cohort = backend.open_cohort([request])
-    assert taken_s(lambda: backend.submit_cpu_attention(0, cohort)) == pytest.approx(5e-3)
+    assert taken_s(lambda: backend.open_gpu_batch([GpuBatchItem(request, 0, 20, Tier.GPU, True)])) == pytest.approx(
+        1e-3
+    )
+    chunk, whole = (backend.open_gpu_batch([GpuBatchItem(request, 0, n, Tier.GPU, True)]) for n in (20, 50))
+    assert taken_s(lambda: backend.run_stage(-1, [chunk])) == pytest.approx(0.25 * linear_s(20))
+    assert taken_s(lambda: backend.run_stage(LAYERS - 1, [chunk])) == 0
+    assert taken_s(lambda: backend.run_stage(LAYERS - 1, [whole])) == pytest.approx(0.75 * linear_s(1) + ENDS_S)
+    cpu_batch = backend.open_cpu_batch([request])
+    assert taken_s(lambda: backend.submit_cpu_attention(0, cpu_batch)) == pytest.approx(5e-3)
 
 
 def test_a_chunk_waits_for_a_cached_prefix_of_the_cpu_tier_layer_by_layer() -> None:
@@ -271,11 +273,11 @@ def test_a_chunk_waits_for_a_cached_prefix_of_the_cpu_tier_layer_by_layer() -> N
     def seconds(found: dict[Tier, int] | None) -> float:
         backend, request = make_backend(), cpu_request("c", 100_000)
         request.cached_tokens = found
-        lane = backend.open_lane([LaneItem(request, 99_990, 10, Tier.CPU, True)])
+        gpu_batch = backend.open_gpu_batch([GpuBatchItem(request, 99_990, 10, Tier.CPU, True)])
         for layer in range(-1, LAYERS):
-            backend.boundary(layer, [lane])
+            backend.run_stage(layer, [gpu_batch])
             if layer + 1 < LAYERS:
-                backend.gpu_attention(layer + 1, lane)
+                backend.gpu_attention(layer + 1, gpu_batch)
         return backend.now()
 
     copy_s = 1e-4 + -(-99_990 // 16) * 2e-5

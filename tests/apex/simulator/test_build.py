@@ -18,7 +18,7 @@ TABLE = flat_ends_table(1e-7, 1e-7)
 @pytest.mark.parametrize("system", systems())
 def test_limits_are_those_of_a_real_engine_where_none_are_given(system: str) -> None:
     engine, real = build_simulated(system, TABLE, 2, num_gpu_blocks=1, num_cpu_blocks=1), EngineConfig("model")
-    limits = engine.residents.limits
+    limits = engine.state.limits
     assert limits.max_num_batched_tokens == real.max_num_batched_tokens
     assert limits.max_num_seqs == real.max_num_seqs
     assert engine.kv.block_size == engine.describe()["block_size"] == real.block_size
@@ -59,11 +59,11 @@ def test_a_simulation_has_no_worker_to_restart_and_names_what_it_extrapolates() 
 
 
 def test_a_scheduler_may_believe_another_table_than_the_machine_s() -> None:
-    believed = scaled_table(TABLE, lane=1.0, cpu_attention=2.0)
+    believed = scaled_table(TABLE, gpu_batch=1.0, cpu_attention=2.0)
     engine = build_simulated("neo", TABLE, 2, num_gpu_blocks=9, num_cpu_blocks=9, scheduler_table=believed)
-    assert engine.policy.model.table is believed
+    assert engine.scheduler.model.table is believed
     right = build_simulated("neo", TABLE, 2, num_gpu_blocks=9, num_cpu_blocks=9)
-    assert right.policy.model.table is TABLE
+    assert right.scheduler.model.table is TABLE
     requests = [e.add(e.make_request("a", [1] * 20, SamplingParams(max_tokens=3))) for e in (engine, right)]
     while engine.has_unfinished() or right.has_unfinished():
         engine.step(), right.step()

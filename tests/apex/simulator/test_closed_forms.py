@@ -91,15 +91,15 @@ def decode_only(
     )
     for i in range(2 * (num_gpu + num_cpu)):
         engine.add(engine.make_request(str(i), (0,) * machine.prompt, SamplingParams(max_tokens=400)))
-    residents = engine.residents
-    while sum(map(len, residents.running.values())) < num_gpu + num_cpu or residents.prefilling:
+    state = engine.state
+    while sum(map(len, state.running.values())) < num_gpu + num_cpu or state.prefilling:
         engine.step()
-    assert {tier: len(queue) for tier, queue in residents.running.items()} == {Tier.GPU: num_gpu, Tier.CPU: num_cpu}
+    assert {tier: len(queue) for tier, queue in state.running.items()} == {Tier.GPU: num_gpu, Tier.CPU: num_cpu}
     contexts = {}
     start_s, start_tokens, prefilled = engine.now(), engine.stats().output_tokens, engine.stats().prefill_tokens
     for iteration in range(iterations):
         if iteration == iterations // 2:
-            contexts = {tier: sum(r.num_tokens for r in queue) for tier, queue in residents.running.items()}
+            contexts = {tier: sum(r.num_tokens for r in queue) for tier, queue in state.running.items()}
         engine.step()
     assert engine.stats().prefill_tokens == prefilled, "not decode-only"
     return (engine.stats().output_tokens - start_tokens) / (engine.now() - start_s), contexts
@@ -117,7 +117,7 @@ def test_gpu_only(system: str, machine: ClosedFormMachine) -> None:
 
 @pytest.mark.parametrize(("machine", "n"), [(T4, 12), (T4, 40), (A10, 20), (A10, 80)])
 def test_fastdecode(machine: ClosedFormMachine, n: int) -> None:
-    """n / (2 L max(T_l, T_c)) of a half: while one half computes on the CPU, the other crosses its boundary."""
+    """n / (2 L max(T_l, T_c)) of a half: while one half computes on the CPU, the other runs its stage."""
     rate, context = decode_only("fastdecode", machine, 0, n)
     layer_s = 2 * max(machine.linear_s(n / 2), machine.cpu_s(context[Tier.CPU] / 2))
     assert rate == pytest.approx(n / (machine.layers * layer_s + ENDS_S), rel=0.05)
@@ -129,50 +129,51 @@ def test_asymmetric_pipelining(system: str, machine: ClosedFormMachine, num_cpu:
     """(n + n_cpu) / (L (max(T_l0, T_c1) + max(T_l1 + T_g0, T_c0))), the CPU as full as it can be and still hide."""
     rate, context = decode_only(system, machine, machine.gpu_requests, num_cpu)
     each = context[Tier.CPU] / num_cpu
-    lane = machine.gpu_requests
-    in_1 = max(n for n in range(num_cpu + 1) if machine.cpu_s(n * each) <= machine.linear_s(lane) or not n)
+    gpu_batch = machine.gpu_requests
+    in_1 = max(n for n in range(num_cpu + 1) if machine.cpu_s(n * each) <= machine.linear_s(gpu_batch) or not n)
     in_0 = num_cpu - in_1
-    first_s = max(machine.linear_s(lane + in_0), machine.cpu_s(in_1 * each))
+    first_s = max(machine.linear_s(gpu_batch + in_0), machine.cpu_s(in_1 * each))
     second_s = max(machine.linear_s(in_1) + machine.gpu_s(context[Tier.GPU]), machine.cpu_s(in_0 * each))
     iteration_s = machine.layers * (first_s + second_s) + ENDS_S
-    assert rate == pytest.approx((lane + num_cpu) / iteration_s, rel=0.05)
+    assert rate == pytest.approx((gpu_batch + num_cpu) / iteration_s, rel=0.05)
 
 
 def test_asynchronous_overlap() -> None:
-    """(n + n_cpu / L) / (L (T_l + T_g)): a rider crosses one layer an iteration, here L + 1 with the embedding's.
+    """(n + n_cpu / L) / (L (T_l + T_g)): a joined CPU batch runs one layer an iteration, here L + 1 with the
+    embedding's.
 
     The CPU is so slow that APEX's inequality fails by itself: N_G / N_C = 16 against 2 T_l / T_g + 3 + T_g / T_l = 12.
     """
-    machine, lane, num_cpu = SLOW_A10, SLOW_A10.gpu_requests, 8 * SLOW_A10.gpu_requests
-    one_cohort = StrategyConfig(max_cohorts=1)
-    rate, context = decode_only("apex", machine, lane, num_cpu, one_cohort, iterations=4 * (machine.layers + 1))
+    machine, gpu_batch, num_cpu = SLOW_A10, SLOW_A10.gpu_requests, 8 * SLOW_A10.gpu_requests
+    one_cpu_batch = StrategyConfig(max_cpu_batches=1)
+    rate, context = decode_only("apex", machine, gpu_batch, num_cpu, one_cpu_batch, iterations=4 * (machine.layers + 1))
     assert (
         machine.gpu_bytes_per_s / machine.cpu_bytes_per_s
-        > 2 * machine.linear_s(lane) / machine.gpu_s(context[Tier.GPU]) + 3.5
+        > 2 * machine.linear_s(gpu_batch) / machine.gpu_s(context[Tier.GPU]) + 3.5
     )
-    ride_s = machine.linear_s(lane + num_cpu) - machine.linear_s(lane)
-    iteration_s = machine.layers * (machine.linear_s(lane) + machine.gpu_s(context[Tier.GPU])) + ENDS_S + ride_s
-    assert machine.cpu_s(context[Tier.CPU]) < iteration_s  # so each layer is ready when the lane comes round
-    assert rate == pytest.approx((lane + num_cpu / (machine.layers + 1)) / iteration_s, rel=0.05)
+    joined_s = machine.linear_s(gpu_batch + num_cpu) - machine.linear_s(gpu_batch)
+    iteration_s = machine.layers * (machine.linear_s(gpu_batch) + machine.gpu_s(context[Tier.GPU])) + ENDS_S + joined_s
+    assert machine.cpu_s(context[Tier.CPU]) < iteration_s  # so each layer is ready when the GPU batch comes round
+    assert rate == pytest.approx((gpu_batch + num_cpu / (machine.layers + 1)) / iteration_s, rel=0.05)
 
 
 @pytest.mark.parametrize("num_cpu", [16, 32, 64])
 def test_free_running(num_cpu: int) -> None:
-    """(u n_cpu + q n) / (L R): a cohort crosses a layer in R = T_c + t / 2 + T_l1, while the lane crosses q.
+    """(u n_cpu + q n) / (L R): a CPU batch runs a layer in R = T_c + t / 2 + T_l1, while the GPU batch runs q.
 
-    t is a layer of the lane, which is asked between two of them. A cohort that has its token waits for the next
+    t is a layer of the GPU batch, which is asked between two of them. A CPU batch that has its token waits for the next
     iteration, half a pass on average: it is under way for the share u of the time.
     """
-    machine, lane = SLOW_A10, SLOW_A10.gpu_requests
-    one_cohort = StrategyConfig(strategy="asynchronous-overlap", max_cohorts=1)
-    rate, context = decode_only("adaptive", machine, lane, num_cpu, one_cohort, iterations=300)
-    lane_s = machine.linear_s(lane) + machine.gpu_s(context[Tier.GPU]) + ENDS_S / machine.layers
+    machine, gpu_batch = SLOW_A10, SLOW_A10.gpu_requests
+    one_cpu_batch = StrategyConfig(strategy="asynchronous-overlap", max_cpu_batches=1)
+    rate, context = decode_only("adaptive", machine, gpu_batch, num_cpu, one_cpu_batch, iterations=300)
+    gpu_batch_s = machine.linear_s(gpu_batch) + machine.gpu_s(context[Tier.GPU]) + ENDS_S / machine.layers
     step_s = machine.linear_s(num_cpu)
-    round_s = machine.cpu_s(context[Tier.CPU]) + lane_s / 2 + step_s
-    pass_s = machine.layers * round_s * lane_s / (round_s - step_s)
+    round_s = machine.cpu_s(context[Tier.CPU]) + gpu_batch_s / 2 + step_s
+    pass_s = machine.layers * round_s * gpu_batch_s / (round_s - step_s)
     use = machine.layers * round_s / (machine.layers * round_s + pass_s / 2)
-    lane_layers = (round_s - use * step_s) / lane_s
-    assert rate == pytest.approx((use * num_cpu + lane_layers * lane) / (machine.layers * round_s), rel=0.05)
+    gpu_batch_layers = (round_s - use * step_s) / gpu_batch_s
+    assert rate == pytest.approx((use * num_cpu + gpu_batch_layers * gpu_batch) / (machine.layers * round_s), rel=0.05)
 
 
 @pytest.mark.parametrize(("machine", "num_cpu"), [(T4, 18), (A10, 32), (SLOW_A10, 16), (SLOW_A10, 64)])

@@ -80,7 +80,9 @@ def test_a_full_tier_is_divided_evenly_and_the_slowest_host_counts() -> None:
     used=st.integers(1, 3 * BLOCKS_EACH),
     factor=st.floats(1.0, 10.0),
 )
-def test_a_slower_network_never_makes_a_ticket_faster(requests: int, context: int, used: int, factor: float) -> None:
+def test_a_slower_network_never_makes_a_attention_task_faster(
+    requests: int, context: int, used: int, factor: float
+) -> None:
     fast = hosts(3)
     slow = replace(fast, latency_s=fast.latency_s * factor, bytes_per_s=fast.bytes_per_s / factor)
     fast_s, slow_s = (model(3, used, network).cpu_attention_s(requests, requests * context) for network in (fast, slow))

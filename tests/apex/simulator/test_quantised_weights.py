@@ -116,7 +116,7 @@ def test_4_bit_weights_on_a_cpu_take_what_was_measured() -> None:
     assert list(ours.seconds) == sorted(ours.seconds)
 
 
-def test_boundaries_of_a_cpu_are_predicted_by_what_their_weights_are() -> None:
+def test_stages_of_a_cpu_are_predicted_by_what_their_weights_are() -> None:
     full, packed = (
         WeightPlacer(predict_machine("t4", "g4dn-4xlarge", "llama-2-13b", "float16", weights=weights), 16)
         for weights in ("auto", "int4")

@@ -99,7 +99,7 @@ def test_an_iteration_is_the_sum_of_its_formulas(n: int, requests: int) -> None:
     engine = build_simulated("vllm", profile(n), layers, num_gpu_blocks=9000, num_cpu_blocks=0)
     for i in range(requests):
         engine.add(engine.make_request(str(i), (0,) * prompt, SamplingParams(max_tokens=200)))
-    decodes = engine.residents.decoding[Tier.GPU]
+    decodes = engine.state.decoding[Tier.GPU]
     while len(decodes) < requests:
         engine.step()
     context = sum(request.num_tokens for request in decodes) / requests
@@ -112,7 +112,7 @@ def test_an_iteration_is_the_sum_of_its_formulas(n: int, requests: int) -> None:
     assert engine.now() - start_s == pytest.approx(expected_s + HOST["iteration_overhead_ms"] * 1e-3, rel=1e-9)
 
 
-def test_swaps_and_crossings_use_the_lanes_of_every_gpu_and_the_host_is_shared() -> None:
+def test_swaps_and_crossings_use_the_gpu_batches_of_every_gpu_and_the_host_is_shared() -> None:
     one, four = profile(1), profile(4)
     latency_s = A100["transfer_latency_us"] * 1e-6
     assert four.swap(1000) - latency_s == pytest.approx((one.swap(1000) - latency_s) / 4)

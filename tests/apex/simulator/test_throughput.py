@@ -34,19 +34,19 @@ class Backlog:
         )
         for i in range(3 * (num_gpu + num_cpu)):
             self.engine.add(self.engine.make_request(str(i), [1] * PROMPT, SamplingParams(max_tokens=300)))
-        running = self.engine.residents.running
+        running = self.engine.state.running
         wanted = num_gpu + num_cpu
         self.run_until(lambda: sum(map(len, running.values())) == wanted and not any(map(is_prefilling, self.all())))
 
     def all(self) -> Iterable[Request]:
-        return [request for queue in self.engine.residents.running.values() for request in queue]
+        return [request for queue in self.engine.state.running.values() for request in queue]
 
     def run_until(self, condition) -> None:
         for _ in range(10_000):
             if condition():
                 return
             self.engine.step()
-        raise AssertionError(f"never came: {self.engine.state()}")
+        raise AssertionError(f"never came: {self.engine.status()}")
 
     def measure(self, iterations: int) -> tuple[float, dict[Tier, float]]:
         """Output tokens per second, and each tier's mean context per request."""
@@ -61,7 +61,7 @@ class Backlog:
         return (engine.stats().output_tokens - before) / (engine.now() - start_s), contexts
 
     def contexts(self) -> dict[Tier, float]:
-        running = self.engine.residents.running
+        running = self.engine.state.running
         assert (len(running[Tier.GPU]), len(running[Tier.CPU])) == (self.num_gpu, self.num_cpu)
         return {tier: sum(r.num_tokens for r in queue) / max(1, len(queue)) for tier, queue in running.items()}
 
@@ -84,7 +84,7 @@ def test_neo_throughput_is_its_closed_form(num_cpu: int, cpu_token_s: float) -> 
     table = flat_ends_table(3e-7, cpu_token_s)
     backlog = Backlog("neo", table, num_gpu=8, num_cpu=num_cpu, strategy=strategy)
     rate, context = backlog.measure(100)
-    # Batch-1 takes as many as hide behind T_l0; the rest rides with the lane.
+    # Batch-1 takes as many as hide behind T_l0; the rest joins with the GPU batch.
     request_s = cpu_token_s * context[Tier.CPU]
     in_1 = min(num_cpu, int((linear_s(8) - 2e-5) / request_s))
     linear_0, linear_1 = linear_s(8 + num_cpu - in_1), linear_s(in_1)
@@ -98,18 +98,18 @@ def test_neo_throughput_is_its_closed_form(num_cpu: int, cpu_token_s: float) -> 
 
 @pytest.mark.parametrize("num_cpu", [6, 16])
 def test_overlap_throughput_is_its_closed_form(num_cpu: int) -> None:
-    """Rides only: a layer an iteration, so L + 1 iterations a token, the embedding boundary being one."""
-    strategy = StrategyConfig(strategy="asynchronous-overlap", max_cohorts=1)
+    """Joins only: a layer an iteration, so L + 1 iterations a token, the embedding stage being one."""
+    strategy = StrategyConfig(strategy="asynchronous-overlap", max_cpu_batches=1)
     backlog = Backlog("apex", flat_ends_table(3e-7, 5e-7), num_gpu=8, num_cpu=num_cpu, strategy=strategy)
-    backlog.run_until(lambda: [len(c.request_ids) for c in backlog.engine.executor.cohorts] == [num_cpu])
+    backlog.run_until(lambda: [len(c.request_ids) for c in backlog.engine.executor.cpu_batches] == [num_cpu])
     rate, context = backlog.measure(4 * (LAYERS + 1))
     attention_s = 1e-5 + 8 * context[Tier.GPU] * 3e-7
-    ride_s = linear_s(8 + num_cpu) - linear_s(8)
-    iteration_s = LAYERS * (linear_s(8) + attention_s) + ENDS_S + ride_s
+    joined_s = linear_s(8 + num_cpu) - linear_s(8)
+    iteration_s = LAYERS * (linear_s(8) + attention_s) + ENDS_S + joined_s
     assert rate == pytest.approx((8 + num_cpu / (LAYERS + 1)) / iteration_s, rel=0.01)
 
 
-def test_a_slow_cpu_never_holds_the_lane_up() -> None:
+def test_a_slow_cpu_never_holds_the_gpu_batch_up() -> None:
     """The CPU takes ten iterations for a layer; the iterations take what they take without it."""
     strategy = StrategyConfig(strategy="asynchronous-overlap")
     backlog = Backlog("apex", flat_ends_table(1e-7, 2e-4), num_gpu=8, num_cpu=2, strategy=strategy)
@@ -119,5 +119,5 @@ def test_a_slow_cpu_never_holds_the_lane_up() -> None:
     backlog.measure(100)
     assert any(result.cpu_busy_s > 0.1 for result in results), "the CPU should have worked"
     for result in results:
-        assert result.lane_busy_s == result.duration_s  # nobody waited
+        assert result.gpu_batch_busy_s == result.duration_s  # nobody waited
         assert result.duration_s < LAYERS * (linear_s(10) + 1e-5 + 8 * 1300 * 1e-7) + ENDS_S

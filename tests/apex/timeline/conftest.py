@@ -1,4 +1,4 @@
-"""Timelines of three iterations, one for each way in which cohorts go along."""
+"""Timelines of three iterations, one for each way in which CPU batches go along."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def simulated_engine(
 
 
 def record(engine: Engine, **window: int | None) -> Timeline:
-    total = sum(request.sampling.max_tokens for request in engine.residents.requests.values())
+    total = sum(request.sampling.max_tokens for request in engine.state.requests.values())
     window = {"num_iterations": EVERYTHING, **window}
     with recording(engine, **window, progress=lambda: engine.stats().output_tokens / total) as recorder:
         while engine.has_unfinished():

@@ -8,7 +8,7 @@ import pytest
 
 from apex.strategy import StrategyConfig
 from apex.timeline.live import LiveTimeline
-from apex.timeline.recording_backend import RecordedBatch, RecordedTicket, RecordingBackend
+from apex.timeline.recording_backend import RecordedBatch, RecordedFuture, RecordingBackend
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.engine.engine import Engine
 from tests.apex.timeline.test_recorder import OVERLAP, simulated_engine
@@ -31,7 +31,7 @@ class Steps:
 @pytest.mark.parametrize(
     ("system", "strategy"),
     [("swiftllm", None), ("neo", None), ("apex", OVERLAP)],
-    ids=["lane", "pipelining", "overlap"],
+    ids=["gpu_batch", "pipelining", "overlap"],
 )
 def test_a_recording_is_the_account_of_its_iteration(system: str, strategy: StrategyConfig | None) -> None:
     steps = Steps(simulated_engine(system, strategy))
@@ -45,14 +45,14 @@ def test_a_recording_is_the_account_of_its_iteration(system: str, strategy: Stra
     assert len(drawings) > 10
     for drawing in drawings:
         plan, result = steps.done[drawing["iteration"]]
-        assert drawing["strategy"] == plan.strategy.value and drawing["lane_decodes"] == len(plan.decodes)
+        assert drawing["strategy"] == plan.strategy.value and drawing["gpu_batch_decodes"] == len(plan.decodes)
         assert drawing["duration_ms"] == pytest.approx(result.duration_s * 1e3, abs=1e-3)
         beside = ("CPU worker: attention", "Swaps between the tiers")
         spans = {row["title"]: row["spans"] for row in drawing["rows"]}
-        lane = [span for title, row in spans.items() if title not in beside for span in row]
-        working = sum(span[1] for span in lane if span[2] != "wait")
-        assert working == pytest.approx(result.lane_busy_s * 1e3, abs=1e-3 * len(lane))
-        assert all(span[0] + span[1] <= drawing["duration_ms"] + 0.01 for span in lane)
+        gpu_batch = [span for title, row in spans.items() if title not in beside for span in row]
+        working = sum(span[1] for span in gpu_batch if span[2] != "wait")
+        assert working == pytest.approx(result.gpu_batch_busy_s * 1e3, abs=1e-3 * len(gpu_batch))
+        assert all(span[0] + span[1] <= drawing["duration_ms"] + 0.01 for span in gpu_batch)
         assert json.loads(json.dumps(drawing)) == drawing
     of_cpu = [drawing for drawing in drawings if any(row["title"].startswith("CPU worker") for row in drawing["rows"])]
     assert bool(of_cpu) == (system != "swiftllm")
@@ -75,13 +75,13 @@ def test_nothing_is_recorded_unless_somebody_asks() -> None:
             assert steps.timeline.latest() is not latest  # which asks for another one
             for _ in range(30):
                 steps.step()
-    for cohort in steps.engine.executor.cohorts:
-        assert not isinstance(cohort.batch, RecordedBatch) and not isinstance(cohort.ticket, RecordedTicket)
+    for cpu_batch in steps.engine.executor.cpu_batches:
+        assert not isinstance(cpu_batch.batch, RecordedBatch) and not isinstance(cpu_batch.future, RecordedFuture)
 
 
 def test_recording_changes_neither_tokens_nor_times() -> None:
     watched, alone = Steps(simulated_engine("apex", OVERLAP)), simulated_engine("apex", OVERLAP)
-    requests = {id(engine): dict(engine.residents.requests) for engine in (watched.engine, alone)}
+    requests = {id(engine): dict(engine.state.requests) for engine in (watched.engine, alone)}
     while watched.engine.has_unfinished():
         watched.timeline.latest()
         watched.step()
@@ -98,7 +98,7 @@ def test_an_iteration_that_failed_is_not_drawn(monkeypatch) -> None:
     steps.timeline.latest()
     steps.step()  # from here on it records
 
-    def fails(layer: int, lane: object) -> None:
+    def fails(layer: int, gpu_batch: object) -> None:
         raise RuntimeError("no such luck")
 
     with monkeypatch.context() as patch:

@@ -15,7 +15,7 @@ from apex.timeline.files import write_timeline
 from apex.timeline.perfetto import trace_json
 from apex.timeline.recorder import recording
 from apex.timeline.recording_backend import RecordingBackend
-from apex.timeline.spans import CohortTag, Kind, Timeline
+from apex.timeline.spans import CpuBatchTag, Kind, Timeline
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.server.service.state_dump import dump_state
@@ -32,8 +32,8 @@ def sum_s(timeline: Timeline, *kinds: Kind, iteration: int | None = None) -> flo
 
 def check_order(timeline: Timeline) -> None:
     """Each resource does one thing at a time, and nothing begins before what it needs has ended."""
-    lane = [span for span in timeline.spans if span.kind.is_lane]
-    for resource in (lane, *([s for s in timeline.spans if s.kind is kind] for kind in Kind)):
+    gpu_batch = [span for span in timeline.spans if span.kind.is_gpu_batch]
+    for resource in (gpu_batch, *([s for s in timeline.spans if s.kind is kind] for kind in Kind)):
         for before, after in pairwise(sorted(resource, key=lambda span: (span.start_s, span.end_s))):
             assert before.end_s <= after.start_s + 1e-12, (before, after)
     by_index = {span.index: span for span in timeline.spans}
@@ -41,33 +41,34 @@ def check_order(timeline: Timeline) -> None:
     returned = {span.after[0]: span for span in timeline.spans if span.kind is Kind.TO_GPU}
     for span in timeline.spans:
         for needed in (by_index[index] for index in span.after):
-            # A rider needs the output back on the GPU, where it has to cross.
+            # A joined CPU batch needs the output back on the GPU, where it has to join.
             ready_s = returned.get(needed.index, needed).end_s if span.kind in GPU_KINDS else needed.end_s
             assert ready_s <= span.start_s + 1e-12, (needed, span)
 
 
-def check_tickets(timeline: Timeline) -> None:
-    """Every ticket comes out of a boundary of its cohort one layer before, and goes into the boundary of its layer.
+def check_futures(timeline: Timeline) -> None:
+    """Every attention task comes out of a stage of its CPU batch one layer before, and goes into the stage of its
+    layer.
 
-    A cohort whose requests have all been called back to the GPU ends with a ticket that goes nowhere.
+    A CPU batch whose requests have all been recalled to the GPU ends with an attention task that goes nowhere.
     """
     by_index = {span.index: span for span in timeline.spans}
-    tickets = {span.index: span for span in timeline.spans if span.kind is Kind.CPU_ATTENTION}
-    for ticket in tickets.values():
-        (boundary,) = (by_index[index] for index in ticket.after)
-        assert boundary.layer == ticket.layer - 1 and set(ticket.cohorts) <= set(boundary.cohorts)
+    futures = {span.index: span for span in timeline.spans if span.kind is Kind.CPU_ATTENTION}
+    for future in futures.values():
+        (stage,) = (by_index[index] for index in future.after)
+        assert stage.layer == future.layer - 1 and set(future.cpu_batches) <= set(stage.cpu_batches)
     collected: list[int] = []
-    last_boundary: dict[CohortTag, int] = {}
+    last_stage: dict[CpuBatchTag, int] = {}
     for span in timeline.spans:
         if span.kind in (Kind.LINEAR, Kind.STEP):
-            last_boundary.update(dict.fromkeys(span.cohorts, span.index))
-            assert [tickets[index].layer for index in span.after] == [span.layer] * len(span.after)
-            assert span.layer == -1 or len(span.after) == len(span.cohorts)
+            last_stage.update(dict.fromkeys(span.cpu_batches, span.index))
+            assert [futures[index].layer for index in span.after] == [span.layer] * len(span.after)
+            assert span.layer == -1 or len(span.after) == len(span.cpu_batches)
             collected += span.after
     assert len(set(collected)) == len(collected)
-    for index in tickets.keys() - set(collected):
-        (cohort,) = tickets[index].cohorts
-        assert tickets[index].after == (last_boundary[cohort],)
+    for index in futures.keys() - set(collected):
+        (cpu_batch,) = futures[index].cpu_batches
+        assert futures[index].after == (last_stage[cpu_batch],)
 
 
 @pytest.mark.parametrize("link", [None, LINK], ids=["no link", "link"])
@@ -84,12 +85,12 @@ def test_simulated_timelines_are_in_order_and_add_up(
     engine.executor.run = lambda plan: results.append(run(plan)) or results[-1]
     timeline = record(engine)
     check_order(timeline)
-    check_tickets(timeline)
+    check_futures(timeline)
     assert len(timeline.iterations) == len(results)
-    lane_kinds = [kind for kind in Kind if kind.is_lane and kind is not Kind.WAIT]
+    gpu_batch_kinds = [kind for kind in Kind if kind.is_gpu_batch and kind is not Kind.WAIT]
     for iteration, result in zip(timeline.iterations, results, strict=True):
-        assert sum_s(timeline, *lane_kinds, iteration=iteration.index) == pytest.approx(result.lane_busy_s)
-        waited_s = result.duration_s - result.lane_busy_s
+        assert sum_s(timeline, *gpu_batch_kinds, iteration=iteration.index) == pytest.approx(result.gpu_batch_busy_s)
+        waited_s = result.duration_s - result.gpu_batch_busy_s
         assert sum_s(timeline, Kind.WAIT, iteration=iteration.index) == pytest.approx(waited_s, abs=1e-12)
         assert iteration.end_s - iteration.start_s == pytest.approx(result.duration_s)
     busy = engine.backend.busy
@@ -120,7 +121,7 @@ def test_recording_changes_nothing_and_leaves_nothing_behind(system: str) -> Non
     times = []
     for traced in (False, True):
         engine = simulated_engine(system)
-        executor, backend, requests = engine.executor, engine.backend, list(engine.residents.requests.values())
+        executor, backend, requests = engine.executor, engine.backend, list(engine.state.requests.values())
         if traced:
             record(engine)
         while engine.has_unfinished():
@@ -130,43 +131,43 @@ def test_recording_changes_nothing_and_leaves_nothing_behind(system: str) -> Non
     assert times[0] == times[1]
 
 
-def test_aborts_in_cohorts_keep_the_accounts() -> None:
+def test_aborts_in_cpu_batches_keep_the_accounts() -> None:
     engine = simulated_engine("apex", OVERLAP)
     draw_number = random.Random(2)
     with recording(engine, num_iterations=EVERYTHING) as recorder:
         while engine.has_unfinished():
             engine.step()
-            if draw_number.random() < 0.2 and engine.residents.requests:
-                engine.abort(draw_number.choice(sorted(engine.residents.requests)))
+            if draw_number.random() < 0.2 and engine.state.requests:
+                engine.abort(draw_number.choice(sorted(engine.state.requests)))
     timeline = recorder.timeline("apex", "here", simulated=True)
     check_order(timeline)
     assert sum_s(timeline, Kind.CPU_ATTENTION) == pytest.approx(engine.backend.busy.cpu_s)
     shrunk = {}
     for span in timeline.spans:
         if span.kind is Kind.CPU_ATTENTION:
-            shrunk.setdefault(span.cohorts[0].number, set()).add(span.work.requests)
-    assert any(len(sizes) > 1 for sizes in shrunk.values()), "no cohort lost a request: this test tests nothing"
+            shrunk.setdefault(span.cpu_batches[0].number, set()).add(span.work.requests)
+    assert any(len(sizes) > 1 for sizes in shrunk.values()), "no CPU batch lost a request: this test tests nothing"
 
 
 # -- which iterations -------------------------------------------------------------------------------------------------
 
 
 def test_while_recording_an_engine_tells_its_state() -> None:
-    """The server's report shows cohorts with the recorded tickets."""
+    """The server's report shows CPU batches with the recorded attention tasks."""
     engine = simulated_engine("apex", OVERLAP)
     with recording(engine):
-        while not engine.executor.cohorts:
+        while not engine.executor.cpu_batches:
             engine.step()
-        assert "cohort before boundary" in dump_state(engine) and engine.executor.cohorts
+        assert "CPU batch before stage" in dump_state(engine) and engine.executor.cpu_batches
 
 
-def test_the_window_is_where_cohorts_are_under_way_near_the_middle() -> None:
+def test_the_window_is_where_cpu_batches_are_under_way_near_the_middle() -> None:
     whole = record(simulated_engine("apex", OVERLAP))
-    with_cohorts = {span.iteration for span in whole.spans if span.kind is Kind.CPU_ATTENTION}
-    assert len(with_cohorts) < len(whole.iterations)
+    with_cpu_batches = {span.iteration for span in whole.spans if span.kind is Kind.CPU_ATTENTION}
+    assert len(with_cpu_batches) < len(whole.iterations)
     window = record(simulated_engine("apex", OVERLAP), num_iterations=3)
     indexes = [iteration.index for iteration in window.iterations]
-    assert indexes == list(range(indexes[0], indexes[0] + 3)) and set(indexes) <= with_cohorts
+    assert indexes == list(range(indexes[0], indexes[0] + 3)) and set(indexes) <= with_cpu_batches
     assert 0.1 < indexes[0] / len(whole.iterations) < 0.9
     expected = [span for span in whole.spans if span.iteration in indexes and span.kind is Kind.LINEAR]
     assert [span.start_s for span in window.spans if span.kind is Kind.LINEAR] == [span.start_s for span in expected]
@@ -179,31 +180,31 @@ def test_a_window_can_be_asked_for() -> None:
         record(simulated_engine("swiftllm"), num_iterations=2, start=5000)
 
 
-def test_tickets_under_way_at_the_beginning_are_there() -> None:
+def test_attention_tasks_under_way_at_the_beginning_are_there() -> None:
     whole = record(simulated_engine("apex", OVERLAP, cpu_gb_s=0.5))
     bounds = {iteration.index: (iteration.start_s, iteration.end_s) for iteration in whole.iterations}
-    tickets = [span for span in whole.spans if span.kind is Kind.CPU_ATTENTION]
-    start = next(span.iteration + 1 for span in tickets if span.end_s > bounds[span.iteration][1] + 1e-6)
+    futures = [span for span in whole.spans if span.kind is Kind.CPU_ATTENTION]
+    start = next(span.iteration + 1 for span in futures if span.end_s > bounds[span.iteration][1] + 1e-6)
     window = record(simulated_engine("apex", OVERLAP, cpu_gb_s=0.5), num_iterations=1, start=start)
     assert any(span.kind is Kind.CPU_ATTENTION and span.iteration < start for span in window.spans)
     check_order(window)
 
 
-def test_recording_may_begin_and_end_with_cohorts_under_way() -> None:
+def test_recording_may_begin_and_end_with_cpu_batches_under_way() -> None:
     """They are taken in with the attention that is under way, and given back as they were."""
     engine = simulated_engine("apex", OVERLAP, cpu_gb_s=0.5)
-    while not engine.executor.cohorts or any(cohort.ticket.ready() for cohort in engine.executor.cohorts):
+    while not engine.executor.cpu_batches or any(cpu_batch.future.ready() for cpu_batch in engine.executor.cpu_batches):
         engine.step()
     with recording(engine, num_iterations=1) as recorder:
         engine.step()
     assert not isinstance(engine.executor.backend, RecordingBackend)
     while engine.has_unfinished():
         engine.step()
-    assert not engine.executor.cohorts
+    assert not engine.executor.cpu_batches
     timeline = recorder.timeline("apex", "here", simulated=True)
     check_order(timeline)
     (iteration,) = timeline.iterations
-    assert any(span.start_s < iteration.start_s < span.end_s for span in timeline.spans if not span.kind.is_lane)
+    assert any(span.start_s < iteration.start_s < span.end_s for span in timeline.spans if not span.kind.is_gpu_batch)
 
 
 # -- real hardware ----------------------------------------------------------------------------------------------------
@@ -230,12 +231,12 @@ def test_measured_timelines_are_in_order_and_add_up(tiny_model, tmp_path, monkey
     finally:
         engine.close()
     check_order(timeline)
-    check_tickets(timeline)
+    check_futures(timeline)
     stats = engine.stats()
     assert stats.cpu_busy_s > 0
     assert sum_s(timeline, Kind.CPU_ATTENTION) == pytest.approx(stats.cpu_busy_s)
-    lane_s = sum_s(timeline, *(kind for kind in Kind if kind.is_lane and kind is not Kind.WAIT))
-    assert 0 < lane_s <= stats.lane_busy_s
+    gpu_batch_s = sum_s(timeline, *(kind for kind in Kind if kind.is_gpu_batch and kind is not Kind.WAIT))
+    assert 0 < gpu_batch_s <= stats.gpu_batch_busy_s
     tokens = [span.work.tokens for span in timeline.spans if span.kind is Kind.LINEAR and span.layer == -1]
     assert sum(tokens) >= 6 * (40 + 7)  # each prompt and each output token but the last enters once
 
@@ -292,7 +293,7 @@ def test_the_trace_is_in_the_trace_event_format(name: str, request, tmp_path) ->
             assert any(event["ts"] <= end["ts"] <= event["ts"] + event["dur"] for event in row)
     spans = [event for row in slices.values() for event in row if event["cat"] != "iteration"]
     assert len(spans) == len(timeline.spans)
-    keys = {"iteration", "strategy", "layer", "tokens", "requests", "context_tokens", "cohorts"}
+    keys = {"iteration", "strategy", "layer", "tokens", "requests", "context_tokens", "cpu_batches"}
     assert all(keys <= set(event["args"]) for event in spans)
     known = {iteration.index: iteration.strategy for iteration in timeline.iterations}
     assert all(
@@ -308,15 +309,15 @@ def test_times_in_the_trace_are_microseconds_of_the_window(pipelining: Timeline)
     assert first["dur"] == pytest.approx((iteration.end_s - iteration.start_s) * 1e6, abs=0.01)
 
 
-def test_a_free_running_cohort_rides_at_the_lane_s_layer_and_steps_elsewhere(free_running: Timeline) -> None:
+def test_a_free_running_cpu_batch_joins_at_the_gpu_batch_s_layer_and_steps_elsewhere(free_running: Timeline) -> None:
     assert all(i.free_running for i in free_running.iterations[:2]) and len(free_running.iterations) == 3
-    lane = [span for span in free_running.spans if span.kind is Kind.LINEAR]
-    rides = [span for span in lane if span.cohorts]
+    gpu_batch = [span for span in free_running.spans if span.kind is Kind.LINEAR]
+    joins = [span for span in gpu_batch if span.cpu_batches]
     steps = [span for span in free_running.spans if span.kind is Kind.STEP]
-    assert len(rides) == free_running.crossings(0, Kind.LINEAR) > 0
-    assert len(steps) == free_running.crossings(0, Kind.STEP) > len(rides)
-    for step in steps:  # the lane's next layer is the one after the last that it crossed
-        before = [span for span in lane if span.iteration == step.iteration and span.start_s < step.start_s]
+    assert len(joins) == free_running.crossings(0, Kind.LINEAR) > 0
+    assert len(steps) == free_running.crossings(0, Kind.STEP) > len(joins)
+    for step in steps:  # the GPU batch's next layer is the one after the last that it ran
+        before = [span for span in gpu_batch if span.iteration == step.iteration and span.start_s < step.start_s]
         assert step.layer != before[-1].layer + 1
     several = [sum(span.iteration == i.index for span in steps) for i in free_running.iterations]
-    assert max(several) > 1, "no cohort crossed several layers while the lane passed once"
+    assert max(several) > 1, "no CPU batch ran several layers while the GPU batch passed once"

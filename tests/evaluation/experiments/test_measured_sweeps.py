@@ -81,7 +81,7 @@ def test_options_override_the_file(model):
     assert {(spec.num_requests, spec.scale) for spec in specs} == {(5, 0.5)}
     assert [(spec.name, spec.output_len) for spec in specs[::2]] == [("osc", 10), ("osc", 20), ("livebench", None)]
     assert len(made) == 2 * 3 and {p.task.engine.num_gpu_blocks for p in made} == {7}
-    assert {point.task.engine.lane_threads for point in made} == {1}
+    assert {point.task.engine.gpu_batch_threads for point in made} == {1}
     assert made[0].task.engine.cpu_threads == 3 and made[0].task.lengths.spec.seed == 9
 
 
@@ -93,7 +93,7 @@ def test_run_end_to_end_and_resume(model, tmp_path, fake_systems, capsys):
     assert len(summary) == len(fake_systems) == 4 * len(DEFAULT_SYSTEMS)
     by_system = {r["system"]: r for r in summary if r["workload"] == "livebench"}
     assert by_system["apex"]["output_tokens_per_s"] == pytest.approx(2 * by_system["swiftllm"]["output_tokens_per_s"])
-    assert by_system["apex"]["completed"] == 3 and by_system["apex"]["lane_busy_fraction"] == pytest.approx(0.5)
+    assert by_system["apex"]["completed"] == 3 and by_system["apex"]["gpu_batch_busy_fraction"] == pytest.approx(0.5)
     assert by_system["apex"]["trace_origin"] in ("measured", "fitted") and by_system["apex"]["gpu"] is None
     assert by_system["apex"]["backend"] == "torch-cpu"
     assert by_system["apex"]["model"] == "Tiny-Llama" and by_system["apex"]["prompts"] == "random token ids"

@@ -44,13 +44,13 @@ def test_overrides_reach_the_profile():
     assert weaker.figures["cpu_kv_gb"].origin == "a smaller host"
 
 
-def test_neos_launches_lengthen_its_tickets_and_its_rows_say_whether_they_do():
+def test_neos_launches_lengthen_its_attention_tasks_and_its_rows_say_whether_they_do():
     setting = load_setting("apex-a10-as-measured")
     charged = replace(setting, charges_launches=True)
     for system, us in (("neo", 300.0), ("fastdecode", 300.0), ("apex", None), ("vllm", None)):
         without, with_them = (simulated_task(s, system, lengths((10, 20))) for s in (setting, charged))
-        assert without.values.get("ticket_launch_us") == (None if us is None else 0.0)
-        assert with_them.values.get("ticket_launch_us") == us
+        assert without.values.get("attention_launch_us") == (None if us is None else 0.0)
+        assert with_them.values.get("attention_launch_us") == us
         hand_over_s = with_them.hardware.table.hand_over(64)
         assert hand_over_s - without.hardware.table.hand_over(64) == pytest.approx((us or 0.0) * 1e-6)
 

@@ -48,7 +48,10 @@ CHANGES = {
             new.cpu_attention_gb_s("apex") == old.cpu_attention_gb_s("apex") * 25 / old.cpu_attention_gb_s("neo")
         ),
     ),
-    "neo_launches": (True, lambda new, old: new.ticket_launch_us("neo") == 300 > old.ticket_launch_us("neo") == 0),
+    "neo_launches": (
+        True,
+        lambda new, old: new.attention_launch_us("neo") == 300 > old.attention_launch_us("neo") == 0,
+    ),
     "cpu_kv_gb": (50, lambda new, old: new.num_cpu_blocks == 50 * 10**9 // (16 * 128 * 1024)),
     "cpu_of_gpu_attention": (0.1, lambda new, old: new.cpu_attention_gb_s("apex") == pytest.approx(51)),
     "kernel_ratio": (1.0, lambda new, old: new.cpu_attention_gb_s("apex") == old.cpu_attention_gb_s("apex")),
@@ -101,7 +104,7 @@ def test_an_axis_of_the_task_changes_it(field):
     assert simulate({**place, field: None}) == simulate(place)
 
 
-def test_what_a_ticket_costs_is_what_schedulers_believe():
+def test_what_a_attention_task_costs_is_what_schedulers_believe():
     task = simulate({**PLACE, "hand_over_us": 50, "actual_over_believed": 2.0})
     assert task.believed.hand_over == task.hardware.table.hand_over != simulate(PLACE).hardware.table.hand_over
 

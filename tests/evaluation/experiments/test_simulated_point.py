@@ -69,7 +69,7 @@ def test_a_simulated_row_says_what_it_is(system: str) -> None:
     assert values["output_tokens"] == sum(5 + 3 * i for i in range(12))
     assert values["wall_s"] == pytest.approx(values["makespan_s"])
     assert 0 < values["gpu_busy_fraction"] <= 1
-    assert values["lane_busy_fraction"] <= 1 and values["cpu_busy_fraction"] <= 1
+    assert values["gpu_batch_busy_fraction"] <= 1 and values["cpu_busy_fraction"] <= 1
     assert result.details["engine"]["backend"] == "simulated"
     json.dumps(result.details, allow_nan=False)
 
@@ -113,10 +113,10 @@ def test_what_cannot_be_served_is_a_failed_record() -> None:
 def test_hardware_and_strategy_reach_the_engine() -> None:
     link = Interconnect(1e9, 100, 50, dram_bytes_per_s=1e10)
     hardware = replace(HARDWARE, launch_s=0.5, interconnect=link)
-    engine = build_engine(make_task(hardware=hardware, strategy=StrategyConfig(max_cohorts=7), block_size=8))
+    engine = build_engine(make_task(hardware=hardware, strategy=StrategyConfig(max_cpu_batches=7), block_size=8))
     found = engine.describe()
     assert found["launch_s"] == 0.5 and found["interconnect"]["out_bytes_per_row"] == 50
-    assert found["strategy"]["max_cohorts"] == 7 and found["block_size"] == 8
+    assert found["strategy"]["max_cpu_batches"] == 7 and found["block_size"] == 8
     assert found["limits"] == {"max_num_batched_tokens": 256, "max_num_seqs": 64, "max_model_len": 1024}
 
 

@@ -21,7 +21,7 @@ from tests.gpu.__main__ import checks
 from tests.reference.small_checks import make_small
 
 HOST = torch.device("cpu")
-OF_A_CPU = {"make_crossing"}  # a card crosses a boundary part by part
+OF_A_CPU = {"make_crossing"}  # a card runs a stage part by part
 WITHIN = {"activation_of", "clamped_swiglu"}  # what make_experts uses, on a GPU a kernel of its own
 
 

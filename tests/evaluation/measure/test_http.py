@@ -113,7 +113,7 @@ def test_a_slow_first_token_is_the_time_to_first_token():
     first_s, second_s = result.records[0].token_times_s
     assert metrics["ttft_s_mean"] == first_s >= waited_s[0]
     assert metrics["tpot_s_mean"] == pytest.approx(second_s - first_s)
-    assert metrics["lane_busy_fraction"] is None and metrics["cpu_busy_fraction"] is None
+    assert metrics["gpu_batch_busy_fraction"] is None and metrics["cpu_busy_fraction"] is None
 
 
 def test_open_loop_arrivals_wait_for_nobody(monkeypatch):

@@ -252,7 +252,7 @@ def test_a_plan_rests_on_the_first_start_of_an_engine(tmp_path, monkeypatch):
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "cache"))
     config = EngineConfig(
         str(make_tiny_llama(tmp_path / "tiny")), "cpu", "float32", num_gpu_blocks=16, num_cpu_blocks=64,
-        max_num_batched_tokens=32, max_model_len=64, lane_threads=1, cpu_threads=1,
+        max_num_batched_tokens=32, max_model_len=64, gpu_batch_threads=1, cpu_threads=1,
     )  # fmt: skip
     (machine, start_s), (again, same_s) = live_systems.profile_of(config), live_systems.profile_of(config)
     assert machine.table == again.table and start_s == same_s > 0.0

@@ -148,11 +148,11 @@ def test_only_a_panel_among_others_has_a_letter():
 def test_rows_of_a_plugin_that_is_not_loaded_are_described_too():
     machine = {"backend": "simulated", "setting_title": "A10", "gpu_attention_gb_s": 500.0}
     rows = [
-        {**machine, "system": "ride-along", "cpu_kernel": "native", "cpu_bandwidth_gb_s": 40.0},
+        {**machine, "system": "join-all", "cpu_kernel": "native", "cpu_bandwidth_gb_s": 40.0},
         {**machine, "system": "swiftllm", "cpu_kernel": "native", "cpu_bandwidth_gb_s": None},
     ]
     (note,) = cpu_attention_notes(rows)
-    assert "ride-along (native kernel) 40 GB/s" in note and "swiftllm" not in note
+    assert "join-all (native kernel) 40 GB/s" in note and "swiftllm" not in note
 
 
 def test_an_axis_says_how_it_is_scaled():

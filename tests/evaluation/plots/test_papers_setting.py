@@ -190,7 +190,7 @@ def test_tables_keep_settings_apart_and_show_predictions():
     rows = [row("swiftllm"), here("vllm"), here("swiftllm"), here("apex", predicted_output_tokens_per_s=6.25)]
     for record in rows:
         record |= {"goodput_requests_per_s": None, "per_token_latency_s_mean": 1.0}
-        record |= {"failed": 0, "lane_busy_fraction": None, "cpu_busy_fraction": None}
+        record |= {"failed": 0, "gpu_batch_busy_fraction": None, "cpu_busy_fraction": None}
     out = io.StringIO()
     print_results("Figure 5", rows, Console(file=out, width=140))
     simulated, measured = out.getvalue().split("MEASURED here (T4 + Llama-2-7B, Tesla T4)")

@@ -101,7 +101,7 @@ def test_a_wait_for_a_gpu_that_hangs_ends_and_later_ones_end_soon(monkeypatch: p
 
 def tokens_of(engine: Engine) -> list[list[int]]:
     """Of all requests, once they are done; the blocks of both tiers are free again."""
-    requests = list(engine.residents.requests.values())
+    requests = list(engine.state.requests.values())
     while engine.has_unfinished():
         engine.step()
     engine.kv.check_blocks()

@@ -42,7 +42,7 @@ def start(model_dir: Path, variant: str, synchronous: bool = False) -> Engine:
 
 
 def tokens_of(engine: Engine) -> list[list[int]]:
-    requests = list(engine.residents.requests.values())
+    requests = list(engine.state.requests.values())
     for _ in range(MOST_STEPS):
         if not engine.has_unfinished():
             break
@@ -122,7 +122,7 @@ def test_an_engine_raises_gives_no_token_and_closes(model_dir, expected, variant
     for fault in faults(model_dir, variant, synchronous, can_capture):
         with fake_gpu(5, can_capture=can_capture) as cuda:
             engine = start(model_dir, variant, synchronous)
-            requests = list(engine.residents.requests.values())
+            requests = list(engine.state.requests.values())
             cuda.fail_after(fault)
             with pytest.raises(torch.AcceleratorError, match=FAULT):
                 tokens_of(engine)

@@ -77,7 +77,7 @@ def run(engine: Engine) -> None:
         if not engine.has_unfinished():
             return
         engine.step()
-    raise AssertionError(f"still running: {engine.state()}")
+    raise AssertionError(f"still running: {engine.status()}")
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -105,8 +105,8 @@ def test_an_engine_recovers_at_any_moment(system: str) -> None:
                 assert request.output_token_ids == expected(new)
 
 
-CASES = [(system, operation) for system in SYSTEMS for operation in ("open_lane", "gpu_attention", "boundary")]
-CASES += [(system, operation) for system in CPU_SYSTEMS for operation in ("open_cohort", "submit", "ticket")]
+CASES = [(system, operation) for system in SYSTEMS for operation in ("open_gpu_batch", "gpu_attention", "run_stage")]
+CASES += [(system, operation) for system in CPU_SYSTEMS for operation in ("open_cpu_batch", "submit", "attention")]
 
 
 @pytest.mark.parametrize(("system", "operation"), CASES)
@@ -144,17 +144,17 @@ def test_a_poisoned_best_effort_request_takes_no_other_down(system: str) -> None
 
 @pytest.mark.parametrize("system", ["apex-overlap", "adaptive-overlap"])
 def test_a_search_for_a_fault_in_the_cpu_tier_refuses_no_request_that_the_gpu_holds(system: str) -> None:
-    engine, faults = make_engine(system, num_gpu_blocks=30, num_cpu_blocks=20), iter([OSError("no cohort opens")])
+    engine, faults = make_engine(system, num_gpu_blocks=30, num_cpu_blocks=20), iter([OSError("no CPU batch opens")])
 
     def fault(operation: str, _: frozenset[str]) -> None:
-        if operation == "open_cohort" and (error := next(faults, None)) is not None:
+        if operation == "open_cpu_batch" and (error := next(faults, None)) is not None:
             raise error
 
     FaultyBackend(engine, fault)
     for new in make_requests(24, seed=3):
         engine.add(engine.make_request(new.request_id, new.prompt_token_ids, new.sampling))
     isolation = FaultIsolation(engine)
-    with pytest.raises(OSError, match="no cohort opens"):
+    with pytest.raises(OSError, match="no CPU batch opens"):
         run(engine)
     assert isolation.step_failed() is None and isolation.is_under_way
     whole_tier = 30 * engine.kv.block_size
@@ -184,7 +184,7 @@ def test_a_request_that_cannot_be_swapped_takes_no_other_down(system: str) -> No
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_two_poisoned_requests_are_both_found(system: str) -> None:
     engine = make_engine(system)
-    first, second = Poison("r0", "boundary"), Poison("r5", "boundary")
+    first, second = Poison("r0", "run_stage"), Poison("r5", "run_stage")
     FaultyBackend(engine, lambda *operation: (first(*operation), second(*operation)))
     requests = make_requests(8, seed=4)
     for i in (0, 5):
@@ -199,7 +199,7 @@ def test_two_poisoned_requests_are_both_found(system: str) -> None:
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_request_that_the_error_names_is_blamed_at_once_during_a_search_too(system: str) -> None:
     engine = make_engine(system)
-    named, unnamed = Poison("r0", "boundary"), Poison("r5", "boundary")
+    named, unnamed = Poison("r0", "run_stage"), Poison("r5", "run_stage")
 
     def fault(operation: str, request_ids: frozenset[str]) -> None:
         try:
@@ -235,7 +235,7 @@ def test_faults_that_pass_blame_nobody(system: str) -> None:
         assert service.snapshot().step_failures == glitches.num_raised
 
 
-@pytest.mark.parametrize(("part", "method"), [("policy", "plan"), ("residents", "apply")])
+@pytest.mark.parametrize(("part", "method"), [("scheduler", "plan"), ("state", "apply")])
 @pytest.mark.parametrize("system", ["swiftllm", "apex-overlap"])
 def test_a_scheduler_that_raises_for_once_loses_nothing(system: str, part: str, method: str, monkeypatch) -> None:
     engine = make_engine(system)

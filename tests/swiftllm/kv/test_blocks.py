@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.kv.allocator import BlockAllocator
+from swiftllm.kv.allocator import BlockPool
 from swiftllm.kv.blocks import KVCacheManager
 
 
@@ -16,7 +16,7 @@ def holding(kv: KVCacheManager, tier: Tier, num_tokens: int) -> Request:
 
 
 def test_blocks_are_handed_out_once_the_lowest_first() -> None:
-    allocator = BlockAllocator(5)
+    allocator = BlockPool(5)
     assert [allocator.allocate(2), allocator.allocate(0), allocator.allocate(3)] == [[0, 1], [], [2, 3, 4]]
     assert (allocator.num_free, allocator.num_used) == (0, 5)
     with pytest.raises(ValueError, match="1 blocks asked for, 0 of 5 free"):
@@ -25,7 +25,7 @@ def test_blocks_are_handed_out_once_the_lowest_first() -> None:
 
 @pytest.mark.parametrize("blocks", [[0], [1, 1], [7]], ids=["free", "twice at once", "of nobody"])
 def test_a_block_that_is_not_handed_out_cannot_be_freed(blocks: list[int]) -> None:
-    allocator = BlockAllocator(3)
+    allocator = BlockPool(3)
     allocator.allocate(2)
     allocator.free([0])
     with pytest.raises(ValueError, match="freed twice"):

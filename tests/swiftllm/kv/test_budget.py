@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen3Config
 
 from apex.simulator.hardware.files import load_model_config
 from swiftllm.config import EngineConfig
-from swiftllm.core.plan import LaneItem
+from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.device.host import HostDevice
@@ -161,7 +161,7 @@ def gpu_blocks(model_dir, total_bytes: int, **options) -> tuple[int, int]:
 
 
 def test_blocks_fill_the_gpu_beside_weights_and_the_widest_iteration(tiny_model_dir):
-    """The larger lanes can be, the fewer blocks there are, and room for them is left."""
+    """The larger GPU batches can be, the fewer blocks there are, and room for them is left."""
     total = 64 * MIB
     narrow, used_narrow = gpu_blocks(tiny_model_dir(), total, max_num_batched_tokens=16, max_num_seqs=16)
     wide, used_wide = gpu_blocks(tiny_model_dir(), total, max_num_batched_tokens=2048, max_num_seqs=16)
@@ -171,7 +171,7 @@ def test_blocks_fill_the_gpu_beside_weights_and_the_widest_iteration(tiny_model_
         gpu_blocks(tiny_model_dir(), total, max_num_batched_tokens=2048, num_gpu_blocks=narrow)
 
 
-def test_a_full_lane_with_riders_takes_no_more_than_the_widest_iteration(tiny_model_dir):
+def test_a_full_gpu_batch_with_joined_batches_takes_no_more_than_the_widest_iteration(tiny_model_dir):
     rows, context = 1024, 64
     config = EngineConfig(
         str(tiny_model_dir()),
@@ -186,10 +186,10 @@ def test_a_full_lane_with_riders_takes_no_more_than_the_widest_iteration(tiny_mo
         backend = open_torch_backend(config)
         driver = BackendDriver(backend)
         sampling = SamplingParams(max_tokens=2, ignore_eos=True)
-        riders = [driver.admit(f"cpu{i}", range(3, 20), Tier.CPU, sampling) for i in range(16)]
-        driver.prefill(riders)
+        joined = [driver.admit(f"cpu{i}", range(3, 20), Tier.CPU, sampling) for i in range(16)]
+        driver.prefill(joined)
         prompts = [driver.admit(f"gpu{i}", range(3, 65), Tier.GPU, sampling) for i in range(16)]
-        items = [LaneItem(request, 0, request.num_tokens, Tier.GPU, True) for request in prompts]
+        items = [GpuBatchItem(request, 0, request.num_tokens, Tier.GPU, True) for request in prompts]
 
         def peak(work) -> int:
             before = cuda.peak = cuda.allocated
@@ -197,35 +197,37 @@ def test_a_full_lane_with_riders_takes_no_more_than_the_widest_iteration(tiny_mo
             return cuda.peak - before
 
         widest = peak(lambda: widest_iteration(backend.model, backend.sampler, config, torch.float32))
-        taken = peak(lambda: driver.run(items, riders))
+        taken = peak(lambda: driver.run(items, joined))
         assert 0.5 * widest < taken <= widest
 
 
-def prompts_of(driver: BackendDriver, tier: Tier, count: int, length: int) -> list[LaneItem]:
+def prompts_of(driver: BackendDriver, tier: Tier, count: int, length: int) -> list[GpuBatchItem]:
     sampling = SamplingParams(max_tokens=2, ignore_eos=True)
     requests = [driver.admit(f"{tier.value} prompt {i}", [5] * length, tier, sampling) for i in range(count)]
-    return [LaneItem(request, 0, length, tier, True) for request in requests]
+    return [GpuBatchItem(request, 0, length, tier, True) for request in requests]
 
 
-def test_all_gpu_blocks_leave_room_for_cohorts_that_have_ridden_with_full_lanes(tiny_model_dir):
-    """Each waits for its attention after it has ridden one boundary, while the next full lane crosses."""
+def test_all_gpu_blocks_leave_room_for_cpu_batches_that_have_ridden_with_full_gpu_batches(tiny_model_dir):
+    """Each waits for its attention after it has joined one stage, while the next full GPU batch goes on."""
     config = EngineConfig(
         str(tiny_model_dir()), dtype="float32", num_cpu_blocks=64, max_num_batched_tokens=2048, max_num_seqs=16,
         max_model_len=256,
     )  # fmt: skip
     with fake_gpu(0, can_capture=False, total_bytes=64 * MIB):
         driver = BackendDriver(open_torch_backend(config))
-        backend, lane, cohorts = driver.backend, prompts_of(driver, Tier.GPU, 8, 254), []
-        riders = [driver.admit(f"r{i}", range(3, 20), Tier.CPU, SamplingParams(max_tokens=2)) for i in range(8)]
-        driver.prefill(riders)
-        for rider in riders:
-            cohorts.append(backend.open_cohort([rider]))
-            backend.boundary(-1, [backend.open_lane(lane), cohorts[-1]])
-        assert len(driver.run(lane)) == len(lane)
+        backend, gpu_batch, cpu_batches = driver.backend, prompts_of(driver, Tier.GPU, 8, 254), []
+        joined = [driver.admit(f"r{i}", range(3, 20), Tier.CPU, SamplingParams(max_tokens=2)) for i in range(8)]
+        driver.prefill(joined)
+        for joined_batch in joined:
+            cpu_batches.append(backend.open_cpu_batch([joined_batch]))
+            backend.run_stage(-1, [backend.open_gpu_batch(gpu_batch), cpu_batches[-1]])
+        assert len(driver.run(gpu_batch)) == len(gpu_batch)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_full_lane_for_the_cpu_tier_with_riders_takes_no_more_than_the_widest_iteration(tiny_model_dir, seed):
+def test_a_full_gpu_batch_for_the_cpu_tier_with_joined_batches_takes_no_more_than_the_widest_iteration(
+    tiny_model_dir, seed
+):
     """However late its K and V are copied to the host."""
     config = EngineConfig(
         str(tiny_model_dir(num_hidden_layers=8, intermediate_size=512, num_key_value_heads=4)), dtype="float32",
@@ -235,9 +237,9 @@ def test_a_full_lane_for_the_cpu_tier_with_riders_takes_no_more_than_the_widest_
         backend = open_torch_backend(config)
         driver = BackendDriver(backend)
         sampling = SamplingParams(max_tokens=2, ignore_eos=True)
-        riders = [driver.admit(f"r{i}", range(3, 20), Tier.CPU, sampling) for i in range(4)]
-        driver.prefill(riders)
-        lane = prompts_of(driver, Tier.CPU, 16, 64)
+        joined = [driver.admit(f"r{i}", range(3, 20), Tier.CPU, sampling) for i in range(4)]
+        driver.prefill(joined)
+        gpu_batch = prompts_of(driver, Tier.CPU, 16, 64)
 
         def peak(work) -> int:
             torch.cuda.synchronize()
@@ -246,7 +248,7 @@ def test_a_full_lane_for_the_cpu_tier_with_riders_takes_no_more_than_the_widest_
             return cuda.peak - before
 
         widest = peak(lambda: widest_iteration(backend.model, backend.sampler, config, torch.float32))
-        taken = peak(lambda: driver.run(lane, riders))
+        taken = peak(lambda: driver.run(gpu_batch, joined))
         assert taken <= widest
 
 

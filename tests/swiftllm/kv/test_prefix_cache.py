@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 
 from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.kv.allocator import BlockAllocator
+from swiftllm.kv.allocator import BlockPool
 from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.kv.names import BlockNames
+from swiftllm.kv.names import BlockHashes
 
 GPU, CPU = Tier
 SIZE = 4
@@ -34,12 +34,12 @@ def compute(kv: KVCacheManager, request: Request) -> Request:
 
 
 def test_a_name_stands_for_all_tokens_before_it_the_salt_and_the_engine() -> None:
-    own = BlockNames(SIZE)
+    own = BlockHashes(SIZE)
 
-    def names_of(tokens: list[int], salt: str | None = None, of: BlockNames = own) -> list[bytes]:
-        request = Request("r", tuple(tokens), SamplingParams(), cache_salt=salt, block_names=[])
+    def names_of(tokens: list[int], salt: str | None = None, of: BlockHashes = own) -> list[bytes]:
+        request = Request("r", tuple(tokens), SamplingParams(), cache_salt=salt, block_hashes=[])
         of.extend(request, len(tokens) // SIZE)
-        return request.block_names
+        return request.block_hashes
 
     text = list(range(12))
     names = names_of(text)
@@ -47,19 +47,19 @@ def test_a_name_stands_for_all_tokens_before_it_the_salt_and_the_engine() -> Non
     assert names_of(text[:11]) == names[:2]
     assert names_of([9, *text[1:]])[1:] != names[1:], "the first block is part of every later name"
     assert names_of(text[4:])[0] != names[1], "the same tokens at another place"
-    others = [names_of(text, ""), names_of(text, "a"), names_of(text, "b"), names_of(text, of=BlockNames(SIZE))]
+    others = [names_of(text, ""), names_of(text, "a"), names_of(text, "b"), names_of(text, of=BlockHashes(SIZE))]
     assert len({*names, *(name for other in others for name in other)}) == 15
 
 
 def test_names_are_the_same_whether_made_at_once_or_as_tokens_come() -> None:
-    names, tokens = BlockNames(SIZE), list(range(40))
-    at_once = Request("a", tuple(tokens), SamplingParams(), block_names=[])
+    names, tokens = BlockHashes(SIZE), list(range(40))
+    at_once = Request("a", tuple(tokens), SamplingParams(), block_hashes=[])
     names.extend(at_once, 10)
-    growing = Request("b", tuple(tokens[:6]), SamplingParams(), block_names=[])
+    growing = Request("b", tuple(tokens[:6]), SamplingParams(), block_hashes=[])
     for count in range(1, 11):
         growing.output_token_ids[:] = tokens[6 : max(6, SIZE * count)]
         names.extend(growing, count)
-    assert growing.block_names == at_once.block_names
+    assert growing.block_hashes == at_once.block_hashes
 
 
 def test_the_least_recently_used_blocks_go_first_and_of_a_request_the_last() -> None:
@@ -71,7 +71,7 @@ def test_the_least_recently_used_blocks_go_first_and_of_a_request_the_last() -> 
     compute(kv, request_of(kv, [300] * 12))  # the free block, and the last two of the first request
     assert [kv.num_findable(request) for request in (first, second)] == [2, 3]
     pool = kv.allocators[GPU]
-    assert [pool.find(name) is not None for name in first.block_names] == [True, True, False, False]
+    assert [pool.find(name) is not None for name in first.block_hashes] == [True, True, False, False]
     kv.check_blocks()
 
 
@@ -81,11 +81,11 @@ def test_a_hit_makes_a_prefix_the_most_recently_used() -> None:
     for request in requests:
         kv.free_blocks(request)
     again = compute(kv, request_of(kv, [100, *range(15)]))
-    assert (kv.num_held(again), again.num_named) == (4, 4)
+    assert (kv.num_held(again), again.num_hashed) == (4, 4)
     kv.free_blocks(again)
     compute(kv, request_of(kv, [300] * 13))  # 4 blocks: none of the first three
     pool = kv.allocators[GPU]
-    assert [pool.find(name) is not None for name in requests[0].block_names[:3]] == [True] * 3
+    assert [pool.find(name) is not None for name in requests[0].block_hashes[:3]] == [True] * 3
     assert kv.num_findable(requests[1]) == 0
 
 
@@ -137,7 +137,7 @@ def test_evicted_blocks_go_to_the_cpu_tier_as_many_as_the_plan_may_copy() -> Non
     (swap,) = kv.swaps
     assert (swap.request, swap.source, len(swap.source_blocks)) == (None, GPU, 3)
     local = kv.allocators[CPU]
-    assert [local.find(name) is not None for name in old.block_names] == [True] * 3 + [False]
+    assert [local.find(name) is not None for name in old.block_hashes] == [True] * 3 + [False]
     assert kv.num_cached == {GPU: 0, CPU: 3} and kv.num_free(CPU) == 8
     kv.check_blocks()
 
@@ -241,10 +241,10 @@ def test_a_million_names_take_little_memory() -> None:
     count = 1_000_000 // 8
     tracemalloc.start()
     try:
-        plain = BlockAllocator(count)
+        plain = BlockPool(count)
         plain.free(plain.allocate(count))
         before, _ = tracemalloc.get_traced_memory()
-        pool = BlockAllocator(count, caches=True)
+        pool = BlockPool(count, caches=True)
         blocks = pool.allocate(count)
         for block in blocks:
             pool.name(block, block.to_bytes(32, "big"))

@@ -18,7 +18,7 @@ from swiftllm.model.llama import LlamaModel
 from swiftllm.model.weights import llama_tensors
 from swiftllm.model.weights.llama_weights import LlamaWeights, dummy_weights, load_weights
 from swiftllm.model.weights.packed_tensor import PackedTensor, in_chunks
-from swiftllm.model.weights.sizes import WeightSizes, boundary_bytes, weight_bytes
+from swiftllm.model.weights.sizes import WeightSizes, stage_bytes, weight_bytes
 from swiftllm.ops import experts
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
@@ -242,7 +242,7 @@ def test_dummy_weights_are_of_the_sizes_that_are_counted(folders) -> None:
         assert len(packed) == (8 if name == "packed" else 0)
         for matrix in packed:
             assert 0.5 < matrix.dequantise().float().std() / config.initializer_range < 2
-        assert sum(boundary_bytes(config, torch.float16)) < weight_bytes(config, torch.float16)
+        assert sum(stage_bytes(config, torch.float16)) < weight_bytes(config, torch.float16)
 
 
 def test_what_there_is_no_code_for_is_refused(folders, tmp_path) -> None:

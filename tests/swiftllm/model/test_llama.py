@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.model import llama
-from swiftllm.model.boundaries.loaded_weights import LoadedWeights
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.llama import LlamaModel
+from swiftllm.model.stages.loaded_weights import LoadedWeights
 from swiftllm.model.weights.llama_weights import load_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
@@ -54,14 +54,14 @@ def whole_prompt_logits(model: LlamaModel, token_ids: list[int]) -> torch.Tensor
     config = model.config
     rotary_rows = model.rotary_table[: len(token_ids)]
     residual = model.embed(torch.tensor(token_ids))
-    qkv = model.enter(residual, rotary_rows)
+    qkv = model.first_stage(residual, rotary_rows)
     for layer in range(config.num_layers):
         q, k, v = model.split_qkv(qkv)
         which = None if config.windows is None else config.windows[layer], model.sinks(layer)
         out = attend_chunk(model.ops, q, k.transpose(0, 1), v.transpose(0, 1), config.head_dim**-0.5, *which)
         if layer < config.num_layers - 1:
-            qkv = model.cross(layer, out, residual, rotary_rows)
-    return model.leave(out, residual)
+            qkv = model.stage(layer, out, residual, rotary_rows)
+    return model.last_stage(out, residual)
 
 
 @pytest.mark.parametrize("ops", [Ops(), CpuOps()], ids=["reference", "cpu"])

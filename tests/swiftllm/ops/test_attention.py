@@ -58,7 +58,7 @@ def by_dot_products():
 
 
 def chunks_in_one_call(ops, dtype, window, sinks, send=lambda tensor: tensor, heads=6) -> None:
-    """Chunks of several requests in one call, as the rows of a lane, against float64 one by one."""
+    """Chunks of several requests in one call, as the rows of a GPU batch, against float64 one by one."""
     sizes = (12, 12), (7, 30), (33, 50), (1, 1), (1, 40), (65, 65), (32, 33)
     num_rows, tokens = zip(*sizes, strict=True)
     qkv, (k, v) = torch.randn(sum(num_rows), heads + 6, 16).to(dtype), torch.randn(2, 3, sum(tokens), 16).to(dtype)

@@ -21,12 +21,12 @@ HAS_WIDE_VECTORS = pacpu.isa() not in ("portable", "avx2")
 @pytest.mark.parametrize(
     "widens", [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_WIDE_VECTORS, reason="AVX-512"))]
 )
-@pytest.mark.parametrize("lane_threads", [1, 2])
+@pytest.mark.parametrize("gpu_batch_threads", [1, 2])
 @pytest.mark.parametrize("num_rows", [1, 33])
-def test_layers_like_torch(monkeypatch, dtype, widens, lane_threads, num_rows):
+def test_layers_like_torch(monkeypatch, dtype, widens, gpu_batch_threads, num_rows):
     torch.manual_seed(0)
     monkeypatch.setattr(rows, "linear_is_fastest", lambda: widens)
-    ours, reference = CpuOps(num_threads=lane_threads), Ops()
+    ours, reference = CpuOps(num_threads=gpu_batch_threads), Ops()
     x, residual = (torch.randn(num_rows, 70).to(dtype) for _ in range(2))
     weight, bias, norm = torch.randn(60, 70).to(dtype) / 8, torch.randn(60).to(dtype), torch.randn(70).to(dtype)
     for b in (None, bias):

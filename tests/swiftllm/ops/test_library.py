@@ -17,7 +17,7 @@ import torch
 from quantise import write_folder
 
 from swiftllm.config import EngineConfig
-from swiftllm.model.boundaries.placement import Place, Placement
+from swiftllm.model.stages.placement import Place, Placement
 from swiftllm.model.weights.quantised.readers import sort_into_runs
 from swiftllm.ops import library
 from swiftllm.ops.experts import ExpertWeights, add_slots
@@ -357,8 +357,8 @@ class OpsWithLibrary(Ops):
         return self.library.choose_linear(matrix, bias, own_linear(matrix, bias))
 
 
-def test_resident_boundaries_are_the_librarys_and_streamed_ones_are_not(tiny_model_dir, tmp_path, monkeypatch) -> None:
-    """A slot's matrix changes from boundary to boundary, so nobody may keep a copy of it."""
+def test_resident_stages_are_the_librarys_and_streamed_ones_are_not(tiny_model_dir, tmp_path, monkeypatch) -> None:
+    """A slot's matrix changes from stage to stage, so nobody may keep a copy of it."""
     fake, folder = install_fake_humming(monkeypatch), tmp_path / "awq"
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
     write_folder(tiny_model_dir(**sizes), folder, "awq", 32)

@@ -52,7 +52,7 @@ def test_without_ray_the_message_names_the_extra(monkeypatch, tmp_path) -> None:
 def test_flags_that_cannot_work_are_said(capsys, monkeypatch, tmp_path, flags, words) -> None:
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
     model = str(make_tiny_llama(tmp_path / "tiny"))
-    assert main(["generate", model, "a prompt", "--num-gpu-blocks", "4", "--lane-threads", "1", *flags]) == 2
+    assert main(["generate", model, "a prompt", "--num-gpu-blocks", "4", "--gpu-batch-threads", "1", *flags]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -74,7 +74,7 @@ class Server:
     def __init__(self, model: Path, *flags: str) -> None:
         command = [sys.executable, "-m", "apex", "serve", str(model), "--port", "0", "--dtype", "float32", *POOLS]
         self.process = subprocess.Popen(
-            [*command, "--lane-threads", "1", "--served-model-name", "tiny", *flags],
+            [*command, "--gpu-batch-threads", "1", "--served-model-name", "tiny", *flags],
             cwd=REPO,
             stdout=subprocess.PIPE,
             text=True,

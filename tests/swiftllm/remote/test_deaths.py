@@ -44,27 +44,27 @@ def remote(engine: Engine, host: int = 1) -> RemoteCpuTier:
 
 def on_host(engine: Engine, host: int) -> set[str]:
     pool = engine.kv.host_pools.pools[host]
-    running = engine.residents.running[Tier.CPU]
+    running = engine.state.running[Tier.CPU]
     return {request.request_id for request in running if engine.kv.pool_of(request) is pool}
 
 
 def step_until(engine: Engine, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end_s and engine.has_unfinished(), engine.state()
+        assert time.monotonic() < end_s and engine.has_unfinished(), engine.status()
         engine.step()
 
 
 def count_recomputed(engine: Engine) -> list[set[str]]:
     """The ids of the requests that each death of a host sends back to the queue."""
-    counted, forget = [], engine.residents.forget_hosts
+    counted, forget = [], engine.state.forget_hosts
 
     def noted(hosts, unfinished_swaps):
         lost = forget(hosts, unfinished_swaps)
         counted.append({request.request_id for request in lost})
         return lost
 
-    engine.residents.forget_hosts = noted
+    engine.state.forget_hosts = noted
     return counted
 
 

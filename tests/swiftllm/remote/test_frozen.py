@@ -20,7 +20,7 @@ TOKENS = 6  # more than an iteration gives
 def test_requests_on_the_gpu_get_tokens_while_a_host_is_frozen(tiny, monkeypatch) -> None:  # noqa: F811
     """Requests of the frozen host are wanted on the GPU meanwhile. They get the same tokens once it goes on.
 
-    Under asynchronous overlap, where the lane waits for no cohort.
+    Under asynchronous overlap, where the GPU batch waits for no CPU batch.
     """
     monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
     monkeypatch.setattr("swiftllm.remote.channel.SILENCE_S", SILENCE_S)
@@ -41,8 +41,8 @@ def test_requests_on_the_gpu_get_tokens_while_a_host_is_frozen(tiny, monkeypatch
             engine.add(engine.make_request(str(i), prompt, SamplingParams(8 if i else MAX_TOKENS)))
             for i, prompt in enumerate(prompts[:NUM_REQUESTS])
         ]
-        residents = engine.residents
-        step_until(engine, lambda: not residents.waiting and not residents.prefilling and bool(on_host(engine, 1)))
+        state = engine.state
+        step_until(engine, lambda: not state.waiting and not state.prefilling and bool(on_host(engine, 1)))
         there = on_host(engine, 1)
         os.kill(process.pid, signal.SIGSTOP)
         returned.clear()

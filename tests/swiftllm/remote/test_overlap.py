@@ -1,4 +1,5 @@
-"""A slow host does not slow the lane down: overlapped cohorts wait for their tickets, the lane does not."""
+"""A slow host does not slow the GPU batch down: overlapped CPU batches wait for their attention tasks, the GPU batch
+does not."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ LAYERS = 3
 
 
 def iterations(engine: Engine, delay_s: float, host) -> list[float]:
-    """Seconds of the iterations in which the lane decodes beside a cohort of the host."""
+    """Seconds of the iterations in which the GPU batch decodes beside a CPU batch of the host."""
     host.delay_s = delay_s
     sampling = SamplingParams(60, ignore_eos=True)
     for number in range(8):
@@ -26,12 +27,12 @@ def iterations(engine: Engine, delay_s: float, host) -> list[float]:
     while engine.has_unfinished():
         engine.step()
         plan, result = engine.last_iteration
-        if plan.cohorts and plan.decodes and not plan.prefills and not plan.swaps:
+        if plan.cpu_batches and plan.decodes and not plan.prefills and not plan.swaps:
             found.append(result.duration_s)
     return found
 
 
-def test_the_lane_does_not_wait_for_a_slow_host(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_batch_does_not_wait_for_a_slow_host(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
     model_dir = make_tiny_llama(tmp_path, num_hidden_layers=LAYERS)
     with host_in_thread() as host:
@@ -40,5 +41,5 @@ def test_the_lane_does_not_wait_for_a_slow_host(tmp_path, monkeypatch: pytest.Mo
         assert engine.backend.attention_hosts.hosts[0].channel.bytes_received > 0
         engine.close()
     assert len(fast) > 20 and len(slow) > 20
-    # A lane that waited would take LAYERS x DELAY_S. The benchmark measures by how little the median moves.
+    # A GPU batch that waited would take LAYERS x DELAY_S. The benchmark measures by how little the median moves.
     assert statistics.median(slow) < statistics.median(fast) + DELAY_S / 2

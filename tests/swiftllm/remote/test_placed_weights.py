@@ -17,9 +17,9 @@ from apex.placement.search import TimedPlacement
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.sampling_params import SamplingParams
-from swiftllm.model.boundaries.placement import Place, Placement
-from swiftllm.model.weights.sizes import boundary_bytes
-from swiftllm.remote.channel import Channel, RemoteTicket
+from swiftllm.model.stages.placement import Place, Placement
+from swiftllm.model.weights.sizes import stage_bytes
+from swiftllm.remote.channel import Channel, RemoteFuture
 from tests.apex.test_end_to_end import MADE_UP_PROFILE, VARIANTS, judge
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_gpu import fake_gpu
@@ -48,11 +48,11 @@ class FakeChannel(Channel):
 
     def _receive_all(self) -> None: ...
 
-    def ask(self, *frame: Any, **how: Any) -> RemoteTicket:
-        ticket = super().ask(*frame, **how)
-        ticket.over = Answered(self)
+    def ask(self, *frame: Any, **how: Any) -> RemoteFuture:
+        future = super().ask(*frame, **how)
+        future.over = Answered(self)
         self.cuda.advance()
-        return ticket
+        return future
 
     def step(self) -> bool:
         if self.at_work or self._queue.empty():
@@ -117,7 +117,7 @@ def tokens(model_dir: Path, prompts: Sequence[Sequence[int]], variant: str, seed
         ]
         run_to_end(engine)
         stream = engine.backend.model.weights.slots
-        sizes = boundary_bytes(engine.backend.model_config, torch.float32)
+        sizes = stage_bytes(engine.backend.model_config, torch.float32)
         assert stream.bytes_sent > 10 * PLACEMENT.bytes_at(Place.STREAMED, sizes)
         assert all(of_one.channel.bytes_received > 0 for of_one in engine.backend.attention_hosts.hosts)
         engine.close()

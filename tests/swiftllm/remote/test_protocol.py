@@ -15,7 +15,7 @@ from swiftllm.device.host import HostDevice
 from swiftllm.engine.backend import HostDied
 from swiftllm.kv.budget import HOST_HEADROOM_BYTES
 from swiftllm.machine import GIB
-from swiftllm.remote.channel import Channel, RemoteTicket
+from swiftllm.remote.channel import Channel, RemoteFuture
 from swiftllm.remote.frames import (
     HEADER,
     FrameKind,
@@ -60,7 +60,7 @@ def open_tier(host: AttentionHost, shape: KVShape = SHAPE) -> RemoteCpuTier:
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64])
-def test_a_ticket_moves_q_k_v_and_the_output_and_64_bytes_at_most(host, rows: int) -> None:
+def test_a_attention_task_moves_q_k_v_and_the_output_and_64_bytes_at_most(host, rows: int) -> None:
     tier, context = open_tier(host), 40
     tables = torch.arange(rows * 3, dtype=torch.int32).view(rows, 3)
     sent = tier.channel.bytes_sent
@@ -157,7 +157,7 @@ def test_a_store_of_int8_has_the_bits_of_a_local_one(host) -> None:
     tier.close()
 
 
-def test_a_wrong_task_fails_its_ticket_and_not_the_host(host) -> None:
+def test_a_wrong_task_fails_its_attention_task_and_not_the_host(host) -> None:
     tier = open_tier(host)
     rows = tier.open(torch.tensor([[10**6]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32))
     out = torch.empty(1, 8, 32, dtype=torch.bfloat16)
@@ -237,12 +237,12 @@ def test_frames_of_many_and_empty_buffers_arrive_whole() -> None:
 def test_a_channel_whose_peer_goes_fails_all_that_waits() -> None:
     here, there = socket.socketpair()
     channel = Channel(here, "peer")
-    ticket = channel.ask(Header(FrameKind.ECHO), out=torch.empty(4, dtype=torch.uint8))
-    assert not ticket.ready()
+    future = channel.ask(Header(FrameKind.ECHO), out=torch.empty(4, dtype=torch.uint8))
+    assert not future.ready()
     there.close()
     with pytest.raises(HostDied, match="peer is gone"):
-        ticket.wait()
-    assert ticket.ready()
+        future.wait()
+    assert future.ready()
     with pytest.raises(HostDied):
         channel.post(Header(FrameKind.DROP))
     channel.close()
@@ -306,15 +306,15 @@ def test_layers_of_a_swap_are_taken_from_what_was_fetched_before(host) -> None:
     tier.close()
 
 
-def test_a_tickets_computing_ends_with_its_answer_and_begins_no_earlier_than_it_was_asked() -> None:
+def test_a_attention_tasks_computing_ends_with_its_answer_and_begins_no_earlier_than_it_was_asked() -> None:
     """The host says how long it computed; its clock is another."""
     for seconds, computed in ((2.0, 2.0), (50.0, 10.0)):
-        ticket = RemoteTicket(memoryview(b""))
-        ticket.submitted_s -= 10.0
-        asked_s = ticket.submitted_s
-        ticket.answer(seconds)
-        times = ticket.times()
-        assert ticket.wait() == pytest.approx(computed, abs=1.0) == times.done_s - times.start_s
+        future = RemoteFuture(memoryview(b""))
+        future.submitted_s -= 10.0
+        asked_s = future.submitted_s
+        future.answer(seconds)
+        times = future.times()
+        assert future.wait() == pytest.approx(computed, abs=1.0) == times.done_s - times.start_s
         assert times.start_s == max(asked_s, times.done_s - seconds)
 
 

@@ -55,10 +55,10 @@ def test_an_answer_of_another_size_ends_the_connection() -> None:
     for num_bytes in (2, 6):
         here, there = socket.socketpair()
         channel = Channel(here, "peer")
-        ticket = channel.ask(Header(FrameKind.ECHO), out=torch.empty(4, dtype=torch.uint8))
+        future = channel.ask(Header(FrameKind.ECHO), out=torch.empty(4, dtype=torch.uint8))
         there.sendall(HEADER.pack(*Header(FrameKind.ECHO, sequence=1, num_bytes=num_bytes)) + bytes(num_bytes))
         with pytest.raises(HostDied, match=f"an answer of {num_bytes} bytes came for one of 4"):
-            ticket.wait()
+            future.wait()
         assert channel.wait_dead(30.0)
         channel.close()
         there.close()

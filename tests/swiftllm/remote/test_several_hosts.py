@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from swiftllm.device.host import HostDevice
-from swiftllm.engine.backend import HostDied, TicketTimes
-from swiftllm.remote.hosts import AttentionHosts, JoinedTicket
+from swiftllm.engine.backend import AttentionTimes, HostDied
+from swiftllm.remote.hosts import AttentionHosts, JoinedFuture
 from swiftllm.runtime.workers import AttentionTask, BlocksRead, BlocksWrite, HostRead, HostWrite, RowsWrite
 
 ARRIVED = HostDevice.compute
 
 
 @dataclass
-class Ticket:
+class AttentionFuture:
     """Done at once."""
 
     seconds: float = 0.0
@@ -35,8 +35,8 @@ class Ticket:
             raise self.error
         return self.seconds
 
-    def times(self) -> TicketTimes:
-        return TicketTimes(*self.at, self.at[1] + 9.0)
+    def times(self) -> AttentionTimes:
+        return AttentionTimes(*self.at, self.at[1] + 9.0)
 
 
 @dataclass
@@ -57,14 +57,14 @@ class Tier:
     def open(self, tables: torch.Tensor, lens: torch.Tensor, window: int | None = None) -> Any:
         return tables, lens, window
 
-    def attend(self, task: AttentionTask, arrived: Any, send_back: Callable[[], None] | None = None) -> Ticket:
+    def attend(self, task: AttentionTask, arrived: Any, send_back: Callable[[], None] | None = None) -> AttentionFuture:
         if self.error is not None:
             raise self.error
         tables, lens, _ = task.rows
         task.out.copy_(tables[:, :1] * 1000 + lens[:, None] * 100 + task.qkv)
         if send_back is not None:
             send_back()
-        return Ticket(seconds=float(self.num_blocks))
+        return AttentionFuture(seconds=float(self.num_blocks))
 
     def write(self, write: HostWrite, arrived: Any) -> None:
         if isinstance(write, RowsWrite):
@@ -72,11 +72,11 @@ class Tier:
         else:
             self.pool[write.layers.start : write.layers.stop, write.blocks] = write.content
 
-    def read(self, read: HostRead, send_back: Callable[[], None] | None = None) -> Ticket:
+    def read(self, read: HostRead, send_back: Callable[[], None] | None = None) -> AttentionFuture:
         read.out.copy_(self.pool[read.layers.start : read.layers.stop, read.blocks])
         if send_back is not None:
             send_back()
-        return Ticket()
+        return AttentionFuture()
 
     def fetch(self, blocks: list[int]) -> None:
         self.fetched += blocks
@@ -137,29 +137,29 @@ def attend(hosts: AttentionHosts, firsts: list[int], send_back: Callable[[], Non
 
 def test_attention_is_computed_by_each_host_with_its_own_numbers_of_blocks(hosts) -> None:
     sent: list[int] = []
-    rows, out, ticket = attend(hosts, [2, 6, 4, 10, 0], lambda: sent.append(1))
+    rows, out, future = attend(hosts, [2, 6, 4, 10, 0], lambda: sent.append(1))
     assert [opened[2] for _, _, opened in rows] == [7] * 4
     assert out.flatten().tolist() == [2000, 2101, 202, 1303, 404]
-    assert sent == [1] and ticket.ready()
-    assert ticket.wait() == 5.0, "the host that computed longest"
-    _, out, ticket = attend(hosts, [6, 7])
-    assert out.flatten().tolist() == [2000, 3101] and ticket.wait() == 5.0
+    assert sent == [1] and future.ready()
+    assert future.wait() == 5.0, "the host that computed longest"
+    _, out, future = attend(hosts, [6, 7])
+    assert out.flatten().tolist() == [2000, 3101] and future.wait() == 5.0
 
 
 def test_a_part_that_cannot_be_submitted_fails_the_whole_once_the_others_are_done(hosts, tiers) -> None:
     tiers[2].error = HostDied("last is gone")
-    _, out, ticket = attend(hosts, [2, 10, 6])
+    _, out, future = attend(hosts, [2, 10, 6])
     assert out.flatten().tolist() == [2000, -1, 2202]
     with pytest.raises(HostDied, match="last is gone"):
-        ticket.wait()
+        future.wait()
 
 
-def test_a_joined_ticket_is_ready_and_waited_for_as_its_last_part() -> None:
+def test_a_joined_attention_task_is_ready_and_waited_for_as_its_last_part() -> None:
     """Hosts compute beside each other: 1 s and 2 s take 2 s."""
-    joined = JoinedTicket(2, None)
-    joined.parts += [Ticket(1.0, at=(5.0, 6.0)), Ticket(2.0, at=(4.0, 8.0), is_ready=False)]
+    joined = JoinedFuture(2, None)
+    joined.parts += [AttentionFuture(1.0, at=(5.0, 6.0)), AttentionFuture(2.0, at=(4.0, 8.0), is_ready=False)]
     assert joined.wait() == 2.0 and not joined.ready()
-    assert joined.times() == TicketTimes(4.0, 8.0, 8.0)
+    assert joined.times() == AttentionTimes(4.0, 8.0, 8.0)
     joined.parts[1].is_ready = True
     assert joined.ready()
     joined.parts[0].error = ValueError("of a part")
@@ -169,7 +169,7 @@ def test_a_joined_ticket_is_ready_and_waited_for_as_its_last_part() -> None:
 
 def test_the_result_is_sent_back_once_with_the_last_part() -> None:
     sent: list[int] = []
-    joined = JoinedTicket(3, lambda: sent.append(1))
+    joined = JoinedFuture(3, lambda: sent.append(1))
     for left in (2, 1, 0):
         joined.part_done()
         assert sent == ([] if left else [1])

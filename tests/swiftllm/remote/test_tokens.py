@@ -22,7 +22,7 @@ from tests.swiftllm.remote.hosts import SECRET, host_in_thread
 MAX_TOKENS = 16
 BLOCK_BYTES = 3 * 2 * 2 * 4 * 16 * 4  # of the tiny model's blocks of 4 tokens in float32
 LOCKSTEP = ("neo", "neo-synchronous")
-"""The variants whose swaps do not depend on how fast the hosts and the lane are on this machine."""
+"""The variants whose swaps do not depend on how fast the hosts and the GPU batch are on this machine."""
 POOLS = {"block_size": 4, "num_gpu_blocks": 25, "num_cpu_blocks": 26}
 
 
@@ -62,7 +62,7 @@ def run_to_end(engine: Engine, most_steps: int = 20_000) -> None:
         if not engine.has_unfinished():
             break
         engine.step()
-    assert not engine.has_unfinished(), engine.state()
+    assert not engine.has_unfinished(), engine.status()
     engine.kv.check_blocks()
     assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
 

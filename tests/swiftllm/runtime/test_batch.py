@@ -1,4 +1,4 @@
-"""What a lane's chunks attend to and what is stored of them, in layers with attention windows."""
+"""What a GPU batch's chunks attend to and what is stored of them, in layers with attention windows."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import random
 
 import torch
 
-from swiftllm.core.plan import LaneItem
+from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device.host import HostDevice
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.runtime.batch import BatchBuilder
-from swiftllm.runtime.description import describe_lane
+from swiftllm.runtime.description import gpu_batch_input
 
 
-def test_no_two_rows_of_a_lane_are_stored_in_one_slot() -> None:
+def test_no_two_rows_of_a_gpu_batch_are_stored_in_one_slot() -> None:
     """A chunk may be longer than a ring. Then its last tokens are stored, in slots that the newest token finds."""
     draw, dropped = random.Random(0), 0
     for windows in ((8, None), (3,), (5, 17, None)):
@@ -26,20 +26,20 @@ def test_no_two_rows_of_a_lane_are_stored_in_one_slot() -> None:
             start, count = draw.choice([0, 3, 40]), draw.choice([1, 7, 60])
             tier = draw.choice(list(Tier))
             request = Request(str(number), tuple(range(start + count)), SamplingParams(), tier=tier)
-            items.append(LaneItem(request, start, count, tier, True))
+            items.append(GpuBatchItem(request, start, count, tier, True))
             tables[request.request_id] = [pool.pop() for _ in range(groups.blocks_for(start + count))]
-        lane = builder.open_lane(describe_lane(items, tables, groups)[0])
+        gpu_batch = builder.open_gpu_batch(gpu_batch_input(items, tables, groups)[0])
         by_tier = [item for tier in (Tier.GPU, Tier.CPU) for item in items if item.tier is tier]
         tokens = [(item, position) for item in by_tier for position in range(item.start, item.context_len)]
         for group, window in enumerate(groups.windows):
-            stored: dict[tuple[int, int], tuple[LaneItem, int]] = {}
-            for prefills in lane.prefills:
+            stored: dict[tuple[int, int], tuple[GpuBatchItem, int]] = {}
+            for prefills in gpu_batch.prefills:
                 slots = prefills.stored[group]
-                rows = torch.arange(lane.num_rows)[slots.rows].tolist()
+                rows = torch.arange(gpu_batch.num_rows)[slots.rows].tolist()
                 for row, *slot in zip(rows, slots.blocks.tolist(), slots.offsets.tolist(), strict=True):
                     assert tuple(slot) not in stored, "the order of writes would decide"
                     stored[tuple(slot)] = tokens[row]
-            dropped += lane.num_rows - len(stored)
+            dropped += gpu_batch.num_rows - len(stored)
             for item in by_tier:
                 table = groups.tables([tables[item.request.request_id]], [item.context_len])[group, 0]
                 for position in range(max(item.start, item.context_len - (window or 1000)), item.context_len):
@@ -55,11 +55,11 @@ def test_rows_of_a_chunk_attend_to_the_window_before_them() -> None:
             request = Request("a", tuple(range(start + count)), SamplingParams(), tier=Tier.GPU)
             table = list(range(100, 100 + groups.blocks_for(start + count)))
             for tier in Tier:
-                lane = builder.open_lane(
-                    describe_lane([LaneItem(request, start, count, tier, True)], {"a": table}, groups)[0]
+                gpu_batch = builder.open_gpu_batch(
+                    gpu_batch_input([GpuBatchItem(request, start, count, tier, True)], {"a": table}, groups)[0]
                 )
                 for group, window in enumerate(groups.windows):
-                    (call,) = lane.prefills[0].calls[group]
+                    (call,) = gpu_batch.prefills[0].calls[group]
                     if call.contexts is None:
                         assert start == 0 or (window == 1 and start % 4 == 0)
                         assert call.lens.tokens == call.lens.rows == (count,)
@@ -81,11 +81,11 @@ def test_contexts_of_one_call_have_no_more_tokens_than_the_longest_request() -> 
     items, tables = [], {}
     for i, (start, count) in enumerate(spans):
         request = Request(str(i), tuple(range(start + count)), SamplingParams(), tier=Tier.GPU)
-        items.append(LaneItem(request, start, count, Tier.GPU, True))
+        items.append(GpuBatchItem(request, start, count, Tier.GPU, True))
         tables[request.request_id] = list(range(20 * i, 20 * i + groups.blocks_for(start + count)))
     for tier in Tier:
         of_tier = [item._replace(tier=tier) for item in items]
-        (calls,) = builder.open_lane(describe_lane(of_tier, tables, groups)[0]).prefills[0].calls
+        (calls,) = builder.open_gpu_batch(gpu_batch_input(of_tier, tables, groups)[0]).prefills[0].calls
         assert [call.lens.tokens for call in calls] == [(9, 3), (12, 30, 8), (50,), (2,), (31,)]
         assert [call.lens.rows for call in calls] == [(9, 3), (2, 10, 7), (10,), (2,), (1,)]
         assert [call.rows.start for call in calls] == [0, 12, 31, 41, 43]

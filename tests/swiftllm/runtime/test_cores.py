@@ -1,4 +1,4 @@
-"""How many threads the lane and the CPU attention worker get when nobody says."""
+"""How many threads the GPU batch and the CPU attention worker get when nobody says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from swiftllm.config import EngineConfig
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime import cores
-from swiftllm.runtime.cores import CoreDivision, core_divisions, most_lane_threads
+from swiftllm.runtime.cores import CoreDivision, core_divisions, most_gpu_batch_threads
 from swiftllm.runtime.torch_backend import open_torch_backend
 from swiftllm.runtime.workers import InlineWorker, TaskRunner
 from tests.reference.fake_gpu import FakeOps, fake_gpu
@@ -22,15 +22,15 @@ def nothing_is_asked_for(monkeypatch):
 
 
 def threads(
-    num_cores: int, monkeypatch, lane_on_cpu: bool = True, physical: int = 64, **asked: int
+    num_cores: int, monkeypatch, without_gpu: bool = True, physical: int = 64, **asked: int
 ) -> list[tuple[int, int]]:
     monkeypatch.setattr(cores, "usable_cores", lambda: num_cores)
     monkeypatch.setattr(cores, "physical_cores", lambda: physical)
-    divisions = core_divisions(EngineConfig("folder", **asked), lane_on_cpu=lane_on_cpu)
-    return [(division.lane_threads, division.cpu_threads) for division in divisions]
+    divisions = core_divisions(EngineConfig("folder", **asked), without_gpu=without_gpu)
+    return [(division.gpu_batch_threads, division.cpu_threads) for division in divisions]
 
 
-def test_a_lane_on_the_cpu_may_have_all_cores_or_leave_some_to_the_worker(monkeypatch):
+def test_a_gpu_batch_on_the_cpu_may_have_all_cores_or_leave_some_to_the_worker(monkeypatch):
     assert threads(16, monkeypatch) == [(16, 16), (8, 8), (4, 12)]
     assert threads(2, monkeypatch) == [(2, 2), (1, 1)]
     assert threads(1, monkeypatch) == [(1, 1)]
@@ -40,40 +40,40 @@ def test_a_lane_on_the_cpu_may_have_all_cores_or_leave_some_to_the_worker(monkey
 @pytest.mark.parametrize(
     ("asked", "expected"), [("1", [(1, 15)]), ("6,2", [(6, 10), (4, 12)]), ("99", None), ("x", None)]
 )
-def test_openmp_threads_that_are_asked_for_bound_the_lane(monkeypatch, asked, expected):
+def test_openmp_threads_that_are_asked_for_bound_the_gpu_batch(monkeypatch, asked, expected):
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
     assert threads(16, monkeypatch) == (expected or [(16, 16), (8, 8), (4, 12)])
 
 
 def test_beside_a_gpu_cpu_attention_may_leave_the_second_threads_of_cores_alone(monkeypatch):
-    assert threads(16, monkeypatch, lane_on_cpu=False, physical=8) == [(1, 15), (1, 7), (1, 8)]
-    assert threads(16, monkeypatch, lane_on_cpu=False, physical=16) == [(1, 15), (1, 8)]
-    assert threads(2, monkeypatch, lane_on_cpu=False, physical=1) == [(1, 1)]
-    assert threads(16, monkeypatch, lane_on_cpu=False, physical=8, tensor_parallel=2) == [(1, 7), (1, 3), (1, 4)]
+    assert threads(16, monkeypatch, without_gpu=False, physical=8) == [(1, 15), (1, 7), (1, 8)]
+    assert threads(16, monkeypatch, without_gpu=False, physical=16) == [(1, 15), (1, 8)]
+    assert threads(2, monkeypatch, without_gpu=False, physical=1) == [(1, 1)]
+    assert threads(16, monkeypatch, without_gpu=False, physical=8, tensor_parallel=2) == [(1, 7), (1, 3), (1, 4)]
 
 
 def test_a_server_beside_a_gpu_leaves_two_hardware_threads_from_four_on(monkeypatch):
     monkeypatch.setattr(cores, "_server", cores._Server())
-    alone = {n: threads(n, monkeypatch, lane_on_cpu=False, physical=n) for n in range(1, 5)}
+    alone = {n: threads(n, monkeypatch, without_gpu=False, physical=n) for n in range(1, 5)}
     assert [divisions[0] for divisions in alone.values()] == [(1, 1), (1, 1), (1, 2), (1, 3)]
     cores.serve_from_here()
     for few in (1, 2, 3):
-        assert threads(few, monkeypatch, lane_on_cpu=False, physical=few) == alone[few]
-    assert threads(4, monkeypatch, lane_on_cpu=False, physical=2) == [(1, 2), (1, 1)]
-    assert threads(4, monkeypatch, lane_on_cpu=False, physical=4) == [(1, 2)]
-    assert threads(8, monkeypatch, lane_on_cpu=False, physical=4) == [(1, 6), (1, 3), (1, 4)]
-    assert threads(8, monkeypatch, lane_on_cpu=False, physical=8) == [(1, 6), (1, 4)]
-    assert threads(16, monkeypatch, lane_on_cpu=False, physical=8, tensor_parallel=2) == [(1, 6), (1, 3), (1, 4)]
-    assert threads(8, monkeypatch, lane_on_cpu=False, physical=4, cpu_threads=7) == [(1, 7)]
+        assert threads(few, monkeypatch, without_gpu=False, physical=few) == alone[few]
+    assert threads(4, monkeypatch, without_gpu=False, physical=2) == [(1, 2), (1, 1)]
+    assert threads(4, monkeypatch, without_gpu=False, physical=4) == [(1, 2)]
+    assert threads(8, monkeypatch, without_gpu=False, physical=4) == [(1, 6), (1, 3), (1, 4)]
+    assert threads(8, monkeypatch, without_gpu=False, physical=8) == [(1, 6), (1, 4)]
+    assert threads(16, monkeypatch, without_gpu=False, physical=8, tensor_parallel=2) == [(1, 6), (1, 3), (1, 4)]
+    assert threads(8, monkeypatch, without_gpu=False, physical=4, cpu_threads=7) == [(1, 7)]
     assert threads(16, monkeypatch) == [(16, 16), (8, 8), (4, 12)]  # without a GPU as ever
 
 
 def test_nothing_is_left_to_choose_when_threads_are_given(monkeypatch):
-    assert threads(16, monkeypatch, lane_threads=6) == [(6, 10)]
-    assert threads(16, monkeypatch, lane_threads=16) == [(16, 16)]
-    assert threads(16, monkeypatch, lane_threads=6, cpu_threads=2) == [(6, 2)]
-    assert threads(16, monkeypatch, lane_on_cpu=False, lane_threads=6, cpu_threads=8) == [(1, 8)]
-    assert threads(1, monkeypatch, lane_on_cpu=False) == [(1, 1)]
+    assert threads(16, monkeypatch, gpu_batch_threads=6) == [(6, 10)]
+    assert threads(16, monkeypatch, gpu_batch_threads=16) == [(16, 16)]
+    assert threads(16, monkeypatch, gpu_batch_threads=6, cpu_threads=2) == [(6, 2)]
+    assert threads(16, monkeypatch, without_gpu=False, gpu_batch_threads=6, cpu_threads=8) == [(1, 8)]
+    assert threads(1, monkeypatch, without_gpu=False) == [(1, 1)]
 
 
 def test_a_backend_computes_with_the_threads_it_is_given(tiny_model_dir, monkeypatch):
@@ -84,10 +84,10 @@ def test_a_backend_computes_with_the_threads_it_is_given(tiny_model_dir, monkeyp
     ops = CpuOps()
     monkeypatch.setattr("swiftllm.runtime.processors.select_ops", lambda *_: ops)
     backend = open_torch_backend(config)
-    assert (backend.cores.lane_threads, backend.cores.cpu_threads) == (3, 3)
+    assert (backend.cores.gpu_batch_threads, backend.cores.cpu_threads) == (3, 3)
     backend.use_cores(CoreDivision(2, 1, "for the test"))
     assert set_threads == [3, 2] and ops.num_threads == 2
-    assert backend.cores.describe_lane() == "2 threads (for the test)"
+    assert backend.cores.gpu_batch_input() == "2 threads (for the test)"
 
 
 def test_beside_a_gpu_torch_has_no_threads_that_wait_on_the_workers_cores(tiny_model_dir, monkeypatch):
@@ -100,7 +100,7 @@ def test_beside_a_gpu_torch_has_no_threads_that_wait_on_the_workers_cores(tiny_m
             ops = FakeOps(cuda)
             patch.setattr("swiftllm.runtime.processors.select_ops", lambda *_: ops)
             backend = open_torch_backend(config)
-        assert torch.get_num_threads() == backend.cores.lane_threads == 1 and ops.num_threads == 3
+        assert torch.get_num_threads() == backend.cores.gpu_batch_threads == 1 and ops.num_threads == 3
     finally:
         torch.set_num_threads(1)
 
@@ -123,4 +123,4 @@ def test_no_more_openmp_threads_than_cores(monkeypatch):
     """OMP_NUM_THREADS may be that of a larger machine."""
     for asked, most in (("99", 16), ("16", 16), ("6", 6), ("0", 1)):
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
-        assert most_lane_threads(16) == most
+        assert most_gpu_batch_threads(16) == most

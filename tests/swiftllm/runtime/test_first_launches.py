@@ -61,7 +61,8 @@ def test_nor_are_those_of_residuals_in_float32(tmp_path, can_capture):
 
 
 def kernels_of_the_start(model_dir, can_capture: bool, capability: int = CAPABILITY, **options) -> list[str]:
-    """Prompts in chunks into both tiers, decodes in the lane and in cohorts that ride and step, swaps both ways."""
+    """Prompts in chunks into both tiers, decodes in the GPU batch and in CPU batches that join and step, swaps both
+    ways."""
     config = EngineConfig(str(model_dir), max_num_seqs=6, num_gpu_blocks=20, num_cpu_blocks=20, **options)
     how = SamplingParams(max_tokens=4, ignore_eos=True, temperature=1.0, top_p=0.9, seed=0)
     with fake_gpu(0, can_capture=can_capture, capability=capability) as cuda:

@@ -1,4 +1,4 @@
-"""Captured graphs: the right bucket, lanes that come and go, and rows that are only there to fill up."""
+"""Captured graphs: the right bucket, GPU batches that come and go, and rows that are only there to fill up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from swiftllm.config import EngineConfig
-from swiftllm.core.plan import LaneItem
+from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.runtime import loaded_model
@@ -45,8 +45,8 @@ def admit(driver: BackendDriver, lengths, tier: Tier = Tier.GPU) -> list[Request
     return [driver.admit(f"{tier.value} {i}", prompt, tier, SAMPLING) for i, prompt in enumerate(prompts)]
 
 
-def decode_items(requests: list[Request]) -> list[LaneItem]:
-    return [LaneItem(r, r.num_tokens - 1, 1, Tier.GPU, False) for r in requests]
+def decode_items(requests: list[Request]) -> list[GpuBatchItem]:
+    return [GpuBatchItem(r, r.num_tokens - 1, 1, Tier.GPU, False) for r in requests]
 
 
 def outputs(requests: list[Request]) -> list[list[int]]:
@@ -76,7 +76,7 @@ def attended(cuda: FakeCuda) -> Counter:
 
 @pytest.mark.parametrize("in_one_go", [False, True])
 def test_a_batch_takes_the_smallest_bucket_that_holds_it(model_dir, in_one_go):
-    """Three boundaries and two attentions are five graphs, or a single one."""
+    """Three stages and two attentions are five graphs, or a single one."""
     with fake_gpu(0) as cuda:
         driver = make_driver(model_dir, cuda)
         driver.in_one_go = in_one_go
@@ -100,18 +100,19 @@ def test_buckets_end_where_the_configuration_does(model_dir):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_riders_overflow_the_buckets_and_come_back(model_dir, seed):
-    """Seven lane rows fit the last bucket, eight, and three riders more do not: the lane leaves the frame at once."""
+def test_joined_batches_overflow_the_buckets_and_come_back(model_dir, seed):
+    """Seven GPU batch rows fit the last bucket, eight, and three joined CPU batches more do not: the GPU batch leaves
+    the frame at once."""
     results = []
     for on_fake in (False, True):
 
         def run(cuda=None) -> list[list[int]]:
             driver = make_driver(model_dir, cuda)
-            lane, riders = admit(driver, (4, 9, 17, 3, 5, 8, 2)), admit(driver, (6, 18, 11), Tier.CPU)
-            driver.prefill([*lane, *riders])
+            gpu_batch, joined = admit(driver, (4, 9, 17, 3, 5, 8, 2)), admit(driver, (6, 18, 11), Tier.CPU)
+            driver.prefill([*gpu_batch, *joined])
             for step in range(6):
-                driver.decode([*lane, *(riders if step % 2 else riders[:1])])
-            return outputs([*lane, *riders])
+                driver.decode([*gpu_batch, *(joined if step % 2 else joined[:1])])
+            return outputs([*gpu_batch, *joined])
 
         if on_fake:
             with fake_gpu(seed) as cuda:
@@ -126,43 +127,46 @@ def test_riders_overflow_the_buckets_and_come_back(model_dir, seed):
 def test_whole_iterations_and_single_layers_may_take_turns(model_dir, seed):
     def run(cuda=None) -> list[list[int]]:
         driver = make_driver(model_dir, cuda)
-        lane, riders = admit(driver, (4, 9, 17)), admit(driver, (6, 18), Tier.CPU)
-        driver.prefill([*lane, *riders])
-        for count, step_riders in ((3, []), (3, riders), (2, []), (1, riders), (3, []), (3, [])):
+        gpu_batch, joined = admit(driver, (4, 9, 17)), admit(driver, (6, 18), Tier.CPU)
+        driver.prefill([*gpu_batch, *joined])
+        for count, stage_of_joined in ((3, []), (3, joined), (2, []), (1, joined), (3, []), (3, [])):
             before = None if cuda is None else cuda.replays
-            driver.decode([*lane[:count], *step_riders])
-            assert cuda is None or step_riders or cuda.replays == before + 1
-        return outputs([*lane, *riders])
+            driver.decode([*gpu_batch[:count], *stage_of_joined])
+            assert cuda is None or stage_of_joined or cuda.replays == before + 1
+        return outputs([*gpu_batch, *joined])
 
     expected = run()
     with fake_gpu(seed) as cuda:
         assert run(cuda) == expected
 
 
-def test_a_lane_with_a_prompt_does_not_cross_in_one_go(model_dir):
+def test_a_gpu_batch_with_a_prompt_does_not_cross_in_one_go(model_dir):
     with fake_gpu(0) as cuda:
         driver = make_driver(model_dir, cuda)
         decoding, prompt = admit(driver, (5, 6))
         driver.prefill([decoding])
-        items = [LaneItem(prompt, 0, 6, Tier.GPU, is_prefill=True), *decode_items([decoding])]
-        assert driver.backend.whole_iteration(driver.backend.open_lane(items)) is None
+        items = [GpuBatchItem(prompt, 0, 6, Tier.GPU, is_prefill=True), *decode_items([decoding])]
+        assert driver.backend.run_full_graph(driver.backend.open_gpu_batch(items)) is None
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_lane_that_another_one_displaces_keeps_what_it_holds(model_dir, seed):
+def test_a_gpu_batch_that_another_one_displaces_keeps_what_it_holds(model_dir, seed):
     def run(cuda=None) -> dict[str, int]:
         driver = make_driver(model_dir, cuda)
         backend, requests = driver.backend, admit(driver, (4, 9, 17))
         driver.prefill(requests)
         driver.decode(requests)
         driver.decode(requests[2:])  # graphs for one row and for three are there
-        lanes = [backend.open_lane(decode_items(requests[:2])), backend.open_lane(decode_items(requests[2:]))]
+        gpu_batches = [
+            backend.open_gpu_batch(decode_items(requests[:2])),
+            backend.open_gpu_batch(decode_items(requests[2:])),
+        ]
         for layer in (-1, 0):
-            for lane in lanes:
-                backend.boundary(layer, [lane])
-            for lane in lanes:
-                backend.gpu_attention(layer + 1, lane)
-        return {k: token for lane in lanes for k, token in backend.boundary(1, [lane]).items()}
+            for gpu_batch in gpu_batches:
+                backend.run_stage(layer, [gpu_batch])
+            for gpu_batch in gpu_batches:
+                backend.gpu_attention(layer + 1, gpu_batch)
+        return {k: token for gpu_batch in gpu_batches for k, token in backend.run_stage(1, [gpu_batch]).items()}
 
     expected = run()
     with fake_gpu(seed) as cuda:
@@ -286,16 +290,19 @@ def test_closing_gives_the_graphs_back(model_dir):
         assert cuda.lost_graphs == cuda.captures > 0
 
 
-def test_riders_are_copied_into_a_boundary_at_once_and_out_of_it_at_once(model_dir):
+def test_joined_batches_are_copied_into_a_stage_at_once_and_out_of_it_at_once(model_dir):
     """However many there are: two launches beside the graph's, not five each."""
     with fake_gpu(0) as cuda:
         driver = make_driver(model_dir, cuda)
-        lane, riders = admit(driver, (4, 9)), admit(driver, (6, 18, 11), Tier.CPU)
-        driver.prefill([*lane, *riders])
+        gpu_batch, joined = admit(driver, (4, 9)), admit(driver, (6, 18, 11), Tier.CPU)
+        driver.prefill([*gpu_batch, *joined])
         backend = driver.backend
-        batches = [backend.open_lane(decode_items(lane)), *(backend.open_cohort([rider]) for rider in riders)]
-        backend.boundary(-1, batches)
+        batches = [
+            backend.open_gpu_batch(decode_items(gpu_batch)),
+            *(backend.open_cpu_batch([joined_batch]) for joined_batch in joined),
+        ]
+        backend.run_stage(-1, batches)
         torch.cuda.synchronize()
         with CopyCounter() as counter:
-            backend.boundary(0, batches)
+            backend.run_stage(0, batches)
         assert len(counter.copies) == 2, counter.copies

@@ -12,13 +12,13 @@ import pytest
 
 import swiftllm.runtime.kv_transfers
 from swiftllm.config import EngineConfig
-from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.runtime.torch_backend import open_torch_backend
 from swiftllm.runtime.workers import BlocksRead, BlocksWrite, CpuTask, CpuWorker, InlineWorker, TaskRunner
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
-from tests.reference.fake_streams import FakeTicket, FakeWorker
+from tests.reference.fake_streams import FakeFuture, FakeWorker
 from tests.reference.host_copies import counted_host_copies
 
 LAYERS = 3
@@ -99,14 +99,14 @@ def test_a_layer_waits_for_its_own_part_of_a_swap_alone(model_dir):
         driver.prefill([request], 11)
         driver.move([request])
         backend = driver.backend
-        lane = backend.open_lane([LaneItem(request, request.num_tokens - 1, 1, Tier.GPU, False)])
-        backend.boundary(-1, [lane])
-        backend.gpu_attention(0, lane)
+        gpu_batch = backend.open_gpu_batch([GpuBatchItem(request, request.num_tokens - 1, 1, Tier.GPU, False)])
+        backend.run_stage(-1, [gpu_batch])
+        backend.gpu_attention(0, gpu_batch)
         after_first_layer()
         for layer in range(LAYERS - 1):
-            backend.boundary(layer, [lane])
-            backend.gpu_attention(layer + 1, lane)
-        token = backend.boundary(LAYERS - 1, [lane])["r"]
+            backend.run_stage(layer, [gpu_batch])
+            backend.gpu_attention(layer + 1, gpu_batch)
+        token = backend.run_stage(LAYERS - 1, [gpu_batch])["r"]
         backend.close()
         return token
 
@@ -116,7 +116,7 @@ def test_a_layer_waits_for_its_own_part_of_a_swap_alone(model_dir):
 
 
 @pytest.mark.parametrize("make_worker", [InlineWorker, CpuWorker])
-def test_a_swap_that_fails_is_told_to_the_lane_and_nothing_is_under_way_after_recovery(model_dir, make_worker):
+def test_a_swap_that_fails_is_told_to_the_gpu_batch_and_nothing_is_under_way_after_recovery(model_dir, make_worker):
     class FailingRunner:
         def __init__(self, runner: TaskRunner) -> None:
             self.runner = runner
@@ -131,7 +131,7 @@ def test_a_swap_that_fails_is_told_to_the_lane_and_nothing_is_under_way_after_re
     driver.prefill([request])
     with pytest.raises(ValueError, match="no such block"):
         driver.move([request])
-        driver.run([LaneItem(request, request.num_tokens - 1, 1, Tier.GPU, False)])
+        driver.run([GpuBatchItem(request, request.num_tokens - 1, 1, Tier.GPU, False)])
     driver.backend.recover()
     driver.backend.await_swaps()
     fresh = driver.admit("again", prompt(20, 0), Tier.CPU, SamplingParams(max_tokens=4))
@@ -140,7 +140,7 @@ def test_a_swap_that_fails_is_told_to_the_lane_and_nothing_is_under_way_after_re
 
 
 def noted_copies(driver: BackendDriver, log: list[str]) -> None:
-    """Note the calls that move whole blocks to and from the CPU tier by their layer, and those of the lane."""
+    """Note the calls that move whole blocks to and from the CPU tier by their layer, and those of the GPU batch."""
     backend, tier = driver.backend, driver.backend.cpu_tier
 
     def noted(name: str, call):
@@ -158,26 +158,29 @@ def noted_copies(driver: BackendDriver, log: list[str]) -> None:
 
         return noting
 
-    backend.boundary, backend.gpu_attention = noted("boundary", backend.boundary), noted("enter", backend.gpu_attention)
+    backend.run_stage, backend.gpu_attention = (
+        noted("run_stage", backend.run_stage),
+        noted("enter", backend.gpu_attention),
+    )
     tier.read, tier.write = noted_task(tier.read), noted_task(tier.write)
 
 
-def decode_item(request: Request) -> LaneItem:
-    return LaneItem(request, request.num_tokens - 1, 1, Tier.GPU, False)
+def decode_item(request: Request) -> GpuBatchItem:
+    return GpuBatchItem(request, request.num_tokens - 1, 1, Tier.GPU, False)
 
 
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
 @pytest.mark.parametrize("source", Tier)
-def test_parts_of_a_swap_begin_between_the_launches_of_the_lane(model_dir, monkeypatch, source):
-    """Only the first one before the lane, which no part but its layer's holds up, however little may be staged."""
-    log, waits, wait = [], [], FakeTicket.wait
+def test_parts_of_a_swap_begin_between_the_launches_of_the_gpu_batch(model_dir, monkeypatch, source):
+    """Only the first one before the GPU batch, which no part but its layer's holds up, however little may be staged."""
+    log, waits, wait = [], [], FakeFuture.wait
 
-    def noted_wait(ticket: FakeTicket) -> float:
-        if not ticket.is_over():
-            waits.append(ticket)
-        return wait(ticket)
+    def noted_wait(future: FakeFuture) -> float:
+        if not future.is_over():
+            waits.append(future)
+        return wait(future)
 
     with fake_gpu(0, can_capture=False) as cuda:
         driver = make_driver(model_dir, partial(FakeWorker, cuda))
@@ -188,31 +191,31 @@ def test_parts_of_a_swap_begin_between_the_launches_of_the_lane(model_dir, monke
         of_layer = tier[0, 0].nbytes * len(blocks)
         monkeypatch.setattr("swiftllm.runtime.cpu_tier.MAX_STAGED_BYTES", of_layer)
         noted_copies(driver, log)
-        monkeypatch.setattr(FakeTicket, "wait", noted_wait)
+        monkeypatch.setattr(FakeFuture, "wait", noted_wait)
         swap = Swap(moving, source, tuple(blocks), tuple(driver.free[source.other][: len(blocks)]))
         driver.backend.swap([swap])
         assert not waits and set(log) == {"copy 0"}
         driver.run([decode_item(staying)])
     calls = [name for name, _ in groupby(log)]
     assert calls == [
-        "copy 0", "boundary -1", "enter 0", "copy 1", "boundary 0", "enter 1", "copy 2", "boundary 1", "enter 2",
-        "boundary 2",
+        "copy 0", "run_stage -1", "enter 0", "copy 1", "run_stage 0", "enter 1", "copy 2", "run_stage 1", "enter 2",
+        "run_stage 2",
     ]  # fmt: skip
     assert log.count("copy 1") == len(blocks)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_cohort_ahead_of_the_lane_finds_what_was_swapped(model_dir, seed):
+def test_a_cpu_batch_ahead_of_the_gpu_batch_finds_what_was_swapped(model_dir, seed):
     def token(driver: BackendDriver) -> int:
         request = driver.admit("r", prompt(40, 0), Tier.GPU, GREEDY)
         driver.prefill([request])
         driver.move([request])
         backend = driver.backend
-        cohort = backend.open_cohort([request])
+        cpu_batch = backend.open_cpu_batch([request])
         for layer in range(LAYERS):
-            backend.boundary(layer - 1, [cohort])
-            backend.submit_cpu_attention(layer, cohort).wait()
-        return backend.boundary(LAYERS - 1, [cohort])["r"]
+            backend.run_stage(layer - 1, [cpu_batch])
+            backend.submit_cpu_attention(layer, cpu_batch).wait()
+        return backend.run_stage(LAYERS - 1, [cpu_batch])["r"]
 
     expected = token(make_driver(model_dir))
     with fake_gpu(seed, can_capture=False) as cuda:

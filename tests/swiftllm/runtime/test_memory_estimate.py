@@ -18,11 +18,11 @@ from swiftllm.device.cuda import CudaDevice
 from swiftllm.kv.budget import HOST_HEADROOM_BYTES, MemoryBudget, plan_blocks, weights_advice
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.machine import GIB, InsufficientMemory
-from swiftllm.model.boundaries.loaded_weights import LoadedWeights
-from swiftllm.model.boundaries.placement import all_resident
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.config.quantisation import AWQ, QuantisationScheme
 from swiftllm.model.llama import LlamaModel
+from swiftllm.model.stages.loaded_weights import LoadedWeights
+from swiftllm.model.stages.placement import all_resident
 from swiftllm.model.weights.llama_weights import LlamaWeights, dummy_weights
 from swiftllm.model.weights.sizes import WeightSizes, weight_bytes
 from swiftllm.ops.cpu import CpuOps
@@ -108,7 +108,7 @@ def test_the_estimate_of_activations_is_what_the_widest_iteration_takes(model, r
 
 @pytest.mark.parametrize(("rows", "requests", "context"), [(8192, 64, 1024), (512, 256, 4096)])
 def test_residuals_in_float32_are_counted(rows, requests, context):
-    """Those of a lane, and of the buffers of graphs."""
+    """Those of a GPU batch, and of the buffers of graphs."""
     config = EngineConfig("m", max_num_batched_tokens=rows, max_num_seqs=requests, max_model_len=context)
     how = {"rows": rows, "requests": requests, "context": context, "on_host": False}
     narrow, wide = (activation_bytes(LLAMA_8B, 2, itemsize, **how) for itemsize in (2, 4))
@@ -236,9 +236,9 @@ def test_the_host_s_pool_is_held_against_the_host():
 
 def test_the_host_s_reserve_covers_process_graphs_and_pinned_buffers():
     """Each part by hand: at most 256 MiB wait each way; torch rounds pinned memory up to powers of two."""
-    for name, layer_mib, cohorts_mib in (("apex-t4", 13, 64), ("apex-a10", 80, 40)):
+    for name, layer_mib, cpu_batches_mib in (("apex-t4", 13, 64), ("apex-a10", 80, 40)):
         fit = fit_of(load_setting(name), A10G[0])
-        pinned_gib = 2 * (2 * (256 + layer_mib) + cohorts_mib) / 1024
+        pinned_gib = 2 * (2 * (256 + layer_mib) + cpu_batches_mib) / 1024
         assert fit.host_headroom_bytes / GIB == pytest.approx(2.0 + 0.25 + 0.5 + pinned_gib, abs=0.01)
     assert fit_of(load_setting("apex-t4"), A10G[0]).host_headroom_bytes > 5 * HOST_HEADROOM_BYTES
 

@@ -18,11 +18,11 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.kv.budget import check_weights
 from swiftllm.machine import InsufficientMemory
-from swiftllm.model.boundaries import loaded_weights
-from swiftllm.model.boundaries.placement import Place, Placement, all_resident, spread
-from swiftllm.model.boundaries.weight_slots import WeightSlots
 from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.weights.sizes import boundary_bytes, weight_bytes
+from swiftllm.model.stages import loaded_weights
+from swiftllm.model.stages.placement import Place, Placement, all_resident, spread
+from swiftllm.model.stages.weight_slots import WeightSlots
+from swiftllm.model.weights.sizes import stage_bytes, weight_bytes
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
 from swiftllm.runtime.workers import InlineWorker
 from tests.reference.backend_driver import BackendDriver
@@ -31,15 +31,15 @@ from tests.reference.fake_streams import FakeWorker, Hazard
 from tests.swiftllm.runtime.test_streams import DRIVES, SYSTEMS, make_engine, outputs, prompts, serve
 
 LAYERS = 4
-BOUNDARIES = LAYERS + 1
+STAGES = LAYERS + 1
 PLACEMENTS = {
-    "one streamed": spread(BOUNDARIES, 1, 0),
-    "three streamed": spread(BOUNDARIES, 3, 0),
-    "all streamed": spread(BOUNDARIES, BOUNDARIES, 0),
-    "half on the CPU": spread(BOUNDARIES, 0, 3),
-    "all on the CPU": spread(BOUNDARIES, 0, BOUNDARIES),
+    "one streamed": spread(STAGES, 1, 0),
+    "three streamed": spread(STAGES, 3, 0),
+    "all streamed": spread(STAGES, STAGES, 0),
+    "half on the CPU": spread(STAGES, 0, 3),
+    "all on the CPU": spread(STAGES, 0, STAGES),
     "some of each": Placement((Place.STREAMED, Place.CPU, Place.RESIDENT, Place.STREAMED, Place.STREAMED)),
-    "the embedding on the host": Placement((Place.RESIDENT,) * BOUNDARIES, embedding_on_host=True),
+    "the embedding on the host": Placement((Place.RESIDENT,) * STAGES, embedding_on_host=True),
     "it and one on the host": Placement((Place.STREAMED, *[Place.RESIDENT] * LAYERS), embedding_on_host=True),
 }
 every_placement = pytest.mark.parametrize("name", PLACEMENTS)
@@ -52,7 +52,7 @@ def model_dir(tiny_model_dir) -> Path:
 
 @pytest.fixture(autouse=True)
 def matrices_span_chunks(monkeypatch):
-    monkeypatch.setattr("swiftllm.model.boundaries.loaded_weights.CHUNK_BYTES", 10_000)
+    monkeypatch.setattr("swiftllm.model.stages.loaded_weights.CHUNK_BYTES", 10_000)
 
 
 def backend(model_dir: Path, placement: Placement, make_worker=InlineWorker) -> TorchBackend:
@@ -134,8 +134,9 @@ def test_every_wait_for_weights_is_needed(model_dir, expected):
 
 @pytest.mark.parametrize("name", ["three streamed", "all streamed", "some of each"])
 @pytest.mark.parametrize("variant", SYSTEMS)
-def test_systems_send_each_boundary_once_an_iteration(model_dir, monkeypatch, name, variant):
-    """Lanes, riders and fresh cohorts of an iteration share a copy. Cohorts without a lane may need their own."""
+def test_systems_send_each_stage_once_an_iteration(model_dir, monkeypatch, name, variant):
+    """GPU batches, joined CPU batches and fresh CPU batches of an iteration share a copy. CPU batches without a GPU
+    batch may need their own."""
     placement, made = PLACEMENTS[name], []
     some_prompts = prompts((7, 19, 3, 22, 12, 15))
     expected = serve(make_engine(model_dir, "swiftllm"), some_prompts)
@@ -152,23 +153,23 @@ def test_systems_send_each_boundary_once_an_iteration(model_dir, monkeypatch, na
         sent = bytes_by_iteration(engine, made[0].model.weights.slots)
         assert serve(engine, some_prompts) == expected
     assert cuda.replays
-    sizes = boundary_bytes(made[0].model_config, torch.float32)
+    sizes = stage_bytes(made[0].model_config, torch.float32)
     streamed = sum(size for size, place in zip(sizes, placement.places, strict=True) if place is Place.STREAMED)
-    # An iteration without a lane may leave the stream anywhere.
+    # An iteration without a GPU batch may leave the stream anywhere.
     in_order = [num_bytes for (had, _), (has, num_bytes) in pairwise(sent) if had and has]
     assert len(in_order) >= 3
     assert in_order == [streamed] * len(in_order)
 
 
 def bytes_by_iteration(engine, stream: WeightSlots) -> list[tuple[bool, int]]:
-    """Of the iterations that follow, whether they have a lane, and the bytes they send."""
+    """Of the iterations that follow, whether they have a GPU batch, and the bytes they send."""
     found: list[tuple[bool, int]] = []
     run = engine.executor.run
 
     def counted(plan):
         before = stream.bytes_sent
         result = run(plan)
-        found.append((bool(plan.lane), stream.bytes_sent - before))
+        found.append((bool(plan.gpu_batch), stream.bytes_sent - before))
         return result
 
     engine.executor.run = counted
@@ -181,12 +182,13 @@ def test_packed_weights_are_streamed_packed(model_dir, tmp_path):
     with fake_gpu(1) as cuda:
         placed = backend(tmp_path / "packed", PLACEMENTS["some of each"], partial(FakeWorker, cuda))
         assert tokens(placed) == expected
-    sizes = boundary_bytes(placed.model_config, torch.float32)
-    assert max(sizes) < max(boundary_bytes(ModelConfig.from_folder(model_dir), torch.float32)) / 3
+    sizes = stage_bytes(placed.model_config, torch.float32)
+    assert max(sizes) < max(stage_bytes(ModelConfig.from_folder(model_dir), torch.float32)) / 3
 
 
-def test_smollm2_with_half_of_its_boundaries_on_the_cpu(smollm2_dir, monkeypatch):
-    """And a quarter streamed. The lane's CPU and the boundaries' are one here; the rows go the same way as on a GPU."""
+def test_smollm2_with_half_of_its_stages_on_the_cpu(smollm2_dir, monkeypatch):
+    """And a quarter streamed. The GPU batch's CPU and the stages' are one here; the rows go the same way as on a
+    GPU."""
     monkeypatch.undo()  # chunks of the usual size
     layers = ModelConfig.from_folder(smollm2_dir).num_layers
     draw = random.Random(3)
@@ -207,7 +209,7 @@ def test_smollm2_with_half_of_its_boundaries_on_the_cpu(smollm2_dir, monkeypatch
 
 def test_the_device_holds_what_is_resident_and_two_slots(model_dir):
     model = ModelConfig.from_folder(model_dir)
-    sizes, whole = boundary_bytes(model, torch.float32), weight_bytes(model, torch.float32)
+    sizes, whole = stage_bytes(model, torch.float32), weight_bytes(model, torch.float32)
     others = whole - sum(sizes)
     placement = PLACEMENTS["three streamed"]
     needed = others + sum(sizes[i] for i, p in enumerate(placement.places) if p is Place.RESIDENT) + 2 * max(sizes)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swiftllm.config import EngineConfig
-from swiftllm.core.plan import LaneItem
+from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.runtime.torch_backend import open_torch_backend
 from swiftllm.runtime.widest_iteration import widest_iteration
@@ -20,10 +20,10 @@ CACHED, COMPUTED = 410, 2
 
 @pytest.mark.parametrize("tier", list(Tier))
 @pytest.mark.parametrize("chunks", [1, 12])
-def test_a_lane_of_cached_prefixes_takes_no_more_memory_than_the_widest_iteration(
+def test_a_gpu_batch_of_cached_prefixes_takes_no_more_memory_than_the_widest_iteration(
     tiny_model_dir, tier: Tier, chunks: int
 ) -> None:
-    """A cached prefix costs few computed tokens: they do not bound how many contexts a lane has."""
+    """A cached prefix costs few computed tokens: they do not bound how many contexts a GPU batch has."""
     model_dir: Path = tiny_model_dir(num_hidden_layers=2, max_position_embeddings=512)
     blocks = 30 * chunks
     limits = {"max_num_batched_tokens": 32, "max_num_seqs": 16, "max_model_len": 450}
@@ -44,5 +44,5 @@ def test_a_lane_of_cached_prefixes_takes_no_more_memory_than_the_widest_iteratio
             return cuda.peak - before
 
         counted = peak(lambda: widest_iteration(backend.model, backend.sampler, config, torch.float32))
-        taken = peak(lambda: driver.run([LaneItem(request, CACHED, COMPUTED, tier, True) for request in requests]))
+        taken = peak(lambda: driver.run([GpuBatchItem(request, CACHED, COMPUTED, tier, True) for request in requests]))
     assert taken <= 1.1 * counted

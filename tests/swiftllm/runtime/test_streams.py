@@ -13,7 +13,7 @@ import torch
 from apex.strategy import StrategyConfig
 from apex.systems import build_system
 from swiftllm.config import EngineConfig
-from swiftllm.core.plan import LaneItem
+from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.runtime.pacing import Pacer
@@ -24,7 +24,7 @@ from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu
-from tests.reference.fake_streams import FakeEvent, FakeTicket, FakeWorker, Hazard
+from tests.reference.fake_streams import FakeEvent, FakeFuture, FakeWorker, Hazard
 
 SEEDS = range(6)
 MAX_TOKENS = 4
@@ -65,12 +65,12 @@ def prompts(lengths=LENGTHS) -> list[list[int]]:
 
 
 def decode_and_swap(driver: BackendDriver, lengths=LENGTHS) -> list[Request]:
-    """Prompts in chunks into both tiers, then decodes with riders while requests change tiers."""
+    """Prompts in chunks into both tiers, then decodes with joined CPU batches while requests change tiers."""
     requests = [driver.admit(f"r{i}", p, list(Tier)[i % 2], sampling(i)) for i, p in enumerate(prompts(lengths))]
     for request in requests[2:]:  # nothing is sampled, so nobody waits, before these change tiers
-        driver.run([LaneItem(request, 0, 11, request.tier, True)])
+        driver.run([GpuBatchItem(request, 0, 11, request.tier, True)])
         driver.move([request])
-        driver.run([LaneItem(request, 11, request.prompt_len - 11, request.tier, True)])
+        driver.run([GpuBatchItem(request, 11, request.prompt_len - 11, request.tier, True)])
     driver.prefill(requests[:2], 11)
     rng = random.Random(1)
     while requests[0].output_len < MAX_TOKENS:
@@ -88,21 +88,21 @@ def one_by_one(driver: BackendDriver) -> list[Request]:
 
 
 def drop_and_abandon(driver: BackendDriver) -> list[Request]:
-    """A cohort loses a request on its way, another one is given up with its attention just done."""
+    """A CPU batch loses a request on its way, another one is given up with its attention just done."""
     backend = driver.backend
     requests = [driver.admit(f"r{i}", p, Tier.CPU, sampling(i)) for i, p in enumerate(prompts())]
     on_gpu = driver.admit("gpu", prompts()[0], Tier.GPU, sampling(0))
     driver.prefill([*requests, on_gpu])
-    given_up, cohort = backend.open_cohort(requests[2:3]), backend.open_cohort(requests[:2])
-    backend.boundary(-1, [given_up])
+    given_up, cpu_batch = backend.open_cpu_batch(requests[2:3]), backend.open_cpu_batch(requests[:2])
+    backend.run_stage(-1, [given_up])
     backend.submit_cpu_attention(0, given_up).wait()
     del given_up
-    backend.boundary(-1, [cohort])
-    backend.submit_cpu_attention(0, cohort).wait()
-    cohort = backend.drop_rows(cohort, frozenset({"r0"}))
-    backend.boundary(0, [cohort])
-    backend.submit_cpu_attention(1, cohort).wait()
-    requests[1].append_token(backend.boundary(1, [cohort])["r1"], 0.0)
+    backend.run_stage(-1, [cpu_batch])
+    backend.submit_cpu_attention(0, cpu_batch).wait()
+    cpu_batch = backend.drop_rows(cpu_batch, frozenset({"r0"}))
+    backend.run_stage(0, [cpu_batch])
+    backend.submit_cpu_attention(1, cpu_batch).wait()
+    requests[1].append_token(backend.run_stage(1, [cpu_batch])["r1"], 0.0)
     driver.decode([on_gpu])
     return [requests[1], on_gpu]
 
@@ -218,23 +218,23 @@ def test_the_host_stays_close_behind_the_device(ahead):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_who_polls_asks_no_more_than_a_boundary_early(model_dir, monkeypatch, seed):
-    """Polls come after the device has finished all boundaries but the last that was launched."""
+def test_who_polls_asks_no_more_than_a_stage_early(model_dir, monkeypatch, seed):
+    """Polls come after the device has finished all stages but the last that was launched."""
     behind: list[int] = []
     ends: list[FakeEvent] = []
-    ready = FakeTicket.ready
+    ready = FakeFuture.ready
 
     class WatchedPacer(Pacer):
         def launched(self) -> None:
             ends.append(recorded(cuda))
             super().launched()
 
-    def watched_ready(self: FakeTicket) -> bool:
+    def watched_ready(self: FakeFuture) -> bool:
         if self.kind is AttentionTask:
             behind.append(sum(not end.passed for end in ends))
         return ready(self)
 
-    monkeypatch.setattr(FakeTicket, "ready", watched_ready)
+    monkeypatch.setattr(FakeFuture, "ready", watched_ready)
     monkeypatch.setattr("swiftllm.runtime.torch_backend.Pacer", WatchedPacer)
     with fake_gpu(seed) as cuda:
         engine = make_engine(model_dir, "overlap")

@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 
 import pacpu
 from swiftllm.config import EngineConfig
-from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.machine import InsufficientMemory, available_host_bytes
 from swiftllm.ops.cpu import CpuOps
@@ -88,8 +88,8 @@ def test_torch_operations_give_the_same_tokens(make_driver, expected, monkeypatc
     assert outputs(requests) == expected
 
 
-def test_prefills_and_decodes_share_a_lane_with_riders(make_driver, expected):
-    """Requests come in one by one: each iteration has a prefill chunk, decodes of the others, and a cohort."""
+def test_prefills_and_decodes_share_a_gpu_batch_with_joined_batches(make_driver, expected):
+    """Requests come in one by one: each iteration has a prefill chunk, decodes of the others, and a CPU batch."""
     driver = make_driver()
     requests = admit_all(driver, TIERS["mixed"])
     done_prefilling: list[Request] = []
@@ -97,8 +97,8 @@ def test_prefills_and_decodes_share_a_lane_with_riders(make_driver, expected):
         for start in range(0, request.prompt_len, 32):
             count = min(32, request.prompt_len - start)
             running = [r for r in done_prefilling if r.output_len < NUM_TOKENS]
-            items = [LaneItem(request, start, count, request.tier, True)]
-            decodes = [LaneItem(r, r.num_tokens - 1, 1, Tier.GPU, False) for r in running if r.tier is Tier.GPU]
+            items = [GpuBatchItem(request, start, count, request.tier, True)]
+            decodes = [GpuBatchItem(r, r.num_tokens - 1, 1, Tier.GPU, False) for r in running if r.tier is Tier.GPU]
             driver.run(decodes + items, [r for r in running if r.tier is Tier.CPU])
         done_prefilling.append(request)
     while any(r.output_len < NUM_TOKENS for r in requests):
@@ -163,22 +163,22 @@ def test_a_swap_may_fill_blocks_that_an_earlier_one_emptied(make_driver):
 
 
 @pytest.mark.parametrize("drop_at", [-1, 0, 1])
-def test_a_cohort_goes_on_without_dropped_rows(make_driver, expected, drop_at):
-    """Requests 1 and 4 leave the cohort between two layers of the first decode."""
+def test_a_cpu_batch_goes_on_without_dropped_rows(make_driver, expected, drop_at):
+    """Requests 1 and 4 leave the CPU batch between two layers of the first decode."""
     driver = make_driver()
     backend = driver.backend
     requests = admit_all(driver, TIERS["cpu"])
     driver.prefill(requests)
-    cohort, gone = backend.open_cohort(requests), frozenset({"r1", "r4"})
+    cpu_batch, gone = backend.open_cpu_batch(requests), frozenset({"r1", "r4"})
     for layer in range(-1, backend.num_layers - 1):
         if layer == drop_at:
-            cohort = backend.drop_rows(cohort, gone)
-        backend.boundary(layer, [cohort])
-        backend.submit_cpu_attention(layer + 1, cohort).wait()
-    assert cohort.num_rows == 4
-    tokens = backend.boundary(backend.num_layers - 1, [cohort])
+            cpu_batch = backend.drop_rows(cpu_batch, gone)
+        backend.run_stage(layer, [cpu_batch])
+        backend.submit_cpu_attention(layer + 1, cpu_batch).wait()
+    assert cpu_batch.num_rows == 4
+    tokens = backend.run_stage(backend.num_layers - 1, [cpu_batch])
     assert tokens == {r.request_id: expected[i][1] for i, r in enumerate(requests) if r.request_id not in gone}
-    assert backend.drop_rows(cohort, frozenset(tokens)).num_rows == 0
+    assert backend.drop_rows(cpu_batch, frozenset(tokens)).num_rows == 0
 
 
 def test_rows_can_be_dropped_after_the_last_attention(make_driver, expected):
@@ -186,30 +186,30 @@ def test_rows_can_be_dropped_after_the_last_attention(make_driver, expected):
     backend = driver.backend
     requests = admit_all(driver, TIERS["cpu"])
     driver.prefill(requests)
-    cohort = backend.open_cohort(requests)
+    cpu_batch = backend.open_cpu_batch(requests)
     for layer in range(-1, backend.num_layers - 1):
-        backend.boundary(layer, [cohort])
-        backend.submit_cpu_attention(layer + 1, cohort).wait()
-    cohort = backend.drop_rows(cohort, frozenset({"r0", "r5"}))
-    tokens = backend.boundary(backend.num_layers - 1, [cohort])
+        backend.run_stage(layer, [cpu_batch])
+        backend.submit_cpu_attention(layer + 1, cpu_batch).wait()
+    cpu_batch = backend.drop_rows(cpu_batch, frozenset({"r0", "r5"}))
+    tokens = backend.run_stage(backend.num_layers - 1, [cpu_batch])
     assert tokens == {f"r{i}": expected[i][1] for i in (1, 2, 3, 4)}
 
 
-def test_cohorts_at_different_layers_cross_apart(make_driver, expected):
-    """Two cohorts, the second one layer behind, as asynchronous overlap moves them."""
+def test_cpu_batches_at_different_layers_cross_apart(make_driver, expected):
+    """Two CPU batches, the second one layer behind, as asynchronous overlap moves them."""
     driver = make_driver()
     backend = driver.backend
     requests = admit_all(driver, TIERS["cpu"])
     driver.prefill(requests)
-    cohorts = {0: backend.open_cohort(requests[:3]), 1: backend.open_cohort(requests[3:])}
+    cpu_batches = {0: backend.open_cpu_batch(requests[:3]), 1: backend.open_cpu_batch(requests[3:])}
     tokens = {}
     for time in range(-1, backend.num_layers + 1):
-        for delay, cohort in cohorts.items():
+        for delay, cpu_batch in cpu_batches.items():
             layer = time - delay
             if -1 <= layer < backend.num_layers:
-                tokens.update(backend.boundary(layer, [cohort]))
+                tokens.update(backend.run_stage(layer, [cpu_batch]))
             if -1 <= layer < backend.num_layers - 1:
-                backend.submit_cpu_attention(layer + 1, cohort).wait()
+                backend.submit_cpu_attention(layer + 1, cpu_batch).wait()
     assert tokens == {f"r{i}": tokens_of[1] for i, tokens_of in enumerate(expected)}
 
 
@@ -248,18 +248,18 @@ def test_decode_operations_agree(heads):
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-5)
 
 
-def test_lanes_without_sampling_rows_give_no_token(make_driver):
+def test_gpu_batches_without_sampling_rows_give_no_token(make_driver):
     driver = make_driver()
     request = driver.admit("r", prompts()[4], Tier.GPU, SAMPLING)
-    assert driver.run([LaneItem(request, 0, 20, Tier.GPU, True)]) == {}
-    assert driver.run([LaneItem(request, 20, 20, Tier.GPU, True)]).keys() == {"r"}
+    assert driver.run([GpuBatchItem(request, 0, 20, Tier.GPU, True)]) == {}
+    assert driver.run([GpuBatchItem(request, 20, 20, Tier.GPU, True)]).keys() == {"r"}
 
 
-def test_a_decode_from_the_cpu_tier_is_no_lane_work(make_driver):
+def test_a_decode_from_the_cpu_tier_is_no_gpu_batch_work(make_driver):
     driver = make_driver()
     request = driver.admit("r", [5, 6], Tier.CPU, SAMPLING)
-    with pytest.raises(ValueError, match="cohort"):
-        driver.backend.open_lane([LaneItem(request, 1, 1, Tier.CPU, False)])
+    with pytest.raises(ValueError, match="CPU batch"):
+        driver.backend.open_gpu_batch([GpuBatchItem(request, 1, 1, Tier.CPU, False)])
 
 
 def test_the_worker_gets_every_cpu_attention_and_its_errors_come_out_of_wait(make_driver):
@@ -279,12 +279,12 @@ def test_the_worker_gets_every_cpu_attention_and_its_errors_come_out_of_wait(mak
     driver.prefill([request])
     driver.decode([request])
     assert layers == list(range(driver.backend.num_layers))
-    cohort = driver.backend.open_cohort([request])
-    driver.backend.boundary(-1, [cohort])
-    cohort.block_tables = cohort.block_tables + 1000
-    ticket = driver.backend.submit_cpu_attention(0, cohort)
+    cpu_batch = driver.backend.open_cpu_batch([request])
+    driver.backend.run_stage(-1, [cpu_batch])
+    cpu_batch.block_tables = cpu_batch.block_tables + 1000
+    future = driver.backend.submit_cpu_attention(0, cpu_batch)
     with pytest.raises(ValueError, match="block"):
-        ticket.wait()
+        future.wait()
     driver.backend.close()
     assert closed
 

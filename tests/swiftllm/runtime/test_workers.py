@@ -19,7 +19,7 @@ import torch
 
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
-from swiftllm.engine.backend import Ticket, WorkerDied
+from swiftllm.engine.backend import AttentionFuture, WorkerDied
 from swiftllm.runtime.torch_backend import open_torch_backend
 from swiftllm.runtime.workers import (
     AttentionTask,
@@ -75,7 +75,7 @@ def worker(runner: FakeRunner):
     worker.close()
 
 
-def submit(worker: Worker, on_wait: Callable[[], object] = int) -> Ticket:
+def submit(worker: Worker, on_wait: Callable[[], object] = int) -> AttentionFuture:
     return worker.submit(TASK, Arrival(on_wait))
 
 
@@ -86,10 +86,10 @@ def raising(error: BaseException) -> Callable[[], None]:
     return raise_it
 
 
-def died(ticket: Ticket) -> bool:
+def died(future: AttentionFuture) -> bool:
     with pytest.raises(WorkerDied):
-        ticket.wait()
-    return ticket.ready()
+        future.wait()
+    return future.ready()
 
 
 def wait_for_death(worker: CpuWorker) -> None:
@@ -101,8 +101,8 @@ def wait_for_death(worker: CpuWorker) -> None:
 
 def test_tasks_run_in_order_on_one_other_thread(worker: CpuWorker, runner: FakeRunner) -> None:
     tasks = [RowsWrite(i, TASK.content, TASK.blocks, TASK.offsets) for i in range(100)]
-    tickets = [worker.submit(task, Arrival()) for task in tasks]
-    assert all(ticket.wait() >= 0.0 for ticket in reversed(tickets))
+    futures = [worker.submit(task, Arrival()) for task in tasks]
+    assert all(future.wait() >= 0.0 for future in reversed(futures))
     assert [task for task, _ in runner.tasks] == tasks
     (thread,) = {thread for _, thread in runner.tasks}
     assert thread != threading.get_ident()
@@ -112,10 +112,10 @@ def test_tasks_run_in_order_on_one_other_thread(worker: CpuWorker, runner: FakeR
 def test_waiting_for_the_device_is_no_computing(make_worker, runner: FakeRunner) -> None:
     worker, gate, sent = make_worker(runner), threading.Event(), []
     threading.Timer(0.5, gate.set).start()
-    ticket = worker.submit(TASK, Arrival(gate.wait), lambda: sent.append(len(runner.tasks)))
-    assert 0.0 <= ticket.wait() < 0.4 and ticket.ready()
+    future = worker.submit(TASK, Arrival(gate.wait), lambda: sent.append(len(runner.tasks)))
+    assert 0.0 <= future.wait() < 0.4 and future.ready()
     assert sent == [1], "the result is sent back once, after it is computed"
-    times = ticket.times()
+    times = future.times()
     assert times.to_host[1] - times.to_host[0] > 0.05
     assert times.to_host[1] == times.start_s <= times.done_s == times.ready_s
     there = worker.submit(TASK, Arrival(is_done=True))
@@ -125,14 +125,14 @@ def test_waiting_for_the_device_is_no_computing(make_worker, runner: FakeRunner)
 
 
 @pytest.mark.parametrize("make_worker", [InlineWorker, CpuWorker])
-def test_a_task_that_raises_fails_its_own_ticket(make_worker, runner: FakeRunner) -> None:
+def test_a_task_that_raises_fails_its_own_attention_task(make_worker, runner: FakeRunner) -> None:
     worker = make_worker(runner)
-    tickets = [submit(worker, on_wait) for on_wait in (int, raising(ValueError("no")), int)]
-    tickets[0].wait()
+    futures = [submit(worker, on_wait) for on_wait in (int, raising(ValueError("no")), int)]
+    futures[0].wait()
     for _ in range(2):
         with pytest.raises(ValueError, match="no"):
-            tickets[1].wait()
-    tickets[2].wait()
+            futures[1].wait()
+    futures[2].wait()
     with pytest.raises(ValueError, match="back"):
         worker.submit(TASK, Arrival(), raising(ValueError("back"))).wait()
     worker.close()
@@ -141,10 +141,10 @@ def test_a_task_that_raises_fails_its_own_ticket(make_worker, runner: FakeRunner
 def test_nothing_goes_on_after_a_death_until_it_is_started_again(worker: CpuWorker, runner: FakeRunner) -> None:
     gate = threading.Event()
     before = submit(worker, lambda: gate.wait(60.0))
-    tickets = [submit(worker, on_wait) for on_wait in (raising(SystemExit(1)), int, int)]
+    futures = [submit(worker, on_wait) for on_wait in (raising(SystemExit(1)), int, int)]
     gate.set()
     before.wait()
-    assert all(map(died, tickets))
+    assert all(map(died, futures))
     wait_for_death(worker)
     assert len(runner.tasks) == 1 and worker.restarts == 0
     worker.start_again()
@@ -163,8 +163,8 @@ def test_killing_it(worker: CpuWorker) -> None:
     assert worker.restarts == 1
 
 
-def test_a_thread_killed_from_outside_leaves_no_ticket_waiting(worker: CpuWorker, runner: FakeRunner) -> None:
-    """Between two tasks, where it can fail no ticket any more."""
+def test_a_thread_killed_from_outside_leaves_no_attention_task_waiting(worker: CpuWorker, runner: FakeRunner) -> None:
+    """Between two tasks, where it can fail no attention task any more."""
     submit(worker).wait()
     thread = ctypes.c_ulong(runner.tasks[0][1])
     ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(SystemExit))
@@ -228,7 +228,7 @@ def check_in_another_process(worker: CopyingWorker, kernel: str) -> None:
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_tasks_of_a_backend_give_the_same_in_another_process(tiny_model_dir, on_gpu: bool) -> None:
-    """Decodes of a cohort; beside a GPU also prompts' K and V, and blocks that are swapped."""
+    """Decodes of a CPU batch; beside a GPU also prompts' K and V, and blocks that are swapped."""
     sizes = {"num_gpu_blocks": 12, "num_cpu_blocks": 12, "max_num_seqs": 4, "max_model_len": 64, "cpu_threads": 1}
     config = EngineConfig(str(tiny_model_dir()), dtype="float32", device="auto" if on_gpu else "cpu", **sizes)
     workers: list[CopyingWorker] = []

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from swiftllm import LLM, SamplingParams
 from swiftllm.config import EngineConfig
-from swiftllm.core.plan import LaneItem
+from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import Request, Tier
 from swiftllm.model.llama import LlamaModel
 from swiftllm.runtime.torch_backend import open_torch_backend
@@ -99,16 +99,16 @@ def start_over(requests: Sequence[Request]) -> None:
 
 def test_a_prompt_computed_again_tells_only_what_is_new(tiny_model_dir, expected, monkeypatch):
     """Preempted in the middle of its prompt, and once more with some output."""
-    rows, leave = [], LlamaModel.leave
+    rows, leave = [], LlamaModel.last_stage
 
     def noted(model: LlamaModel, attention_out: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         rows.append(len(residual))
         return leave(model, attention_out, residual)
 
-    monkeypatch.setattr(LlamaModel, "leave", noted)
+    monkeypatch.setattr(LlamaModel, "last_stage", noted)
     driver = make_driver(tiny_model_dir())
     requests = admit_all(driver)
-    driver.run([LaneItem(requests[5], 0, 30, requests[5].tier, True)])
+    driver.run([GpuBatchItem(requests[5], 0, 30, requests[5].tier, True)])
     first = list(requests[5].prompt_logprobs)
     assert len(first) == 30 and rows == [30]
     start_over(requests[5:])

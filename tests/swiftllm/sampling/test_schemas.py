@@ -90,7 +90,7 @@ def test_a_schema_that_is_prepared_again_stays_as_it_is() -> None:
         ({"minimum": 1e30}, [10**31], [-1, 5]),
         ({"maximum": -1e30}, [-(10**31)], [1, -5]),
         ({"minimum": 10**18}, [2 * 10**18], [5]),
-        ({"minimum": 5, "exclusiveMinimum": True}, [6], [5]),  # draft 4
+        ({"minimum": 5, "exclusiveMinimum": True}, [6], [5]),  # plan builder 4
         ({"minimum": 5, "exclusiveMinimum": False}, [5], [4]),
         ({"exclusiveMinimum": 1.5, "exclusiveMaximum": 4}, [2, 3], [1, 4]),
         ({"exclusiveMinimum": 2.0, "minimum": 1}, [3], [2]),

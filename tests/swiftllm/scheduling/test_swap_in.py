@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from swiftllm.core.request import Request, SamplingParams, ServiceClass, Tier
 from swiftllm.engine.engine import Engine
-from swiftllm.scheduling.draft import Draft
 from swiftllm.scheduling.parts import swap_in
+from swiftllm.scheduling.plan_builder import PlanBuilder
 from tests.reference.fake_engine import fake_engine
 
 LS = ServiceClass.LATENCY_SENSITIVE
@@ -17,8 +17,8 @@ def pushed_out(engine: Engine, *prompt_lens: int) -> list[Request]:
     requests = [engine.add(engine.make_request(str(i), [2] * length, sampling)) for i, length in enumerate(prompt_lens)]
     engine.step()
     for request in reversed(requests):
-        engine.residents.begin_plan()
-        engine.residents.push_out(request)
+        engine.state.begin_plan()
+        engine.state.push_out(request)
         engine.executor.backend.swap(engine.kv.swaps)
     assert all(request.tier is Tier.CPU for request in requests)
     return requests
@@ -35,9 +35,9 @@ def test_it_comes_back_with_one_token_left_in_the_budget_and_not_with_none() -> 
     for budget, tiers in ((1, [Tier.GPU, Tier.CPU]), (2, [Tier.GPU, Tier.GPU]), (64, [Tier.GPU, Tier.GPU])):
         engine = fake_engine("swiftllm", num_gpu_blocks=20, num_cpu_blocks=20)
         requests = pushed_out(engine, 7, 7)
-        draft = Draft(engine.residents)
-        draft.tokens_left = budget
-        swap_in(draft, LS)
+        builder = PlanBuilder(engine.state)
+        builder.tokens_left = budget
+        swap_in(builder, LS)
         assert [request.tier for request in requests] == tiers
 
 
@@ -45,8 +45,8 @@ def test_a_younger_one_does_not_overtake_an_older_one_that_finds_no_room() -> No
     engine = fake_engine("swiftllm", num_gpu_blocks=8, num_cpu_blocks=20)
     older, younger = pushed_out(engine, 15, 3)
     blocker = engine.kv.allocators[Tier.GPU].allocate(5)
-    swap_in(Draft(engine.residents), LS)
+    swap_in(PlanBuilder(engine.state), LS)
     assert older.tier is younger.tier is Tier.CPU  # they need 4 blocks and 1, and 3 are free
     engine.kv.allocators[Tier.GPU].free(blocker)
-    swap_in(Draft(engine.residents), LS)
+    swap_in(PlanBuilder(engine.state), LS)
     assert older.tier is younger.tier is Tier.GPU

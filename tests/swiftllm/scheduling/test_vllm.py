@@ -22,8 +22,8 @@ def add(engine: Engine, name: str, prompt_len: int, max_tokens: int = 40) -> Req
     return engine.add(engine.make_request(name, [2] * prompt_len, sampling))
 
 
-def lane(plan: IterationPlan) -> list[tuple[str, int]]:
-    return [(item.request.request_id, item.num_tokens) for item in plan.lane]
+def gpu_batch(plan: IterationPlan) -> list[tuple[str, int]]:
+    return [(item.request.request_id, item.num_tokens) for item in plan.gpu_batch]
 
 
 def test_decodes_take_from_the_budget_first_and_prompts_are_cut_to_the_rest() -> None:
@@ -34,7 +34,7 @@ def test_decodes_take_from_the_budget_first_and_prompts_are_cut_to_the_rest() ->
     add(engine, "c", 3)
     for _ in range(3):
         engine.step()
-    assert [lane(plan) for plan in plans] == [
+    assert [gpu_batch(plan) for plan in plans] == [
         [("a", 5)],
         [("a", 1), ("b", 7)],
         [("a", 1), ("b", 3), ("c", 3)],
@@ -65,14 +65,14 @@ def test_the_last_come_is_computed_again_and_nobody_is_admitted_meanwhile() -> N
     first, second, third = (add(engine, name, 7, max_tokens=9) for name in ("first", "second", "third"))
     engine.step()
     assert third.status is RequestStatus.WAITING
-    while not engine.residents.num_preemptions:
+    while not engine.state.num_preemptions:
         engine.step()
     assert (first.tier, second.tier) == (Tier.GPU, None)
     assert second.num_preemptions == 1 and second.num_computed_tokens == 0
-    assert lane(plans[-1]) == [("first", 1)]
+    assert gpu_batch(plans[-1]) == [("first", 1)]
     tokens_before = second.output_len
     engine.step()  # one block is free now, and the second's turn comes before the third's
-    assert lane(plans[-1])[0] == ("first", 1) and third.tier is None
+    assert gpu_batch(plans[-1])[0] == ("first", 1) and third.tier is None
     while engine.has_unfinished():
         engine.step()
     assert 0 < tokens_before < second.output_len == 9

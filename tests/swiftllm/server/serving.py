@@ -143,8 +143,8 @@ def serve(
 def check_empty(engine: Engine) -> None:
     engine.kv.check_blocks()
     assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
-    assert not engine.residents.requests
-    assert not engine.executor.cohorts
+    assert not engine.state.requests
+    assert not engine.executor.cpu_batches
 
 
 def make_requests(

@@ -123,7 +123,7 @@ const SPAN_COLOURS = {
   linear: "c-gpu", attention: "c-gpu-soft", step: "c-pipe", wait: "c-bad", swap_wait: "c-bad", swap: "c-swap", other: "c-line",
   to_host: "c-swap", to_gpu: "c-swap",
 };
-const COHORT_COLOURS = ["c-cpu", "c-cpu-soft"]; // successive cohorts alternate; letters name them too
+const CPU_BATCH_COLOURS = ["c-cpu", "c-cpu-soft"]; // successive CPU batches alternate; letters name them too
 
 // One iteration: a row for each worker, with its activity over time.
 function drawGantt(holder, timeline) {
@@ -139,11 +139,11 @@ function drawGantt(holder, timeline) {
     for (const [start, duration, kind, letters, words] of spans) {
       const from = Math.max(0, start), to = Math.min(timeline.duration_ms, start + duration);
       if (to <= from) continue;
-      const cohort = COHORT_COLOURS[letters ? (letters.charCodeAt(0) + 1) % 2 : 0];
+      const cpuBatch = CPU_BATCH_COLOURS[letters ? (letters.charCodeAt(0) + 1) % 2 : 0];
       const x = label + from * scale, wide = Math.max(0.6, (to - from) * scale - 0.4);
-      const box = { x, y, width: wide, height: row, class: SPAN_COLOURS[kind] || cohort };
+      const box = { x, y, width: wide, height: row, class: SPAN_COLOURS[kind] || cpuBatch };
       svgElement("title", {}, svgElement("rect", box, svg)).textContent = `${words}\n${format(duration)} ms, from ${format(start)} ms`;
-      if (kind === "linear" && letters) svgElement("rect", { ...box, y: y + row - 7, height: 7, class: cohort, "pointer-events": "none" }, svg);
+      if (kind === "linear" && letters) svgElement("rect", { ...box, y: y + row - 7, height: 7, class: cpuBatch, "pointer-events": "none" }, svg);
       if (kind === "cpu_attention" && wide > 9) svgText(svg, x + wide / 2, y + row / 2 + 4, letters, { "text-anchor": "middle", class: "in-box" });
     }
   });

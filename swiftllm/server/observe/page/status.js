@@ -3,20 +3,20 @@
 const POLL_MS = 1000, SPAN_S = 300;
 const STRATEGIES = {
   "gpu-only": "GPU-only: nothing was computed on the CPU. Either no request's cache is in host memory, or its attention would have slowed the iteration down.",
-  "asymmetric-pipelining": "Asymmetric pipelining: CPU requests go through all layers in step with the lane. Their attention runs on the CPU while the other requests' linear layers run in the lane; where the CPU is late, the lane waits.",
-  "asynchronous-overlap": "Asynchronous overlap: CPU requests ride along when the lane passes their layer and their attention is ready, one layer an iteration. The lane never waits for them.",
+  "asymmetric-pipelining": "Asymmetric pipelining: CPU requests go through all layers in step with the GPU batch. Their attention runs on the CPU while the other requests' linear layers run in the GPU batch; where the CPU is late, the GPU batch waits.",
+  "asynchronous-overlap": "Asynchronous overlap: CPU requests join when the GPU batch passes their layer and their attention is ready, one layer an iteration. The GPU batch never waits for them.",
 };
 const TIMELINE_LEGEND = [
   { title: "linear layers of all requests", colour: "c-gpu" }, { title: "attention of GPU requests", colour: "c-gpu-soft" },
-  { title: "attention of CPU requests (a stripe below: they ride along)", colour: "c-cpu" },
-  { title: "CPU requests' linear layers by themselves", colour: "c-pipe" }, { title: "the lane waits", colour: "c-bad" },
+  { title: "attention of CPU requests (a stripe below: they join the GPU batch)", colour: "c-cpu" },
+  { title: "CPU requests' linear layers by themselves", colour: "c-pipe" }, { title: "the GPU batch waits", colour: "c-bad" },
 ];
 const FINISHED = {
   stop: "ended by a stop", length: "ended at their length limit", abort: "aborted by the client", deadline: "past their deadline",
   engine_error: "failed", stalled: "stalled", shutdown: "ended by shutdown", slo_unattainable: "refused for their targets",
 };
 
-const OPERATIONS = { lane: "the lane", cpu_attention: "CPU attention" };
+const OPERATIONS = { gpu_batch: "the GPU batch", cpu_attention: "CPU attention" };
 
 const byId = (id) => document.getElementById(id);
 const rate = (name, scale = 1) => (a, b) => scale * (b[name] - a[name]) / (b.time_s - a.time_s);
@@ -39,7 +39,7 @@ const charts = [
     { title: "GPU-only", colour: "c-gpu", value: share("gpu-only") }, { title: "pipelining", colour: "c-pipe", value: share("asymmetric-pipelining") },
     { title: "overlap", colour: "c-overlap", value: share("asynchronous-overlap") }] },
   { title: "Busy time", unit: "%", largest: 100, series: [
-    { title: "lane", colour: "c-gpu", value: busy("lane_busy_s") }, { title: "CPU worker", colour: "c-cpu", value: busy("cpu_busy_s") }] },
+    { title: "GPU batch", colour: "c-gpu", value: busy("gpu_batch_busy_s") }, { title: "CPU worker", colour: "c-cpu", value: busy("cpu_busy_s") }] },
   { title: "Time of an iteration", unit: " ms", series: [
     { title: "measured", colour: "c-gpu", value: perIteration("duration_s") }, { title: "predicted", colour: "c-ink", dashed: true, value: perIteration("predicted_s") }] },
 ].map((description) => new Chart(byId("charts"), { ...description, onHover }));
@@ -104,11 +104,11 @@ function showNow({ model, engine, now }) {
   pill.textContent = (now.health.status === "ok" ? "serving" : now.health.status) + ` for ${duration(now.uptime_s)}`;
   pill.title = now.health.reason;
   byId("facts").textContent =
-    `System ${engine.system}, ${engine.dtype}, lane on ${engine.device}, CPU attention with ${counted(engine.cpu_threads, "", "thread")} of kernel ` +
-    `${engine.cpu_kernel}, blocks of ${engine.block_size} tokens` + (engine.device_type === "cpu" ? ". Without a GPU, the CPU's cores run the lane." : ".") +
+    `System ${engine.system}, ${engine.dtype}, GPU batch on ${engine.device}, CPU attention with ${counted(engine.cpu_threads, "", "thread")} of kernel ` +
+    `${engine.cpu_kernel}, blocks of ${engine.block_size} tokens` + (engine.device_type === "cpu" ? ". Without a GPU, the CPU's cores run the GPU batch." : ".") +
     corrections(now.prediction_factors);
   byId("cpu-note").textContent = engine.decodes_on_cpu
-    ? "Their attention is computed by the CPU worker, while the lane continues."
+    ? "Their attention is computed by the CPU worker, while the GPU batch continues."
     : "They wait here until GPU memory is free again: this system computes nothing on the CPU.";
   showBig("waiting", now.waiting);
   showBig("running-gpu", now.running_gpu);
@@ -145,8 +145,8 @@ function showTimeline(records) {
   const predicted = timeline.predicted_ms ? `, predicted ${format(timeline.predicted_ms)} ms` : "";
   const prompts = timeline.prefill_tokens ? ` and ${counted(timeline.prefill_tokens, "", "prompt token")}` : "";
   byId("iteration").textContent =
-    `Iteration ${format(timeline.iteration)}, ${timeline.num_layers} layers: ${format(timeline.duration_ms)} ms${predicted}. In the lane ` +
-    `${counted(timeline.lane_decodes, " of GPU memory")}${prompts}, beside it ${counted(timeline.cpu_requests, " of host memory")}.`;
+    `Iteration ${format(timeline.iteration)}, ${timeline.num_layers} layers: ${format(timeline.duration_ms)} ms${predicted}. In the GPU batch ` +
+    `${counted(timeline.gpu_batch_decodes, " of GPU memory")}${prompts}, beside it ${counted(timeline.cpu_requests, " of host memory")}.`;
   drawGantt(byId("gantt"), timeline);
 }
 

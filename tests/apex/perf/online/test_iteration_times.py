@@ -9,9 +9,9 @@ import pytest
 
 from apex.perf.model import Curve
 from apex.perf.online.factor import SecondsRange
-from apex.perf.online.iteration_times import cpu_attention_span, crossings, lane_span
+from apex.perf.online.iteration_times import cpu_attention_span, crossings, gpu_batch_span
 from apex.strategy import StrategyConfig
-from swiftllm.core.plan import HOP, CohortPlan, IterationPlan, LaneItem, StepResult, Swap
+from swiftllm.core.plan import OVERLAPPED, CpuBatchPlan, GpuBatchItem, IterationPlan, StepResult, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
 from tests.apex.perf.online.wrong_tables import TABLE, add_requests, run, simulated_engine
 from tests.reference.linear_profile import LAYERS
@@ -26,16 +26,16 @@ WITH_HOST = replace(TABLE, iteration=Curve((1, 101), (HOST_S, 2 * HOST_S)), hand
 
 
 def spans_of(engine) -> list[tuple[IterationPlan, StepResult, SecondsRange, SecondsRange]]:
-    """Every iteration of a run with its spans: the lane's and that of CPU attention."""
-    observe, seen = engine.policy.observe, []
+    """Every iteration of a run with its spans: the GPU batch's and that of CPU attention."""
+    observe, seen = engine.scheduler.observe, []
 
-    def note(plan: IterationPlan, result: StepResult, boundaries: Mapping[int, int]) -> None:
-        ways = crossings(plan, result, boundaries, LAYERS)
-        model = engine.policy.model
-        seen.append((plan, result, lane_span(model, plan, ways), cpu_attention_span(model, ways)))
-        observe(plan, result, boundaries)
+    def note(plan: IterationPlan, result: StepResult, stages: Mapping[int, int]) -> None:
+        ways = crossings(plan, result, stages, LAYERS)
+        model = engine.scheduler.model
+        seen.append((plan, result, gpu_batch_span(model, plan, ways), cpu_attention_span(model, ways)))
+        observe(plan, result, stages)
 
-    engine.policy.observe = note
+    engine.scheduler.observe = note
     run(engine)
     return seen
 
@@ -56,15 +56,15 @@ def test_a_right_table_is_found_right_in_every_iteration(system: str, strategy: 
     add_requests(engine, 40)
     seen = spans_of(engine)
     assert sum(result.cpu_busy_s for _, result, _, _ in seen) > 0.1
-    regular = [one for one in seen if not one[1].left]  # requests that leave a cohort are counted in it
+    regular = [one for one in seen if not one[1].detached]  # requests that leave a CPU batch are counted in it
     assert len(regular) > 0.9 * len(seen)
-    for plan, result, lane, cpu in regular:
-        assert lane.least * 0.999999 <= result.lane_busy_s <= lane.most * 1.000001
+    for plan, result, gpu_batch, cpu in regular:
+        assert gpu_batch.least * 0.999999 <= result.gpu_batch_busy_s <= gpu_batch.most * 1.000001
         assert cpu.least * 0.999999 <= result.cpu_busy_s <= cpu.most * 1.000001
         if table is TABLE and not plan.swaps:
-            assert lane.least == pytest.approx(lane.most) == pytest.approx(result.lane_busy_s)
+            assert gpu_batch.least == pytest.approx(gpu_batch.most) == pytest.approx(result.gpu_batch_busy_s)
         assert cpu.most == pytest.approx(result.cpu_busy_s)
-    assert engine.policy.prediction_factors == {"lane": 1.0, "cpu_attention": 1.0}
+    assert engine.scheduler.prediction_factors == {"gpu_batch": 1.0, "cpu_attention": 1.0}
 
 
 def cpu_request(tokens: int) -> Request:
@@ -73,15 +73,15 @@ def cpu_request(tokens: int) -> Request:
     return request
 
 
-def test_boundaries_that_a_cohort_may_have_crossed_by_itself_widen_the_lanes_span() -> None:
-    model = simulated_engine("apex").policy.model
-    cohort = CohortPlan(7, (cpu_request(50),), HOP)
-    prefill = LaneItem(cpu_request(30), 0, 30, Tier.GPU, True)
-    plan = IterationPlan(prefills=(prefill,), cohorts=(cohort,))
+def test_stages_that_a_cpu_batch_may_have_crossed_by_itself_widen_the_gpu_batches_span() -> None:
+    model = simulated_engine("apex").scheduler.model
+    cpu_batch = CpuBatchPlan(7, (cpu_request(50),), OVERLAPPED)
+    prefill = GpuBatchItem(cpu_request(30), 0, 30, Tier.GPU, True)
+    plan = IterationPlan(prefills=(prefill,), cpu_batches=(cpu_batch,))
 
     def span(start: int, end: int) -> SecondsRange:
         result = StepResult({}, {7: end}, frozenset(), 1.0, 1.0, 0.0)
-        return lane_span(model, plan, crossings(plan, result, {7: start}, LAYERS))
+        return gpu_batch_span(model, plan, crossings(plan, result, {7: start}, LAYERS))
 
     once, often, whole = span(3, 4), span(3, 8), span(-1, LAYERS)
     assert once.most == pytest.approx(once.least)
@@ -90,31 +90,31 @@ def test_boundaries_that_a_cohort_may_have_crossed_by_itself_widen_the_lanes_spa
     assert whole.least > often.least > once.least
 
 
-def test_the_way_to_the_worker_may_be_missing_in_a_tickets_time() -> None:
-    model = simulated_engine("apex").policy.model
-    cohort = CohortPlan(7, (cpu_request(50),), HOP)
-    plan = IterationPlan(cohorts=(cohort,))
+def test_the_way_to_the_worker_may_be_missing_in_a_attention_tasks_time() -> None:
+    model = simulated_engine("apex").scheduler.model
+    cpu_batch = CpuBatchPlan(7, (cpu_request(50),), OVERLAPPED)
+    plan = IterationPlan(cpu_batches=(cpu_batch,))
 
     def span(start: int, end: int) -> SecondsRange:
         result = StepResult({}, {7: end}, frozenset(), 1.0, 1.0, 0.0)
         return cpu_attention_span(model, crossings(plan, result, {7: start}, LAYERS))
 
-    ticket_s, way_s = model.cpu_attention_s(1, 50), model.cpu_attention_s(1, 0)
-    assert span(3, 5) == pytest.approx((2 * (ticket_s - way_s), 2 * ticket_s))
-    assert span(-1, 0) == (0.0, 0.0)  # a ticket is submitted there, and none collected
-    assert span(-1, 1) == span(0, 1) == pytest.approx((ticket_s - way_s, ticket_s))
+    future_s, way_s = model.cpu_attention_s(1, 50), model.cpu_attention_s(1, 0)
+    assert span(3, 5) == pytest.approx((2 * (future_s - way_s), 2 * future_s))
+    assert span(-1, 0) == (0.0, 0.0)  # an attention task is submitted there, and none collected
+    assert span(-1, 1) == span(0, 1) == pytest.approx((future_s - way_s, future_s))
 
 
-def test_a_swap_widens_the_lanes_span_by_its_time_once() -> None:
-    """It may hide behind the lane or not. Blocks of one direction are one copy, and each direction is a copy of its
-    own."""
-    model = simulated_engine("apex", table=WITH_HOST).policy.model
-    prefill, moved = LaneItem(cpu_request(30), 0, 30, Tier.GPU, True), cpu_request(50)
+def test_a_swap_widens_the_gpu_batches_span_by_its_time_once() -> None:
+    """It may hide behind the GPU batch or not. Blocks of one direction are one copy, and each direction is a copy of
+    its own."""
+    model = simulated_engine("apex", table=WITH_HOST).scheduler.model
+    prefill, moved = GpuBatchItem(cpu_request(30), 0, 30, Tier.GPU, True), cpu_request(50)
     two, three = Swap(moved, Tier.CPU, (0, 1), (4, 5)), Swap(moved, Tier.CPU, (2, 3, 4), (6, 7, 8))
     back = Swap(moved, Tier.GPU, (9,), (0,))
 
     def width_s(*swaps: Swap) -> float:
-        span = lane_span(model, IterationPlan(prefills=(prefill,), swaps=swaps), [])
+        span = gpu_batch_span(model, IterationPlan(prefills=(prefill,), swaps=swaps), [])
         return span.most - span.least
 
     host_s = width_s()

@@ -18,17 +18,17 @@ TABLE = flat_ends_table(gpu_token_s=2e-8, cpu_token_s=1.5e-7, cpu_start_s=1e-5)
 def simulated_engine(
     system: str,
     *,
-    lane: float = 1.0,
+    gpu_batch: float = 1.0,
     cpu_attention: float = 1.0,
     table: ProfileTable = TABLE,
     strategy: StrategyConfig | None = None,
     num_gpu_blocks: int = 400,
     num_cpu_blocks: int = 4000,
 ) -> Engine:
-    """The machine takes ``lane`` and ``cpu_attention`` times as long as in ``table``, from which is predicted."""
+    """The machine takes ``gpu_batch`` and ``cpu_attention`` times as long as in ``table``, from which is predicted."""
     return build_simulated(
         system,
-        scaled_table(table, lane, cpu_attention),
+        scaled_table(table, gpu_batch, cpu_attention),
         LAYERS,
         num_gpu_blocks=num_gpu_blocks,
         num_cpu_blocks=num_cpu_blocks,

@@ -23,7 +23,7 @@ TABLE = replace(flat_table(), linear=Curve((1, 100, 8100), (1e-3, 1e-3, 81e-3)))
 MODEL = PerfModel(TABLE, num_layers=10)
 SIZES = ChunkSizes(OperationTimes(MODEL), budget=20_000, flat_tokens=MODEL.flat_linear_tokens)
 STEADY = PromptNeed(steady_tokens=300.0, prompt_per_output=2.0, grows=False, hurries=False)
-LOAD = {"lane_decodes": 20, "riders": 10.0, "cpu_decodes": 50, "gpu_attention_s": 0.0, "is_settled": True}
+LOAD = {"gpu_batch_decodes": 20, "joined": 10.0, "cpu_decodes": 50, "gpu_attention_s": 0.0, "is_settled": True}
 
 
 def test_efficient_is_the_first_size_within_9_percent_of_the_cheapest_token() -> None:
@@ -76,16 +76,17 @@ def test_a_short_queue_is_served_at_once() -> None:
 
 
 def test_without_decodes_nothing_limits_prompts_but_the_budget() -> None:
-    assert prompt_chunk(SIZES, STEADY, **{**LOAD, "lane_decodes": 0, "cpu_decodes": 0}) == 20_000
+    assert prompt_chunk(SIZES, STEADY, **{**LOAD, "gpu_batch_decodes": 0, "cpu_decodes": 0}) == 20_000
     assert prompt_chunk(SIZES, replace(STEADY, steady_tokens=1e9), **LOAD) == 20_000
 
 
-def test_a_full_lane_leaves_no_prompt_behind_for_ever() -> None:
-    assert prompt_chunk(SIZES, replace(STEADY, steady_tokens=0.0), **{**LOAD, "lane_decodes": 500}) == 1
+def test_a_full_gpu_batch_leaves_no_prompt_behind_for_ever() -> None:
+    assert prompt_chunk(SIZES, replace(STEADY, steady_tokens=0.0), **{**LOAD, "gpu_batch_decodes": 500}) == 1
 
 
 def test_waiting_pays_while_the_shadow_takes_more_than_is_needed() -> None:
-    """70 free tokens a lane pass of 20 ms, 10 needed: 3,000/s for nothing. Each costs 0.1 ms otherwise: twice 30%."""
+    """70 free tokens a GPU batch pass of 20 ms, 10 needed: 3,000/s for nothing. Each costs 0.1 ms otherwise: twice
+    30%."""
     share = {"free_tokens": 70.0, "steady_tokens": 10.0, "layer_s": 2e-3}
     assert waiting_pays(SIZES, 10, gain=0.59, **share)
     assert not waiting_pays(SIZES, 10, gain=0.61, **share)

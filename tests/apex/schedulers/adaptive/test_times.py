@@ -45,7 +45,7 @@ def test_times_are_those_of_the_model(table, sizes: list[int], context: int) -> 
         expected = [getattr(model, name)(size, size * context) for size in sizes]
         assert getattr(times, name)(sizes, context) == pytest.approx(expected, rel=1e-9, abs=1e-15)
     steps = [model.linear_s(size) + model.hand_over_s(size) for size in sizes]
-    assert times.step_s(sizes) == pytest.approx(steps, rel=1e-9, abs=1e-15)
+    assert times.alone_stage_s(sizes) == pytest.approx(steps, rel=1e-9, abs=1e-15)
 
 
 def test_grids_keep_their_shape() -> None:

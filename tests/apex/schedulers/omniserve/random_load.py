@@ -21,7 +21,7 @@ TABLE = replace(
     hand_over=Curve((1, 1001), (2e-5, 1.2e-4)),
     iteration=Curve((0, 1000), (3e-4, 2.3e-3)),
 )
-LANE_S = LAYERS * 1e-3
+GPU_BATCH_S = LAYERS * 1e-3
 """Seconds that an iteration takes at least, roughly: reading all weights."""
 
 
@@ -86,7 +86,7 @@ def random_load(
                 add(engine, f"{service_class.value}-{number}", prompt, output, service_class)
             except RequestRefused:
                 continue
-        requests = [request for request in engine.residents.requests.values() if not request.is_finished]
+        requests = [request for request in engine.state.requests.values() if not request.is_finished]
         if aborts and requests:
             engine.abort(requests[int(which * len(requests))].request_id)
         step()
@@ -94,9 +94,9 @@ def random_load(
         if not engine.has_unfinished():
             break
         step()
-    assert not engine.has_unfinished(), engine.state()
+    assert not engine.has_unfinished(), engine.status()
     engine.kv.check_blocks()
-    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values()) and not engine.executor.cohorts
+    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values()) and not engine.executor.cpu_batches
 
 
 def best_effort_rows(plan: IterationPlan) -> int:
@@ -110,7 +110,7 @@ def signature(plan: IterationPlan) -> tuple:
         plan.strategy.value,
         [request.request_id for request in plan.decodes],
         [(item.request.request_id, item.start, item.num_tokens, item.tier) for item in plan.prefills],
-        [(cohort.rule, [request.request_id for request in cohort.requests]) for cohort in plan.cohorts],
+        [(cpu_batch.mode, [request.request_id for request in cpu_batch.requests]) for cpu_batch in plan.cpu_batches],
         [(swap.request.request_id, swap.source, swap.source_blocks, swap.target_blocks) for swap in plan.swaps],
         plan.leaving,
         dict(plan.predicted),

@@ -23,7 +23,7 @@ from tests.reference.linear_profile import LAYERS, flat_ends_table
 PATIENCE = 100
 """``max_wait_iterations`` of these machines."""
 PASS = 4 * (LAYERS + 1)
-"""Iterations that a token of a cohort takes at most once it goes on, with a CPU of these speeds."""
+"""Iterations that a token of a CPU batch takes at most once it goes on, with a CPU of these speeds."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class Machine:
             end_s = rng.uniform(start_s, at_s) if rng.random() < 0.1 else None
             size = rng.randint(1, 2 * longest), rng.randint(1, 2 * output)
             arrivals.append(Arrival(f"rest-{number}", start_s, *size, BE, end_s))
-        lane, cpu = rng.uniform(0.8, 1.2), rng.uniform(0.8, 1.2)
+        gpu_batch, cpu = rng.uniform(0.8, 1.2), rng.uniform(0.8, 1.2)
         return Machine(
             {
-                "table": scaled_table(table, lane, cpu),
+                "table": scaled_table(table, gpu_batch, cpu),
                 "believed": table,
                 "num_gpu_blocks": blocks,
                 "num_cpu_blocks": rng.choice((60, 300, 2000)),
@@ -101,11 +101,11 @@ class Waits:
 
     def observe(self, iteration: int, plan: IterationPlan, result: StepResult) -> None:
         went_on = {*result.tokens, *(item.request.request_id for item in plan.prefills)}
-        for cohort in plan.cohorts:
-            if result.boundaries.get(cohort.cohort_id, LAYERS) > self._layers.get(cohort.cohort_id, -1):
-                went_on.update(request.request_id for request in cohort.requests)
-        self._layers = dict(result.boundaries)
-        running, kv = self.engine.residents.running, self.engine.kv
+        for cpu_batch in plan.cpu_batches:
+            if result.stages.get(cpu_batch.cpu_batch_id, LAYERS) > self._layers.get(cpu_batch.cpu_batch_id, -1):
+                went_on.update(request.request_id for request in cpu_batch.requests)
+        self._layers = dict(result.stages)
+        running, kv = self.engine.state.running, self.engine.kv
         # Without a block for its next token it is not the turn of a request: older ones hold the CPU tier.
         on_cpu = [r for r in running[Tier.CPU] if r.num_tokens <= r.num_kv_slots or kv.num_free(Tier.CPU)]
         resident = [r.request_id for r in (*on_cpu, *running[Tier.GPU].of_class(BE))]
@@ -123,13 +123,13 @@ class Waits:
 
     def _could_start(self) -> bool:
         """Whether the first waiting request is latency-sensitive, and best-effort requests hold what it lacks."""
-        residents, kv = self.engine.residents, self.engine.kv
-        if not residents.waiting or residents.waiting[0].service_class is not LS:
+        state, kv = self.engine.state, self.engine.kv
+        if not state.waiting or state.waiting[0].service_class is not LS:
             return False
-        urgent = residents.running[Tier.GPU].of_class(LS)
+        urgent = state.running[Tier.GPU].of_class(LS)
         held = sum(map(kv.num_held, urgent))
-        needed = kv.blocks_for(residents.waiting[0].num_tokens) + len(urgent)
-        return len(urgent) < residents.limits.max_num_seqs and held + needed <= kv.capacity(Tier.GPU)
+        needed = kv.blocks_for(state.waiting[0].num_tokens) + len(urgent)
+        return len(urgent) < state.limits.max_num_seqs and held + needed <= kv.capacity(Tier.GPU)
 
 
 @dataclass(frozen=True)
@@ -176,15 +176,15 @@ def run(machine: Machine, system: str, *, alone: bool = False) -> Outcome:
         iteration += 1
         if iteration % 10 == 0:
             engine.kv.check_blocks()
-        assert iteration < 100_000, engine.state()
+        assert iteration < 100_000, engine.status()
         if engine.last_iteration is not None:
             waits.observe(iteration, *engine.last_iteration)
-    assert not any(pool.num_used for pool in engine.kv.allocators.values()) and not engine.executor.cohorts
+    assert not any(pool.num_used for pool in engine.kv.allocators.values()) and not engine.executor.cpu_batches
     for name, request in requests.items():
         assert told.get(name, 0) == request.output_len == len(request.token_times_s)
         assert request.finish_reason.value == "abort" or request.output_len == request.sampling.max_tokens
     offered = [a.name for a in machine.arrivals if a.service_class is LS and a.aborted_s is None]
-    slo = engine.policy.slo
+    slo = engine.scheduler.slo
     kept = [name for name in offered if name in requests and all(slo.met_by(requests[name]).values())]
     return Outcome(len(kept), len(offered), waits.longest)
 

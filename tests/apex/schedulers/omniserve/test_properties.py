@@ -12,13 +12,13 @@ from itertools import pairwise
 
 import pytest
 
-from swiftllm.core.plan import HOP, IterationPlan
+from swiftllm.core.plan import OVERLAPPED, IterationPlan
 from swiftllm.core.request import Request, Tier
 from swiftllm.engine.engine import Engine
-from swiftllm.scheduling.residents import Residents
+from swiftllm.scheduling.state import SchedulerState
 from tests.apex.schedulers.omniserve.random_load import (
     BE,
-    LANE_S,
+    GPU_BATCH_S,
     LS,
     add,
     best_effort_rows,
@@ -80,50 +80,50 @@ def test_without_offloading_all_plans_are_those_of_sarathi(
 # -- 4: the target holds, or there is no best-effort work --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tpot_slo_s", [0.2, 2 * LANE_S, 1e-4])
+@pytest.mark.parametrize("tpot_slo_s", [0.2, 2 * GPU_BATCH_S, 1e-4])
 @pytest.mark.parametrize("system", [*OMNISERVE, "sarathi"])
 def test_best_effort_work_keeps_the_target(system: str, tpot_slo_s: float) -> None:
     """No plan with best-effort work is predicted above the limit, and none takes longer than predicted.
 
     The exception is an engine without latency-sensitive requests where not even one token fits. Then the least goes
-    on: one decode, one rider, or prompt tokens up to the knee, which cost what one costs.
+    on: one decode, one joined CPU batch, or prompt tokens up to the knee, which cost what one costs.
     """
     seen: Counter[str] = Counter()
     for seed in SEEDS:
         rng = random.Random(seed)
         settings = random_settings(rng)
         engine = simulated_engine(system, tpot_slo_s=tpot_slo_s, disable_online_correction=True, **settings)
-        policy = engine.policy
-        limit_s, knee = policy.slo.iteration_s, policy.model.flat_linear_tokens
+        scheduler = engine.scheduler
+        limit_s, knee = scheduler.slo.iteration_s, scheduler.model.flat_linear_tokens
 
-        def watched(residents: Residents, make=policy.plan, limit_s=limit_s, knee=knee) -> IterationPlan:
-            has_urgent = any(r.service_class is LS and not r.is_finished for r in residents.requests.values())
-            plan = make(residents)
+        def watched(state: SchedulerState, make=scheduler.plan, limit_s=limit_s, knee=knee) -> IterationPlan:
+            has_urgent = any(r.service_class is LS and not r.is_finished for r in state.requests.values())
+            plan = make(state)
             seen["plans"] += 1
             if not best_effort_rows(plan):
                 return plan
             predicted_s = plan.predicted["iteration_s"]
             seen["with best effort"] += 1
-            seen["riding"] += bool(plan.cohorts) and bool(plan.in_lane())
+            seen["joining"] += bool(plan.cpu_batches) and bool(plan.in_gpu_batch())
             if predicted_s > limit_s + 1e-12:
                 assert not has_urgent
-                assert len(plan.decodes) + len(plan.cohorts) + bool(plan.prefills) == 1
+                assert len(plan.decodes) + len(plan.cpu_batches) + bool(plan.prefills) == 1
                 assert sum(item.num_tokens for item in plan.prefills) <= max(1, knee)
-                assert sum(len(cohort.requests) for cohort in plan.cohorts) <= 1
+                assert sum(len(cpu_batch.requests) for cpu_batch in plan.cpu_batches) <= 1
                 seen["least"] += 1
             return plan
 
         def check(plan: IterationPlan, engine=engine) -> None:
-            if plan.in_lane():  # each ticket costs its lane at least the shortest hand-over
-                tickets_s = engine.policy.model.hand_over_s(1) * len(plan.cohorts)
-                assert engine.last_iteration[1].duration_s <= plan.predicted["iteration_s"] + tickets_s + 1e-9
+            if plan.in_gpu_batch():  # each attention task costs its GPU batch at least the shortest hand-over
+                futures_s = engine.scheduler.model.hand_over_s(1) * len(plan.cpu_batches)
+                assert engine.last_iteration[1].duration_s <= plan.predicted["iteration_s"] + futures_s + 1e-9
 
-        policy.plan = watched
+        scheduler.plan = watched
         random_load(engine, rng, 200, check=check, arrival_share=rng.choice((0.05, 0.15, 0.4)))
     assert seen["with best effort"] > 0.1 * seen["plans"]
     assert (seen["least"] > 0) == (tpot_slo_s == 1e-4)
     if system in OMNISERVE and tpot_slo_s == 0.2:
-        assert seen["riding"] > 0.02 * seen["plans"]
+        assert seen["joining"] > 0.02 * seen["plans"]
 
 
 # -- 5: latency-sensitive requests stay on the GPU, and are preempted last ---------------------------------------------
@@ -135,21 +135,21 @@ def test_latency_sensitive_requests_never_leave_the_gpu(system: str) -> None:
     for seed in SEEDS:
         rng = random.Random(seed)
         engine = simulated_engine(system, **(random_settings(rng) | SMALL))
-        residents = engine.residents
-        push_out, recompute = residents.push_out, residents.recompute
+        state = engine.state
+        push_out, recompute = state.push_out, state.recompute
 
-        def note(victim: Request, residents=residents) -> None:
+        def note(victim: Request, state=state) -> None:
             preempted[victim.service_class] += 1
             if victim.service_class is LS:
-                assert not residents.running[Tier.GPU].of_class(BE)
+                assert not state.running[Tier.GPU].of_class(BE)
 
-        def check(plan: IterationPlan, residents=residents) -> None:
-            assert not any(residents.running[Tier.CPU].of_class(LS))
-            riding = [request for cohort in plan.cohorts for request in cohort.requests]
-            assert all(request.service_class is BE for request in [*riding, *plan.moving()])
+        def check(plan: IterationPlan, state=state) -> None:
+            assert not any(state.running[Tier.CPU].of_class(LS))
+            joining = [request for cpu_batch in plan.cpu_batches for request in cpu_batch.requests]
+            assert all(request.service_class is BE for request in [*joining, *plan.moving()])
 
-        residents.push_out = lambda victim, note=note, call=push_out: (note(victim), call(victim))
-        residents.recompute = lambda victim, note=note, call=recompute: (note(victim), call(victim))
+        state.push_out = lambda victim, note=note, call=push_out: (note(victim), call(victim))
+        state.recompute = lambda victim, note=note, call=recompute: (note(victim), call(victim))
         random_load(engine, rng, 200, check=check, best_effort_share=0.5, arrival_share=0.4)
     assert min(preempted[LS], preempted[BE]) >= 3
 
@@ -157,34 +157,37 @@ def test_latency_sensitive_requests_never_leave_the_gpu(system: str) -> None:
 # -- 6: the extremes of the target -------------------------------------------------------------------------------------
 
 
-def test_without_a_target_every_cpu_request_rides_once_an_iteration() -> None:
-    """The CPU is fast, so that every ticket is ready when the lane comes round."""
+def test_without_a_target_every_cpu_request_joins_once_an_iteration() -> None:
+    """The CPU is fast, so that every attention task is ready when the GPU batch comes round."""
     engine = engine_with_cpu_requests("omniserve", tpot_slo_s=ENDLESS, ttft_slo_s=ENDLESS)
-    under_way = engine.residents.cohorts.under_way()
-    layers = {r.request_id: cohort.boundary for cohort in under_way for r in cohort.members}
+    under_way = engine.state.cpu_batches.under_way()
+    layers = {r.request_id: cpu_batch.stage for cpu_batch in under_way for r in cpu_batch.members}
     for _ in range(60):
         engine.step()
         plan, result = engine.last_iteration
-        cohorts = {request.request_id: cohort for cohort in plan.cohorts for request in cohort.requests}
-        assert len(cohorts) == 20 and all(cohort.rule is HOP for cohort in cohorts.values())
-        for request_id, cohort in cohorts.items():
-            after = result.boundaries.get(cohort.cohort_id, engine.backend.num_layers)
+        cpu_batches = {
+            request.request_id: cpu_batch for cpu_batch in plan.cpu_batches for request in cpu_batch.requests
+        }
+        assert len(cpu_batches) == 20 and all(cpu_batch.mode is OVERLAPPED for cpu_batch in cpu_batches.values())
+        for request_id, cpu_batch in cpu_batches.items():
+            after = result.stages.get(cpu_batch.cpu_batch_id, engine.backend.num_layers)
             assert after == layers.get(request_id, -1) + 1
             layers[request_id] = after if after < engine.backend.num_layers else -1
 
 
 @pytest.mark.parametrize("system", OMNISERVE)
-def test_with_no_time_nothing_rides(system: str) -> None:
+def test_with_no_time_nothing_joins(system: str) -> None:
     engine = engine_with_cpu_requests(system, tpot_slo_s=ENDLESS, ttft_slo_s=ENDLESS)
-    engine.policy._slo = type(engine.policy.slo)(ENDLESS, 1e-9, 0.0)
+    engine.scheduler._slo = type(engine.scheduler.slo)(ENDLESS, 1e-9, 0.0)
     for _ in range(60):
         engine.step()
         plan, result = engine.last_iteration
-        assert not plan.cohorts and len(plan.decodes) == len(result.tokens) == 4
+        assert not plan.cpu_batches and len(plan.decodes) == len(result.tokens) == 4
 
 
 def engine_with_cpu_requests(system: str, **strategy: float) -> Engine:
-    """Four latency-sensitive decodes in the lane, and 20 best-effort ones whose context exceeds the whole GPU tier."""
+    """Four latency-sensitive decodes in the GPU batch, and 20 best-effort ones whose context exceeds the whole GPU
+    tier."""
     engine = simulated_engine(
         system, num_gpu_blocks=100, num_cpu_blocks=4000, max_num_batched_tokens=8192, **AS_PROFILED, **strategy
     )
@@ -192,9 +195,9 @@ def engine_with_cpu_requests(system: str, **strategy: float) -> Engine:
         add(engine, f"urgent-{number}", 16, 300)
     for number in range(20):
         add(engine, f"rest-{number}", 1700, 300, BE)
-    while len(engine.residents.decoding[Tier.CPU]) < 20:
+    while len(engine.state.decoding[Tier.CPU]) < 20:
         engine.step()
-    assert not any(request.is_finished for request in engine.residents.requests.values())
+    assert not any(request.is_finished for request in engine.state.requests.values())
     return engine
 
 
@@ -261,7 +264,7 @@ def test_a_recovered_engine_starts_over(system: str) -> None:
     for _ in range(5):
         engine.step()
     requests = engine.recover()
-    assert len(requests) == 24 and not engine.residents.cohorts
+    assert len(requests) == 24 and not engine.state.cpu_batches
     for request in requests:
         engine.add(request, check_targets=False)
     while engine.has_unfinished():

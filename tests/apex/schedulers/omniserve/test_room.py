@@ -25,7 +25,7 @@ def test_who_makes_way_moves_if_its_blocks_move_within_the_target(block_s: float
     engine = engine_of(block_s, num_gpu_blocks=40)
     rest = add(engine, "rest", 320, 100, BE)
     add(engine, "first", 80, 200)
-    while len(engine.residents.decoding[Tier.GPU]) < 2:
+    while len(engine.state.decoding[Tier.GPU]) < 2:
         engine.step()
     second = add(engine, "second", 256, 50)
     while not second.output_len:
@@ -48,13 +48,13 @@ def test_one_comes_back_if_its_blocks_move_within_the_target(block_s: float, mov
 def test_the_mean_iteration_is_that_of_the_last_256() -> None:
     engine = simulated_engine("omniserve", num_gpu_blocks=400, disable_admission_control=True)
     add(engine, "urgent", 160, 9)
-    engine.residents.begin_plan()
+    engine.state.begin_plan()
     length, longest = IterationLength(), 4 * RESIDENCE
     for number in range(1, longest + RESIDENCE + 1):
         length.add_iteration(1e-3 if number <= longest else 2e-3, number)
     mean_s = 2e-3 - 1e-3 * (1 - 1 / RESIDENCE) ** RESIDENCE
     growth = OCCUPANCY * 400 * 16 / 160
-    limit_s = length.limit_s(engine.residents, engine.policy.model, 1.0, 0.0)
+    limit_s = length.limit_s(engine.state, engine.scheduler.model, 1.0, 0.0)
     assert limit_s == pytest.approx(growth * mean_s, rel=1e-6)
 
 
@@ -66,5 +66,5 @@ def test_it_is_nobodys_turn_who_waits_for_blocks_of_older_ones() -> None:
         engine.step()
     assert youngest.num_tokens > youngest.num_kv_slots and not engine.kv.num_free(Tier.CPU)
     assert youngest.last_served < min(request.last_served for request in older)
-    engine.residents.begin_plan()
-    assert Turns(0).overdue_decode(engine.residents) in older
+    engine.state.begin_plan()
+    assert Turns(0).overdue_decode(engine.state) in older

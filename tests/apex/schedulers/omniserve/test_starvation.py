@@ -72,13 +72,13 @@ def test_a_best_effort_request_under_way_gives_its_seat_to_an_arrival(system: st
     for number in range(2):
         add(engine, f"urgent-{number}", 700, 250)
     for number in range(2, 6):
-        while rest.cohort_id is None or engine.residents.waiting:
+        while rest.cpu_batch_id is None or engine.state.waiting:
             engine.step()
         urgent = add(engine, f"urgent-{number}", 100, 10)
         before = engine.stats().iterations
         while not urgent.token_times_s:
             engine.step()
-        assert engine.stats().iterations - before <= 5  # one ticket ends, and then the prompt follows
+        assert engine.stats().iterations - before <= 5  # one attention task ends, and then the prompt follows
         while not urgent.is_finished:
             engine.step()
     while engine.has_unfinished():
@@ -124,7 +124,7 @@ def test_an_iteration_that_makes_room_keeps_the_target(system: str) -> None:
         engine = simulated_engine(
             system, num_gpu_blocks=100, table=STEEP, tpot_slo_s=0.06, disable_online_correction=True
         )
-        limit_s, knee = engine.policy.slo.iteration_s, engine.policy.model.flat_linear_tokens
+        limit_s, knee = engine.scheduler.slo.iteration_s, engine.scheduler.model.flat_linear_tokens
 
         def check(plan: IterationPlan, limit_s: float = limit_s, knee: int = knee) -> None:
             nonlocal with_swaps

@@ -14,14 +14,15 @@ from apex.schedulers.omniserve.admission import Backlog, backlog_before
 from apex.schedulers.omniserve.share import DECODES_SHARE, added_by_decodes_s
 from swiftllm.core.request import Request, RequestRefused, RequestRefusedForNow, SamplingParams, Tier
 from swiftllm.engine.engine import Engine
-from tests.apex.schedulers.omniserve.random_load import BE, LANE_S, LS, TABLE, add, simulated_engine
+from tests.apex.schedulers.omniserve.random_load import BE, GPU_BATCH_S, LS, TABLE, add, simulated_engine
 from tests.reference.linear_profile import LAYERS, flat_ends_table
 
 OMNISERVE = ("omniserve", "omniserve-stepping")
 UNLIMITED = {"tpot_slo_s": 1e9, "ttft_slo_s": 1e9, "disable_admission_control": True}
 
 
-# -- an empty lane -----------------------------------------------------------------------------------------------------
+# -- an empty GPU batch
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("system", OMNISERVE)
@@ -31,31 +32,31 @@ def test_an_arrival_does_not_wait_for_cpu_attention(system: str) -> None:
     engine = simulated_engine(system, num_gpu_blocks=60, num_cpu_blocks=1000, table=table)
     for number in range(3):
         add(engine, f"rest-{number}", 1000, 40, BE)  # more than the GPU tier holds
-    while len(engine.residents.decoding[Tier.CPU]) < 3 or engine.now() < 5:
+    while len(engine.state.decoding[Tier.CPU]) < 3 or engine.now() < 5:
         engine.step()
     for _ in range(20):
-        assert not engine.residents.running[Tier.GPU] and engine.residents.cohorts
+        assert not engine.state.running[Tier.GPU] and engine.state.cpu_batches
         urgent = add(engine, "urgent", 250, 1)
         start_s = engine.now()
         while not urgent.is_finished:
             engine.step()
         assert urgent.token_times_s[0] - start_s < 0.5
         before_s = engine.now()
-        engine.step()  # an iteration without a lane ends a ticket after the limit at most
-        assert engine.now() - before_s <= engine.policy.slo.iteration_s + 0.1 + 0.01
+        engine.step()  # an iteration without a GPU batch ends an attention task after the limit at most
+        assert engine.now() - before_s <= engine.scheduler.slo.iteration_s + 0.1 + 0.01
     while engine.has_unfinished():
         engine.step()
-    assert engine.policy.prediction_factors["lane"] == 1.0
+    assert engine.scheduler.prediction_factors["gpu_batch"] == 1.0
 
 
 @pytest.mark.parametrize("system", OMNISERVE)
-def test_cohorts_without_a_lane_do_not_correct_a_right_table(system: str) -> None:
+def test_cpu_batches_without_a_gpu_batch_do_not_correct_a_right_table(system: str) -> None:
     engine = simulated_engine(system, num_gpu_blocks=10, num_cpu_blocks=4000, tpot_slo_s=0.04)
     for number in range(30):
         add(engine, f"rest-{number}", 300 + number, 60 + number, BE)
     while engine.has_unfinished():
         engine.step()
-        assert engine.policy.prediction_factors == {"lane": 1.0, "cpu_attention": 1.0}
+        assert engine.scheduler.prediction_factors == {"gpu_batch": 1.0, "cpu_attention": 1.0}
 
 
 # -- rates -------------------------------------------------------------------------------------------------------------
@@ -72,8 +73,8 @@ def steady_rate(engine: Engine, iterations: int) -> tuple[float, float]:
     return (engine.stats().best_effort_output_tokens - tokens) / seconds, seconds / iterations
 
 
-def engine_with_riders(system: str, number: int, context: int, cpu_token_s: float, lane: int = 8) -> Engine:
-    """``lane`` latency-sensitive decodes, and best-effort ones that are too long for the GPU tier."""
+def engine_with_joined(system: str, number: int, context: int, cpu_token_s: float, gpu_batch: int = 8) -> Engine:
+    """``gpu_batch`` latency-sensitive decodes, and best-effort ones that are too long for the GPU tier."""
     engine = simulated_engine(
         system,
         table=flat_ends_table(gpu_token_s=1e-9, cpu_token_s=cpu_token_s, cpu_start_s=1e-6),
@@ -82,18 +83,18 @@ def engine_with_riders(system: str, number: int, context: int, cpu_token_s: floa
         max_num_batched_tokens=8192,
         **UNLIMITED,
     )
-    for i in range(lane):
+    for i in range(gpu_batch):
         add(engine, f"urgent-{i}", 16, 1000)
     for i in range(number):
         add(engine, f"rest-{i}", context, 1000, BE)
-    while len(engine.residents.decoding[Tier.CPU]) < number:
+    while len(engine.state.decoding[Tier.CPU]) < number:
         engine.step()
     return engine
 
 
 @pytest.mark.parametrize("number", [1, 17, 40])
-def test_riders_get_a_token_in_a_pass_of_layers_plus_one_iterations(number: int) -> None:
-    engine = engine_with_riders("omniserve", number, 7000, cpu_token_s=1e-10)
+def test_joined_batches_get_a_token_in_a_pass_of_layers_plus_one_iterations(number: int) -> None:
+    engine = engine_with_joined("omniserve", number, 7000, cpu_token_s=1e-10)
     rate, iteration_s = steady_rate(engine, 6 * (LAYERS + 1))
     assert rate == pytest.approx(number / ((LAYERS + 1) * iteration_s), rel=0.02)
     assert iteration_s == pytest.approx(LAYERS * 1e-3, rel=0.1)
@@ -103,8 +104,8 @@ def test_riders_get_a_token_in_a_pass_of_layers_plus_one_iterations(number: int)
 @pytest.mark.parametrize("cpu_token_s", [1e-9, 1e-8, 1e-7, 1e-6])
 @pytest.mark.parametrize("system", OMNISERVE)
 def test_best_effort_rate_is_bounded_by_passes_and_by_the_cpu(system: str, cpu_token_s: float, number: int) -> None:
-    """A rider has a token in L + 1 iterations at best, and the CPU reads a context in every layer."""
-    engine = engine_with_riders(system, number, 7000, cpu_token_s)
+    """A joined CPU batch has a token in L + 1 iterations at best, and the CPU reads a context in every layer."""
+    engine = engine_with_joined(system, number, 7000, cpu_token_s)
     iterations = 12 * (LAYERS + 1)
     engine_rate, iteration_s = steady_rate(engine, iterations)
     of_cpu = 1 / (LAYERS * 7000 * cpu_token_s)
@@ -115,8 +116,8 @@ def test_best_effort_rate_is_bounded_by_passes_and_by_the_cpu(system: str, cpu_t
         assert engine_rate > 0.95 * of_passes
 
 
-def test_cohorts_that_step_are_faster_than_riders() -> None:
-    rates = [steady_rate(engine_with_riders(system, 40, 7000, 1e-9), 200)[0] for system in OMNISERVE]
+def test_cpu_batches_that_step_are_faster_than_joined_batches() -> None:
+    rates = [steady_rate(engine_with_joined(system, 40, 7000, 1e-9), 200)[0] for system in OMNISERVE]
     assert rates[1] > 2 * rates[0]
 
 
@@ -138,7 +139,7 @@ def mixed_run(system: str, cpu_token_s: float, duration_s: float = 30.0, **setti
                 requests.pop()
             next_s += rng.expovariate(2.0)
         engine.step()
-    slo = engine.policy.slo
+    slo = engine.scheduler.slo
     judged = [request for request in requests if request.arrival_s < duration_s - 5]
     kept = sum(keeps_targets(request, slo.ttft_s, slo.tpot_s) for request in judged)
     return kept / len(judged), engine.stats().best_effort_output_tokens / engine.now()
@@ -175,7 +176,7 @@ def decodes_taken(system: str) -> float:
     Each row costs 0.4 ms, and memory is not short. With the target alone as the limit, 16 requests a second of 50
     tokens would be 144 at once, and add 0.06 s to an iteration of 0.18 s.
     """
-    linear = Curve((1.0, 1001.0), (LANE_S / LAYERS, (LANE_S + 1000 * 4e-4) / LAYERS))
+    linear = Curve((1.0, 1001.0), (GPU_BATCH_S / LAYERS, (GPU_BATCH_S + 1000 * 4e-4) / LAYERS))
     engine = simulated_engine(system, table=replace(TABLE, linear=linear), num_gpu_blocks=20_000, tpot_slo_s=0.2)
     rng, next_s, taken = random.Random(5), 0.0, []
     for number in range(300):
@@ -186,8 +187,8 @@ def decodes_taken(system: str) -> float:
             next_s += rng.expovariate(16.0)
         engine.step()
         if engine.now() > 15:
-            taken.append(added_by_decodes_s(engine.residents, engine.policy.model))
-    return sum(taken) / len(taken) / engine.policy.slo.iteration_s
+            taken.append(added_by_decodes_s(engine.state, engine.scheduler.model))
+    return sum(taken) / len(taken) / engine.scheduler.slo.iteration_s
 
 
 @pytest.mark.parametrize("system", ["omniserve", "sarathi"])
@@ -214,7 +215,7 @@ def test_targets_hold_on_a_machine_slower_than_believed(system: str) -> None:
         if engine.now() > 0.3 * len(urgent):
             urgent.append(add(engine, f"urgent-{len(urgent)}", 200, 60))
         engine.step()
-    assert engine.policy.prediction_factors["lane"] == pytest.approx(1.15, abs=0.04)
+    assert engine.scheduler.prediction_factors["gpu_batch"] == pytest.approx(1.15, abs=0.04)
     judged = [request for request in urgent if request.is_finished]
     assert len(judged) > 40 and all(keeps_targets(request, 2.0, 0.06) for request in judged)
 
@@ -257,7 +258,7 @@ def test_those_admitted_have_their_first_token_in_time(system: str) -> None:
 @pytest.mark.parametrize("expected_s", [1.79, 1.81])
 def test_predictions_leave_the_margin_of_the_first_token(expected_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = simulated_engine("omniserve", num_gpu_blocks=60, ttft_slo_s=2.0, slo_margin=0.1)
-    monkeypatch.setattr("apex.schedulers.omniserve.policy.first_token_s", lambda *_: expected_s)
+    monkeypatch.setattr("apex.schedulers.omniserve.scheduler.first_token_s", lambda *_: expected_s)
     if expected_s < 1.8:
         add(engine, "in-time", 100, 10)
         return
@@ -302,7 +303,7 @@ def test_best_effort_work_does_not_count_against_an_arrival(monkeypatch: pytest.
         seen.append(backlog)
         return 0.0
 
-    monkeypatch.setattr("apex.schedulers.omniserve.policy.first_token_s", note)
+    monkeypatch.setattr("apex.schedulers.omniserve.scheduler.first_token_s", note)
     for number in range(8):
         add(engine, f"rest-{number}", 300, 50, BE)
     for _ in range(10):
@@ -324,13 +325,13 @@ def test_an_arrival_lacks_blocks_for_itself_those_before_it_and_the_next_token_o
     """Of 20 blocks of 16 tokens a running request holds 5 and a best-effort one 3, which makes way."""
     engine = simulated_engine("omniserve", num_gpu_blocks=20, disable_admission_control=True)
     running, rest = add(engine, "running", 70, 9), add(engine, "rest", 40, 9, BE)
-    while len(engine.residents.decoding[Tier.GPU]) < 2:
+    while len(engine.state.decoding[Tier.GPU]) < 2:
         engine.step()
     assert [engine.kv.num_held(request) for request in (running, rest)] == [5, 3]
     waiting = add(engine, "waiting", 33, 9)  # 3 blocks
     for prompt, missing in ((160, 1), (176, 2), (100, 0), (300, 10)):
         late = engine.make_request("late", (0,) * prompt, SamplingParams(max_tokens=9))
-        backlog = backlog_before(late, engine.residents, engine.policy.lengths)
+        backlog = backlog_before(late, engine.state, engine.scheduler.lengths)
         assert backlog.missing_blocks == missing == max(0, -(-prompt // 16) + 3 + 3 * 1 - (20 - 5))
         assert (backlog.decodes, backlog.prompt_blocks) == (1, 5)
         assert [left for left, *_ in backlog.prompts] == [waiting.num_tokens, prompt]

@@ -7,21 +7,21 @@ from dataclasses import replace
 
 import pytest
 
-from apex.perf.lane_load import LaneLoad
+from apex.perf.gpu_batch_load import GpuBatchLoad
 from apex.perf.model import Curve, PerfModel, Surface
 from apex.schedulers.omniserve.admission import Backlog, blocks_s, first_token_s, prefill_s
 from apex.schedulers.omniserve.times import (
     PromptLeft,
     chunk_of_no_cost,
     iteration_s,
+    joined_rows_s,
     most_prompt_tokens,
-    riders_s,
     urgent_chunk_tokens,
     with_decodes,
     with_prompts,
 )
 from apex.simulator.virtual.backend import SimulatedBackend
-from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.core.slo import Slo
 from tests.reference.fake_engine import flat_table
@@ -46,7 +46,7 @@ TABLE = replace(
     first_share=0.25,
 )
 MODEL = PerfModel(TABLE, LAYERS)
-DECODES = LaneLoad(tokens=4, requests=4, decodes=4, decode_context=2000, chunks=())
+DECODES = GpuBatchLoad(tokens=4, requests=4, decodes=4, decode_context=2000, chunks=())
 SLO = Slo(ttft_s=1.0, tpot_s=0.05, margin=0.2)
 
 
@@ -65,11 +65,11 @@ def test_swaps_beside_the_layers_take_what_the_simulator_says(blocks: int) -> No
     backend = SimulatedBackend(MODEL)
     requests = [Request(str(i), (1,) * 500, SamplingParams(max_tokens=9), tier=Tier.GPU) for i in range(4)]
     backend.swap([Swap(requests[0], Tier.GPU, tuple(range(blocks)), tuple(range(blocks)))])
-    lane = backend.open_lane(LaneItem.decodes(requests))
+    gpu_batch = backend.open_gpu_batch(GpuBatchItem.decodes(requests))
     for layer in range(-1, LAYERS):
-        backend.boundary(layer, [lane])
+        backend.run_stage(layer, [gpu_batch])
         if layer + 1 < LAYERS:
-            backend.gpu_attention(layer + 1, lane)
+            backend.gpu_attention(layer + 1, gpu_batch)
     alone_s, swap_s = iteration_s(MODEL, DECODES), 1e-3 + blocks * 1e-4
     assert iteration_s(MODEL, DECODES, swapped=blocks) == pytest.approx(backend.now())
     assert max(alone_s, swap_s) <= backend.now() <= alone_s + swap_s
@@ -82,7 +82,7 @@ def test_prompts_are_taken_in_order() -> None:
     assert with_prompts(DECODES, prompts, 30).chunks == ((30, 5),)
     load = with_prompts(DECODES, prompts, 40)
     chunks = ((30, 5), (10, 0))
-    assert load == LaneLoad(tokens=44, requests=6, decodes=4, decode_context=2000, chunks=chunks, open_chunks=1)
+    assert load == GpuBatchLoad(tokens=44, requests=6, decodes=4, decode_context=2000, chunks=chunks, open_chunks=1)
     assert with_prompts(DECODES, prompts, 1000).tokens == 4 + 137
     # 44 tokens of linear work, 40 tokens of prompt attention in two chunks; six rows, of which five get a token and
     # cross the last three quarters of a layer.
@@ -92,55 +92,58 @@ def test_prompts_are_taken_in_order() -> None:
 
 def test_more_decodes() -> None:
     load = with_decodes(DECODES, 3, 600)
-    assert load == LaneLoad(tokens=7, requests=7, decodes=7, decode_context=2600, chunks=())
+    assert load == GpuBatchLoad(tokens=7, requests=7, decodes=7, decode_context=2600, chunks=())
 
 
 @pytest.mark.parametrize(
-    ("boundary", "expected"),
+    ("stage", "expected"),
     [
-        (-1, 0.25 * 8e-6 + 16e-6 + 18e-6),  # a quarter of a layer for 8 rows, opening their cohort, a ticket
+        (
+            -1,
+            0.25 * 8e-6 + 16e-6 + 18e-6,
+        ),  # a quarter of a layer for 8 rows, opening their CPU batch, an attention task
         (0, 8e-6 + 18e-6),
         (5, 8e-6 + 18e-6),
         (8, 8e-6 + 18e-6),
-        (9, 0.75 * 8e-6 + 8e-4),  # the rest of a layer, and the ends of 8 rows; no ticket follows
+        (9, 0.75 * 8e-6 + 8e-4),  # the rest of a layer, and the ends of 8 rows; no attention task follows
     ],
 )
-def test_riders_at_each_boundary(boundary: int, expected: float) -> None:
-    assert riders_s(MODEL, 4, 4, {boundary: 8}) == pytest.approx(expected, rel=1e-9)
+def test_joined_batches_at_each_stage(stage: int, expected: float) -> None:
+    assert joined_rows_s(MODEL, 4, 4, {stage: 8}) == pytest.approx(expected, rel=1e-9)
 
 
-def test_riders_of_several_boundaries_add_up() -> None:
-    riders = {-1: 8, 0: 3, 5: 1, 9: 2}
-    assert riders_s(MODEL, 4, 4, riders) == pytest.approx(
-        sum(riders_s(MODEL, 4, 4, {boundary: rows}) for boundary, rows in riders.items())
+def test_joined_batches_of_several_stages_add_up() -> None:
+    joined_rows = {-1: 8, 0: 3, 5: 1, 9: 2}
+    assert joined_rows_s(MODEL, 4, 4, joined_rows) == pytest.approx(
+        sum(joined_rows_s(MODEL, 4, 4, {stage: rows}) for stage, rows in joined_rows.items())
     )
-    assert iteration_s(MODEL, DECODES, riders) == pytest.approx(
-        iteration_s(MODEL, DECODES) + riders_s(MODEL, 4, 4, riders)
+    assert iteration_s(MODEL, DECODES, joined_rows) == pytest.approx(
+        iteration_s(MODEL, DECODES) + joined_rows_s(MODEL, 4, 4, joined_rows)
     )
 
 
-def test_beside_an_empty_lane_a_rider_pays_for_the_weights() -> None:
-    assert riders_s(MODEL, 0, 0, {5: 8}) == pytest.approx(1.008e-3 + 18e-6)
+def test_beside_an_empty_gpu_batch_a_joined_batch_pays_for_the_weights() -> None:
+    assert joined_rows_s(MODEL, 0, 0, {5: 8}) == pytest.approx(1.008e-3 + 18e-6)
 
 
-def random_load(rng: random.Random) -> tuple[LaneLoad, list[tuple[int, int]], dict[int, int]]:
+def random_load(rng: random.Random) -> tuple[GpuBatchLoad, list[tuple[int, int]], dict[int, int]]:
     decodes = rng.randint(0, 40)
-    load = LaneLoad(decodes, decodes, decodes, decodes * rng.randint(1, 400), ())
+    load = GpuBatchLoad(decodes, decodes, decodes, decodes * rng.randint(1, 400), ())
     prompts = [PromptLeft(rng.randint(1, 400), rng.choice((0, rng.randint(0, 900)))) for _ in range(rng.randint(1, 5))]
-    riders = {boundary: rng.randint(1, 30) for boundary in rng.sample(range(-1, LAYERS), rng.randint(0, 11))}
-    return load, prompts, riders
+    joined_rows = {stage: rng.randint(1, 30) for stage in rng.sample(range(-1, LAYERS), rng.randint(0, 11))}
+    return load, prompts, joined_rows
 
 
 def test_times_do_not_decrease() -> None:
     rng = random.Random(1)
     for _ in range(200):
-        load, prompts, riders = random_load(rng)
-        times = [iteration_s(MODEL, with_prompts(load, prompts, tokens), riders) for tokens in range(0, 1200, 7)]
+        load, prompts, joined_rows = random_load(rng)
+        times = [iteration_s(MODEL, with_prompts(load, prompts, tokens), joined_rows) for tokens in range(0, 1200, 7)]
         assert times == sorted(times)
-        times = [iteration_s(MODEL, with_decodes(load, count, 100 * count), riders) for count in range(40)]
+        times = [iteration_s(MODEL, with_decodes(load, count, 100 * count), joined_rows) for count in range(40)]
         assert times == sorted(times)
-        boundary = rng.randrange(-1, LAYERS)
-        times = [riders_s(MODEL, load.tokens, load.requests, {boundary: rows}) for rows in range(1, 60)]
+        stage = rng.randrange(-1, LAYERS)
+        times = [joined_rows_s(MODEL, load.tokens, load.requests, {stage: rows}) for rows in range(1, 60)]
         assert times == sorted(times)
 
 
@@ -148,13 +151,13 @@ def test_the_most_prompt_tokens_are_the_most_that_fit() -> None:
     rng = random.Random(2)
     found = set()
     for _ in range(300):
-        load, prompts, riders = random_load(rng)
+        load, prompts, joined_rows = random_load(rng)
         limit_s, most = rng.uniform(0.0, 0.08), rng.choice((0, 1, 64, 5000))
-        tokens = most_prompt_tokens(MODEL, load, prompts, limit_s, most, riders)
+        tokens = most_prompt_tokens(MODEL, load, prompts, limit_s, most, joined_rows)
         fits = [
             count
             for count in range(1, min(most, sum(prompt.tokens for prompt in prompts)) + 1)
-            if iteration_s(MODEL, with_prompts(load, prompts, count), riders) <= limit_s
+            if iteration_s(MODEL, with_prompts(load, prompts, count), joined_rows) <= limit_s
         ]
         assert tokens == max(fits, default=0)
         found.add(tokens)

@@ -11,7 +11,7 @@ from evaluation.experiments.ablation.options import Options
 from tests.reference.tiny_model import make_tiny_llama
 
 RATES = {"swiftllm": 40.0, "apex": 100.0}
-PROFILED = {"cpu_bytes_per_s": 8e9, "kv_bytes_per_token": 25_000.0, "lane_limit_tokens_per_s": 300.0}
+PROFILED = {"cpu_bytes_per_s": 8e9, "kv_bytes_per_token": 25_000.0, "gpu_batch_limit_tokens_per_s": 300.0}
 
 
 @pytest.fixture
@@ -25,7 +25,8 @@ def options(tmp_path) -> Options:
 
 def record(row: str, **values) -> dict:
     base = {"row": row, "system": row, "backend": "torch-cpu", "gpu": None, "num_requests": 64, "input_len": 96.0,
-            "output_len": 64.0, "output_tokens_per_s": RATES[row], "lane_busy_fraction": 0.97, "cpu_busy_fraction": 0.1,
+            "output_len": 64.0, "output_tokens_per_s": RATES[row], "gpu_batch_busy_fraction": 0.97,
+        "cpu_busy_fraction": 0.1,
             "preemptions": 0, "predicted_over_actual": None, "failed": 0, "strategy_mix": "-"}  # fmt: skip
     return base | values
 
@@ -42,15 +43,15 @@ def test_repeats_take_turns_at_going_first(options):
     assert keys == ["swiftllm-0", "apex-0", "apex-1", "swiftllm-1"]
 
 
-def test_bound_is_the_formula_and_names_the_lane_as_its_limit():
+def test_bound_is_the_formula_and_names_the_gpu_batch_as_its_limit():
     text = bound_text([record("swiftllm"), record("apex", **PROFILED)])
     assert "= 2540 tokens/s" in text  # 40 + 8e9 / (25000 * 128)
     assert "apex, 100.0 tokens/s, 4% of it" in text
     assert "at most 300 tokens/s with up to 64 requests" in text and "busy 97% of the time, its CPU worker 10%" in text
 
 
-def test_bound_says_nothing_of_the_lane_where_it_is_not_the_limit():
-    text = bound_text([record("swiftllm"), record("apex", **PROFILED | {"lane_limit_tokens_per_s": 1e6})])
+def test_bound_says_nothing_of_the_gpu_batch_where_it_is_not_the_limit():
+    text = bound_text([record("swiftllm"), record("apex", **PROFILED | {"gpu_batch_limit_tokens_per_s": 1e6})])
     assert "linear layers" not in text
 
 

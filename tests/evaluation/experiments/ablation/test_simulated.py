@@ -13,8 +13,8 @@ from evaluation.experiments.ablation.rows import OF_APEX, OF_NEO, ROWS
 from evaluation.experiments.ablation.simulated import make_points, run_row
 from evaluation.experiments.axes import TASK
 
-OF_COHORTS = ("cohorts-1", "cohorts-4", "no-priority", "no-request-limit", "compare-overlap")
-"""Rows that matter only where several cohorts are under way, some of them while pipelining pays."""
+OF_CPU_BATCHES = ("cpu-batches-1", "cpu-batches-4", "no-priority", "no-request-limit", "compare-overlap")
+"""Rows that matter only where several CPU batches are under way, some of them while pipelining pays."""
 
 
 @pytest.mark.parametrize("setting", setting_names())
@@ -86,7 +86,7 @@ def without_effect(points) -> set[str]:
 def test_each_change_of_a_system_changes_what_it_plans_or_how_long_it_takes():
     """On a workload of this test's own, in which both strategies run and blocks are swapped."""
     changed = (name for name, row in ROWS.items() if row.group in (OF_APEX, OF_NEO))
-    names = ("neo", "apex", *(name for name in changed if name not in (*OF_COHORTS, "no-correction")))
+    names = ("neo", "apex", *(name for name in changed if name not in (*OF_CPU_BATCHES, "no-correction")))
     place = {"setting": ("apex-a10-as-measured",), "num_requests": 110, "num_gpu_blocks": 1300}
     assert not without_effect(
         make_points(Options(backend="simulated", rows=names, input_len=3000, output_len=60, **place))
@@ -94,15 +94,15 @@ def test_each_change_of_a_system_changes_what_it_plans_or_how_long_it_takes():
 
 
 def crowded(rows: tuple[str, ...]) -> list:
-    """Points where several cohorts are under way while the inequality changes sides."""
+    """Points where several CPU batches are under way while the inequality changes sides."""
     machine = {"setting": ("apex-t4-as-measured",), "num_gpu_blocks": 225, "cpu_bandwidth": 12.0}
     return make_points(
         Options(backend="simulated", rows=rows, num_requests=200, input_len=400, output_len=100, **machine)
     )
 
 
-def test_each_change_about_cohorts_changes_a_run_in_which_several_are_under_way():
-    assert not without_effect(crowded(("apex", *OF_COHORTS)))
+def test_each_change_about_cpu_batches_changes_a_run_in_which_several_are_under_way():
+    assert not without_effect(crowded(("apex", *OF_CPU_BATCHES)))
 
 
 def test_correction_pays_where_the_cpu_is_slower_than_its_profile():

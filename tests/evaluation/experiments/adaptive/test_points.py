@@ -60,7 +60,7 @@ def test_kernels_are_those_of_the_papers_unless_one_is_given() -> None:
     assert set(kernels(kernel="native").values()) == {"native"}
 
 
-def test_a_hand_over_costs_the_lane_of_every_system() -> None:
+def test_a_hand_over_costs_the_gpu_batch_of_every_system() -> None:
     for microseconds in (0.0, 50.0):
         for point in make("t4-osc-50", hand_over_us=microseconds):
             model = PerfModel(point.task.hardware.table, point.task.hardware.num_layers)

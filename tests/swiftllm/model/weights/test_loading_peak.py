@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from swiftllm.config import EngineConfig
 from swiftllm.device.host import HostDevice
-from swiftllm.model.boundaries import loaded_weights
-from swiftllm.model.boundaries.loaded_weights import open_weights
-from swiftllm.model.boundaries.placement import Place, Placement
 from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.stages import loaded_weights
+from swiftllm.model.stages.loaded_weights import open_weights
+from swiftllm.model.stages.placement import Place, Placement
 from swiftllm.model.weights import llama_weights
 from swiftllm.model.weights.llama_weights import fused_matrices
 from swiftllm.model.weights.packed_tensor import in_chunks
-from swiftllm.model.weights.sizes import boundary_bytes, weight_bytes
+from swiftllm.model.weights.sizes import stage_bytes, weight_bytes
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Linear, Ops
 from tests.reference.counted_memory import CountedMemory
@@ -46,8 +46,8 @@ class StreamWithoutSlots:
     def __init__(self, device: HostDevice, chunks: dict[int, list[torch.Tensor]]) -> None:
         self.chunks = chunks
 
-    def slot_of(self, boundary: int) -> torch.Tensor:
-        return torch.empty(sum(map(len, self.chunks[boundary])), dtype=torch.uint8, device="meta")
+    def slot_of(self, stage: int) -> torch.Tensor:
+        return torch.empty(sum(map(len, self.chunks[stage])), dtype=torch.uint8, device="meta")
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ class Packs:
 @pytest.mark.parametrize("place", [Place.STREAMED, Place.CPU])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_more_than_two_tensors_beside_what_stays(model_dir, monkeypatch, place, dtype):
-    """All boundaries are streamed, or the CPU's. The other tensors would be on a device; here they count too."""
+    """All stages are streamed, or the CPU's. The other tensors would be on a device; here they count too."""
     monkeypatch.setattr(loaded_weights, "CHUNK_BYTES", CHUNK_BYTES)
     monkeypatch.setattr(loaded_weights, "WeightSlots", StreamWithoutSlots)
     counted_files(monkeypatch)
@@ -101,7 +101,7 @@ def test_no_more_than_two_tensors_beside_what_stays(model_dir, monkeypatch, plac
     stays = weight_bytes(model, dtype)
     assert stays <= peak <= stays + 2 * largest
     if dtype is torch.float32:
-        assert max(boundary_bytes(model, dtype)) > 2 * largest, "a whole boundary would not be noticed"
+        assert max(stage_bytes(model, dtype)) > 2 * largest, "a whole stage would not be noticed"
     del provider
 
 

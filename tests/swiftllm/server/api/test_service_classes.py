@@ -211,7 +211,7 @@ def test_an_iteration_looks_at_few_of_five_thousand_waiting_requests():
             return super().__iter__()
 
     engine = fake_engine("omniserve", num_gpu_blocks=16, num_cpu_blocks=16, max_tokens=64)
-    engine.residents.waiting = Counting()
+    engine.state.waiting = Counting()
     short = SamplingParams(max_tokens=8, ignore_eos=True)
     for number in range(5000):
         engine.add(engine.make_request(f"b{number}", (2, 3), short, service_class=BE))

@@ -74,9 +74,9 @@ def test_gauges_and_counters_are_those_of_the_snapshot() -> None:
     service.change(
         running_gpu=3, running_cpu=4, waiting=5, held=2, gpu_blocks_used=6, cpu_blocks_used=7, prompt_tokens=11,
         output_tokens=12, preemptions=13, swapped_blocks=14, worker_restarts=15, step_failures=16, duration_s=1.5,
-        predicted_s=1.25, lane_busy_s=0.75, cpu_busy_s=0.5, finished={"stop": 1, "abort": 2, "deadline": 3},
+        predicted_s=1.25, gpu_batch_busy_s=0.75, cpu_busy_s=0.5, finished={"stop": 1, "abort": 2, "deadline": 3},
         strategy_iterations={"gpu-only": 8, "asynchronous-overlap": 9},
-        prediction_factors={"lane": 1.0, "cpu_attention": 1.75}, prefix_queries=100, prefix_hits={"cpu": 48},
+        prediction_factors={"gpu_batch": 1.0, "cpu_attention": 1.75}, prefix_queries=100, prefix_hits={"cpu": 48},
         gpu_blocks_cached=2,
     )  # fmt: skip
     series = scrape(metrics)
@@ -105,9 +105,9 @@ def test_gauges_and_counters_are_those_of_the_snapshot() -> None:
     assert value(series, "apex:iterations_total", strategy="asynchronous-overlap") == 9
     assert value(series, "apex:iteration_seconds_total") == 1.5
     assert value(series, "apex:predicted_iteration_seconds_total") == 1.25
-    assert value(series, "apex:lane_busy_seconds_total") == 0.75
+    assert value(series, "apex:gpu_batch_busy_seconds_total") == 0.75
     assert value(series, "apex:cpu_worker_busy_seconds_total") == 0.5
-    assert value(series, "apex:prediction_factor", operation="lane") == 1
+    assert value(series, "apex:prediction_factor", operation="gpu_batch") == 1
     assert value(series, "apex:prediction_factor", operation="cpu_attention") == 1.75
     assert value(series, "apex:healthy") == 1
     service.change(health=Health("stalled", "nothing moves"))
@@ -163,7 +163,7 @@ def admitted_s(request: Request) -> float:
 
 
 def test_every_iteration_and_request_is_observed_once() -> None:
-    """A run with cohorts, prompts in chunks and an abort: the histograms hold what the requests themselves tell."""
+    """A run with CPU batches, prompts in chunks and an abort: the histograms hold what the requests themselves tell."""
     engine, service = simulated_engine(), FakeService()
     metrics = Metrics(service, MODEL)
     requests = [
@@ -182,7 +182,7 @@ def test_every_iteration_and_request_is_observed_once() -> None:
         for output in outputs:
             if output.finished:
                 service.histograms.on_finish(requests[int(output.request_id)], output.finish_reason)
-    assert any(plan.cohorts for plan, _ in steps) and requests[7].finish_reason is FinishReason.ABORT
+    assert any(plan.cpu_batches for plan, _ in steps) and requests[7].finish_reason is FinishReason.ABORT
     series = scrape(metrics)
     with_tokens = [request for request in requests if request.token_times_s]
     for name, values in (

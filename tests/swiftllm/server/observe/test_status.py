@@ -25,9 +25,12 @@ from tests.swiftllm.server.fake_service import FakeService
 HOSTILE = "<img src=x onerror=\"window.hacked=1\"></script><script>window.hacked=1</script> & 'name'"
 TIMELINE = {
     "iteration": 7, "strategy": "asynchronous-overlap", "num_layers": 2, "duration_ms": 10.0, "predicted_ms": 9.0,
-    "lane_busy_ms": 9.5, "lane_decodes": 3, "prefill_tokens": 1, "cpu_requests": 4,
+    "gpu_batch_busy_ms": 9.5, "gpu_batch_decodes": 3, "prefill_tokens": 1, "cpu_requests": 4,
     "rows": [
-        {"title": "Lane: linear layers", "spans": [[0.0, 4.0, "linear", "A", HOSTILE], [5.0, 5.0, "linear", "", "b"]]},
+        {
+        "title": "GPU batch: linear layers",
+        "spans": [[0.0, 4.0, "linear", "A", HOSTILE], [5.0, 5.0, "linear", "", "b"]],
+    },
         {"title": HOSTILE, "spans": [
             [-2.0, 3.0, "cpu_attention", "A", "began before"], [9.0, 5.0, "cpu_attention", "B", "ends after"]]},
     ],
@@ -66,12 +69,12 @@ def test_a_sample_is_the_snapshot_by_column() -> None:
 def test_a_page_is_sent_what_is_new_to_it() -> None:
     service = FakeService()
     service.change(health=Health("stopping", "the server is shutting down"), finished={"stop": 2}, waiting=5,
-                   prediction_factors={"lane": 1.25})  # fmt: skip
+                   prediction_factors={"gpu_batch": 1.25})  # fmt: skip
     with TestClient(app_of(StatusPage(service, HOSTILE))) as client:  # entering starts the samples
         first = client.get("/status.json").json()
         assert first["model"] == HOSTILE and first["engine"]["system"] == "apex" and first["timeline"] is None
         assert first["now"]["waiting"] == 5 and first["now"]["finished"] == {"stop": 2}
-        assert first["now"]["prediction_factors"] == {"lane": 1.25}
+        assert first["now"]["prediction_factors"] == {"gpu_batch": 1.25}
         assert first["now"]["health"] == {"status": "stopping", "reason": "the server is shutting down"}
         assert first["columns"] == list(COLUMNS) and len(first["history"]) == 1
         assert client.get("/status.json", params={"since_s": first["history"][-1][0]}).json()["history"] == []
@@ -154,7 +157,7 @@ def test_the_page_shows_what_happens_and_loads_nothing_else(server, browser) -> 
     assert text_of(browser, "#running-cpu") == "1 request" and text_of(browser, "#health") == "serving for 1 min"
     assert text_of(browser, "#gpu-blocks") == "4 of 8 blocks in use, 4 MiB"
     assert browser.evaluate("byId('gpu-meter').firstElementChild.style.width") == "50%"
-    assert "the CPU's cores run the lane" in text_of(browser, "#facts")
+    assert "the CPU's cores run the GPU batch" in text_of(browser, "#facts")
     assert "Nothing has run" in text_of(browser, "#strategy")
     assert "this system computes nothing on the CPU" in text_of(browser, "#cpu-note")
     assert "as in the profile" not in text_of(browser, "#facts")
@@ -163,15 +166,15 @@ def test_the_page_shows_what_happens_and_loads_nothing_else(server, browser) -> 
     service.change(
         running_gpu=5, running_cpu=40, waiting=2, output_tokens=1000, iterations=10, duration_s=1.0, predicted_s=0.9,
         strategy_iterations={"asynchronous-overlap": 10}, finished={"deadline": 3}, health=Health("stalled", "why"),
-        prediction_factors={"lane": 1.0, "cpu_attention": 1.75},
+        prediction_factors={"gpu_batch": 1.0, "cpu_attention": 1.75},
     )  # fmt: skip
     until(browser, "byId('waiting').textContent === '2 requests' && document.querySelector('#gantt rect')")
     assert text_of(browser, "#health") == "stalled for 1 min" and text_of(browser, "#running-cpu") == "40 requests"
     assert text_of(browser, "#strategy").startswith("Asynchronous overlap:")
     assert "10 ms, predicted 9 ms" in text_of(browser, "#iteration")
-    assert "as in the profile, times 1 for the lane and 1.75 for CPU attention." in text_of(browser, "#facts")
+    assert "as in the profile, times 1 for the GPU batch and 1.75 for CPU attention." in text_of(browser, "#facts")
     assert "requests past their deadline" in text_of(browser, "#totals")
-    # Four spans and the stripe of a rider; all inside the picture, also what began before it or ends after.
+    # Four spans and the stripe of a joined CPU batch; all inside the picture, also what began before it or ends after.
     assert browser.evaluate("document.querySelectorAll('#gantt rect').length") == 5
     assert browser.evaluate(
         "[...document.querySelectorAll('#gantt rect')].map((one) => [one.x.baseVal.value, one.width.baseVal.value])"

@@ -15,7 +15,7 @@ GRACE_S = 60.0
 def tell_threads() -> None:
     """Runs in the engine's process, and tells what CPU attention would get beside a GPU of a machine with 8 threads."""
     cores.usable_cores, cores.physical_cores = lambda: 8, lambda: 4
-    divisions = cores.core_divisions(EngineConfig("folder"), lane_on_cpu=False)
+    divisions = cores.core_divisions(EngineConfig("folder"), without_gpu=False)
     raise ValueError(f"threads: {[division.cpu_threads for division in divisions]}")
 
 

@@ -12,7 +12,7 @@ import pytest
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import RequestRefused, SamplingParams
 from swiftllm.engine.engine import Engine
-from swiftllm.scheduling.residents import Residents
+from swiftllm.scheduling.state import SchedulerState
 from swiftllm.server.service.engine_loop import EngineLoop
 from swiftllm.server.service.limits import NewRequest, ServiceLimits
 from swiftllm.server.service.places import QueueFull, ServiceStopping
@@ -44,7 +44,7 @@ def make_engine(system: str = "apex", *, num_gpu_blocks: int = 16, num_cpu_block
 
 
 class Gate:
-    """Holds the engine's thread at its next boundary until it is opened."""
+    """Holds the engine's thread at its next stage until it is opened."""
 
     def __init__(self, engine: Engine) -> None:
         self.reached = threading.Event()
@@ -52,7 +52,7 @@ class Gate:
         FaultyBackend(engine, self)
 
     def __call__(self, operation: str, request_ids: frozenset[str]) -> None:
-        if operation == "boundary":
+        if operation == "run_stage":
             self.reached.set()
             assert self.opened.wait(60.0)
 
@@ -295,9 +295,9 @@ def test_observers_hear_everything_and_their_errors_do_no_harm() -> None:
 def test_the_one_in_the_way_of_the_others_is_given_up(monkeypatch) -> None:
     """A scheduler that plans nothing as long as a certain request is there."""
     engine = make_engine()
-    honest = engine.policy.plan
+    honest = engine.scheduler.plan
     monkeypatch.setattr(
-        engine.policy, "plan", lambda residents: IterationPlan() if "r0" in residents.requests else honest(residents)
+        engine.scheduler, "plan", lambda state: IterationPlan() if "r0" in state.requests else honest(state)
     )
     requests = make_requests(8, seed=1)
     outcomes, _ = serve(engine, requests)
@@ -307,13 +307,13 @@ def test_the_one_in_the_way_of_the_others_is_given_up(monkeypatch) -> None:
 
 def test_steps_of_which_nothing_comes_end_after_the_stall_timeout(monkeypatch) -> None:
     engine, clock = make_engine(), Clock()
-    honest = engine.policy.plan
+    honest = engine.scheduler.plan
 
-    def barren(residents: Residents) -> IterationPlan:
+    def barren(state: SchedulerState) -> IterationPlan:
         clock.now_s += 1.0
-        return IterationPlan(leaving=frozenset(["ghost"])) if "r0" in residents.requests else honest(residents)
+        return IterationPlan(leaving=frozenset(["ghost"])) if "r0" in state.requests else honest(state)
 
-    monkeypatch.setattr(engine.policy, "plan", barren)
+    monkeypatch.setattr(engine.scheduler, "plan", barren)
     requests, outcomes = make_requests(8, seed=1), {}
 
     async def client(service: LocalClient) -> None:
@@ -429,7 +429,9 @@ def test_anything_at_any_time(system: str) -> None:
         rng = random.Random(seed)
         engine = make_engine(system, num_gpu_blocks=rng.choice((8, 16)), num_cpu_blocks=rng.choice((16, 40)), seed=seed)
         clock = Clock()
-        weights = {name: rng.choice((0, 0, 300)) for name in ("swap", "open_lane", "boundary", "submit", "ticket")}
+        weights = {
+            name: rng.choice((0, 0, 300)) for name in ("swap", "open_gpu_batch", "run_stage", "submit", "attention")
+        }
 
         def fault(operation: str, ids: frozenset[str], rng=rng, weights=weights, clock=clock) -> None:
             clock.now_s += 0.001

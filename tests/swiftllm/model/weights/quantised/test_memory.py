@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swiftllm.model.boundaries.loaded_weights import LoadedWeights
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.config.quantisation import AWQ, QuantisationScheme
+from swiftllm.model.stages.loaded_weights import LoadedWeights
 from swiftllm.model.weights.llama_weights import dummy_weights
 from swiftllm.model.weights.sizes import weight_bytes
 from swiftllm.ops.cpu import CpuOps

@@ -1,4 +1,4 @@
-"""Streamed weights: every reader finds its boundary's, and every wait is needed."""
+"""Streamed weights: every reader finds its stage's, and every wait is needed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from swiftllm.device.cuda import CudaDevice
 from swiftllm.device.device import Device
 from swiftllm.device.host import HostDevice
-from swiftllm.model.boundaries.placement import SLOTS
-from swiftllm.model.boundaries.weight_slots import WeightSlots
+from swiftllm.model.stages.placement import SLOTS
+from swiftllm.model.stages.weight_slots import WeightSlots
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_streams import DEVICE
 
@@ -20,7 +20,7 @@ SEEDS = range(20)
 
 
 def chunks_of(device: Device, count: int) -> dict[int, list[torch.Tensor]]:
-    """Of ``count`` boundaries, every other one of the model, with different sizes, in chunks of 3 bytes."""
+    """Of ``count`` stages, every other one of the model, with different sizes, in chunks of 3 bytes."""
     result = {}
     for index in range(count):
         pieces = (torch.arange(5 + index) + 20 * index).split(3)
@@ -28,29 +28,29 @@ def chunks_of(device: Device, count: int) -> dict[int, list[torch.Tensor]]:
     return result
 
 
-def read(stream: WeightSlots, boundary: int) -> torch.Tensor:
-    stream.enter(boundary)
-    return stream.slot_of(boundary) + 1
+def read(stream: WeightSlots, stage: int) -> torch.Tensor:
+    stream.enter(stage)
+    return stream.slot_of(stage) + 1
 
 
 def read_all(device: Device, count: int, jumps: bool = False) -> bool:
-    """Whether two readers of each boundary, a lane and a rider, find its weights in each iteration."""
+    """Whether two readers of each stage, a GPU batch and a joined CPU batch, find its weights in each iteration."""
     weights = chunks_of(device, count)
     stream = WeightSlots(device, weights)
     order = list(weights) * ITERATIONS
     if jumps:
         random.Random(count).shuffle(order)
     seen = []
-    for boundary in order:
+    for stage in order:
         for tells in (True, False):
-            seen.append((boundary, read(stream, boundary)))
+            seen.append((stage, read(stream, stage)))
             if tells:
                 stream.launched()
-        stream.enter(boundary + 1)  # one that is not streamed
+        stream.enter(stage + 1)  # one that is not streamed
     if not jumps:
         sizes = [sum(map(len, chunks)) for chunks in weights.values()]
         assert stream.bytes_sent == sum(sizes[:SLOTS]) + ITERATIONS * sum(sizes)
-    return all(row.tolist() == (torch.cat(weights[boundary]) + 1).tolist() for boundary, row in seen)
+    return all(row.tolist() == (torch.cat(weights[stage]) + 1).tolist() for stage, row in seen)
 
 
 @pytest.mark.parametrize("jumps", [False, True])
@@ -89,7 +89,7 @@ def test_what_is_held_needs_no_copy_now() -> None:
     before = stream.bytes_sent
     stream.enter(-1)
     assert stream.bytes_sent == before
-    stream.enter(1)  # boundary 3 comes after 1, in the slot of -1
+    stream.enter(1)  # stage 3 comes after 1, in the slot of -1
     assert stream.bytes_sent == before + 7
     with pytest.raises(ValueError, match="at least one"):
         WeightSlots(device, {})

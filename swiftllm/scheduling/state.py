@@ -1,4 +1,4 @@
-"""The requests that an engine holds: their queues, blocks and cohorts, and what moves for the plan being made.
+"""The requests that an engine holds: their queues, blocks and CPU batches, and what moves for the plan being made.
 
 All queues are in order of arrival. The oldest request is served first and preempted last, so it always makes progress
 and no request starves. A request preempted on the GPU moves to the CPU tier if the rules and the room there allow it.
@@ -26,17 +26,17 @@ from swiftllm.core.request import (
 from swiftllm.kv.blocks import KVCacheManager, out_of_blocks
 from swiftllm.scheduling.admission import SchedulerLimits, can_hold, check_tiers
 from swiftllm.scheduling.arrival_queue import ArrivalQueue, arrival_order
-from swiftllm.scheduling.cohorts import Cohorts
+from swiftllm.scheduling.cpu_batches import CpuBatches
 from swiftllm.scheduling.host_pools import Fetches, pool_has_room, victims_for
 from swiftllm.scheduling.look_ahead import LookAhead
-from swiftllm.scheduling.rules import Rules
+from swiftllm.scheduling.rules import SchedulingRules
 
 
-class Residents:
+class SchedulerState:
     """Plain Python, no torch. Attributes that plans read:
 
     - ``requests`` by id, and the queues: ``waiting``; ``running`` by tier, which hold blocks; of these ``prefilling``,
-      and ``decoding`` by tier. ``cohorts``: CPU requests part of the way through their token.
+      and ``decoding`` by tier. ``cpu_batches``: CPU requests part of the way through their token.
     - ``iteration`` counts plans, and goes on after a failure.
     - requests ``recomputed`` because they lost their blocks to others, in the plan being made.
     """
@@ -44,7 +44,9 @@ class Residents:
     confined_to: Tier | None = None
     """The one tier where requests may start and decode for now; None: all of the rules' tiers, which never change."""
 
-    def __init__(self, limits: SchedulerLimits, kv: KVCacheManager, now: Callable[[], float], rules: Rules) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, kv: KVCacheManager, now: Callable[[], float], rules: SchedulingRules
+    ) -> None:
         """Raises ValueError: no tier that decodes has a block, so every request would be refused."""
         check_tiers(kv, rules.tiers)
         self.limits = limits
@@ -54,10 +56,10 @@ class Residents:
         kv.most_copies = limits.max_num_batched_tokens // kv.block_size  # as many as an iteration fills
         self.num_preemptions = self.iteration = 0
         self.recomputed: list[Request] = []
-        self._gpu_blocks_promised = 0  # to CPU requests that move back as soon as they are at rest
-        self.cohorts = Cohorts()
+        self._gpu_blocks_promised = 0  # to CPU requests that move back as soon as they are idle
+        self.cpu_batches = CpuBatches()
         self.may_swap_out: Callable[[Request], bool] = lambda request: True
-        """Whether the plan being made has time to move a request to the CPU tier; a policy may set it."""
+        """Whether the plan being made has time to move a request to the CPU tier; a scheduler may set it."""
         self._empty_queues()
 
     def _empty_queues(self) -> None:
@@ -92,11 +94,11 @@ class Residents:
         if request is None or request.is_finished:
             return None
         request.finish(FinishReason.ABORT, self.now())
-        if self.at_rest(request):
+        if self.is_idle(request):
             self._retire(request)
         else:  # it keeps its id and blocks until no CPU attention can touch them
             self._leave_running(request)
-            self.cohorts.call_out(request)
+            self.cpu_batches.detach(request)
         return request
 
     def _retire(self, request: Request) -> None:
@@ -114,11 +116,11 @@ class Residents:
     def remove_all(self) -> list[Request]:
         """Empty all queues and free all blocks, whatever state a failed iteration has left.
 
-        No ticket may use blocks any more. Returns the unfinished requests, oldest first, for :meth:`add`.
+        No attention task may use blocks any more. Returns the unfinished requests, oldest first, for :meth:`add`.
         """
         requests = sorted((r for r in self.requests.values() if not r.is_finished), key=arrival_order)
         self.kv.free_all_blocks()
-        self.cohorts.dissolve()
+        self.cpu_batches.dissolve()
         self._empty_queues()
         for request in requests:
             request.start_over()
@@ -127,11 +129,12 @@ class Residents:
     def forget_hosts(self, hosts: Sequence[int], unfinished_swaps: Sequence[Swap]) -> list[Request]:
         """Requeue the requests whose K and V were on hosts that are gone, and withdraw their blocks.
 
-        No ticket may use any block, and no cohort is under way any more. Requests with blocks that ``unfinished_swaps``
-        fill are requeued too: their K and V may be incomplete. Returns the requests, which are computed again.
+        No attention task may use any block, and no CPU batch is under way any more. Requests with blocks that
+        ``unfinished_swaps`` fill are requeued too: their K and V may be incomplete. Returns the requests, which are
+        computed again.
         """
-        for request in self.cohorts.dissolve():
-            self._come_to_rest(request)
+        for request in self.cpu_batches.dissolve():
+            self._become_idle(request)
         pools = [self.kv.host_pools.pools[host] for host in hosts]
         lost = [request for request in self.running[Tier.CPU] if self.kv.pool_of(request) in pools]
         for swap in unfinished_swaps:
@@ -158,14 +161,14 @@ class Residents:
     def apply(self, plan: IterationPlan, result: StepResult) -> tuple[list[Request], list[Request]]:
         """Apply the result of a plan. Returns the requests that got a token, and those of them that end with it."""
         now_s, iteration, tokens = self.now(), self.iteration, result.tokens
-        done, left = self.cohorts.advance(result)
+        done, left = self.cpu_batches.advance(result)
         for request in left:
-            self._come_to_rest(request)
+            self._become_idle(request)
         for request in done:
-            request.cohort_id, request.last_served = None, iteration
-        for cohort in plan.cohorts:
-            if cohort.rule.waits:
-                for request in cohort.requests:
+            request.cpu_batch_id, request.last_served = None, iteration
+        for cpu_batch in plan.cpu_batches:
+            if cpu_batch.mode.waits:
+                for request in cpu_batch.requests:
                     request.last_served = iteration
         for item in plan.prefills:
             request = item.request
@@ -182,13 +185,13 @@ class Residents:
             self._retire(request)
         return touched, ended
 
-    def _come_to_rest(self, request: Request) -> None:
-        """End the cohort membership of a request without work under way; release it if it is finished."""
+    def _become_idle(self, request: Request) -> None:
+        """End the CPU batch membership of a request without work under way; release it if it is finished."""
         if request.is_finished:
             self.kv.free_blocks(request)
             del self.requests[request.request_id]
         else:
-            request.cohort_id = None
+            request.cpu_batch_id = None
 
     # -- blocks for tokens ------------------------------------------------------------------------------------------
 
@@ -214,16 +217,16 @@ class Residents:
 
     def grow_on_cpu(self, service_class: ServiceClass) -> list[Request]:
         """CPU requests of a class between two tokens with room for the next one, oldest first."""
-        resting = self.decoding[Tier.CPU].of_class(service_class)
-        if self.cohorts or self.fetches:
-            resting = [r for r in resting if r.cohort_id is None and r not in self.fetches]
-        growing = out_of_blocks(resting)
+        idle = self.decoding[Tier.CPU].of_class(service_class)
+        if self.cpu_batches or self.fetches:
+            idle = [r for r in idle if r.cpu_batch_id is None and r not in self.fetches]
+        growing = out_of_blocks(idle)
         if not self.kv.allocate_block_each(growing, Tier.CPU):
             for request in growing:
                 if request.tier is Tier.CPU:  # growth of an older request may have evicted it
                     self._hold_on_cpu(request)
-            resting = [request for request in resting if request.num_tokens <= request.num_kv_slots]
-        return resting
+            idle = [request for request in idle if request.num_tokens <= request.num_kv_slots]
+        return idle
 
     def _hold_on_cpu(self, request: Request) -> None:
         """Give a CPU request its next block, evicting younger requests for it; without younger ones it waits."""
@@ -252,8 +255,8 @@ class Residents:
     def _evictable_for(self, request: Request) -> list[Request]:
         """Requests of the CPU tier that may lose their blocks to this one, in order."""
         if not self.rules.stores_by_age:
-            return self.yielding(Tier.CPU, request)
-        return [other for other in self.running[Tier.CPU].younger_than(request) if self.at_rest(other)]
+            return self.preemptible(Tier.CPU, request)
+        return [other for other in self.running[Tier.CPU].younger_than(request) if self.is_idle(other)]
 
     def move(self, request: Request, target: Tier) -> None:
         source = target.other
@@ -288,18 +291,18 @@ class Residents:
         self.running[tier].remove_request(request)
         (self.prefilling if request.is_prefilling else self.decoding[tier]).remove_request(request)
 
-    def at_rest(self, request: Request) -> bool:
+    def is_idle(self, request: Request) -> bool:
         """Whether no CPU attention of the request is under way, so that its blocks may be moved."""
-        return request.cohort_id is None
+        return request.cpu_batch_id is None
 
-    def call_back(self, request: Request, num_blocks: int) -> bool:
+    def recall_to_gpu(self, request: Request, num_blocks: int) -> bool:
         """Whether a CPU request can move to the GPU at once.
 
-        If not, it is called out of its cohort, or its blocks are fetched from their host. ``num_blocks`` of the GPU are
-        kept for it until then.
+        If not, it is detached of its CPU batch, or its blocks are fetched from their host. ``num_blocks`` of the GPU
+        are kept for it until then.
         """
-        if not self.at_rest(request):
-            self.cohorts.call_out(request)
+        if not self.is_idle(request):
+            self.cpu_batches.detach(request)
         elif self.fetches.are_here(request):
             return True
         self._gpu_blocks_promised += num_blocks + self.kv.groups.growth
@@ -316,15 +319,15 @@ class Residents:
         reserved += self._gpu_blocks_promised if tier is Tier.GPU else 0
         return num_blocks + reserved <= self.kv.num_free(tier) + self.kv.num_freed_with(without)
 
-    def yielding(self, tier: Tier, request: Request) -> list[Request]:
+    def preemptible(self, tier: Tier, request: Request) -> list[Request]:
         """The requests of the tier that can make way at once for a request of a more urgent class, in order."""
-        return [other for other in self.running[tier].below_class(request.service_class) if self.at_rest(other)]
+        return [other for other in self.running[tier].below_class(request.service_class) if self.is_idle(other)]
 
     def finds_room(self, tier: Tier, request: Request, num_blocks: int) -> bool:
         """Whether a request may enter the tier, once the requests that yield to it have made way."""
-        yielding = self.yielding(tier, request)
-        num_shared = 0 if yielding else self.kv.num_shared(request, tier)
-        if not self.has_room(tier, num_blocks - num_shared, yielding):
+        preemptible = self.preemptible(tier, request)
+        num_shared = 0 if preemptible else self.kv.num_shared(request, tier)
+        if not self.has_room(tier, num_blocks - num_shared, preemptible):
             return False
         return tier is not Tier.GPU or not self._gpu_is_wanted_before(request.service_class)
 
@@ -335,7 +338,7 @@ class Residents:
 
     def make_way(self, tier: Tier, request: Request, num_blocks: int) -> None:
         """Preempt requests that yield, the youngest first, until a request that ``finds_room`` has it."""
-        for victim in reversed(self.yielding(tier, request)):
+        for victim in reversed(self.preemptible(tier, request)):
             if self.has_room(tier, num_blocks - self.kv.num_shared(request, tier)):
                 break
             (self.push_out if tier is Tier.GPU else self.recompute)(victim)
@@ -358,16 +361,16 @@ class Residents:
     def _take_seat(self, request: Request) -> bool:
         """Whether fewer than ``max_num_seqs`` requests hold blocks. One that yields is preempted for it.
 
-        One with CPU attention under way is called out first. Its seat comes free as soon as it is at rest.
+        One with CPU attention under way is detached first. Its seat comes free as soon as it is idle.
         """
         if sum(map(len, self.running.values())) + self.look_ahead.num_seats < self.limits.max_num_seqs:
             return True
-        yielding = [other for tier in Tier for other in self.yielding(tier, request)]
-        if yielding:
-            self.recompute(max(yielding, key=arrival_order))
+        preemptible = [other for tier in Tier for other in self.preemptible(tier, request)]
+        if preemptible:
+            self.recompute(max(preemptible, key=arrival_order))
         elif below := self.running[Tier.CPU].below_class(request.service_class):
-            self.cohorts.call_out(below[-1])
-        return bool(yielding)
+            self.cpu_batches.detach(below[-1])
+        return bool(preemptible)
 
     def start(self, request: Request, tier: Tier, num_tokens: int) -> None:
         """Move a waiting request into a tier that has room, with blocks for ``num_tokens``, cached ones among them."""

@@ -1,4 +1,4 @@
-"""Where the matrices of a model come from, boundary by boundary."""
+"""Where the matrices of a model come from, stage by stage."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class FfnWeights:
 
 
 @dataclass(frozen=True)
-class BoundaryWeights:
-    """A boundary: tokens are embedded or a layer is completed, then comes a norm and one more matrix.
+class StageWeights:
+    """A stage: tokens are embedded or a layer is completed, then comes a norm and one more matrix.
 
-    Boundary ``i`` lies between the attentions of layers i and i + 1; -1 comes before all, the last after all.
+    Stage ``i`` lies between the attentions of layers i and i + 1; -1 comes before all, the last after all.
     """
 
     embed: Callable[[torch.Tensor], torch.Tensor] | None
-    """From token ids ``[rows]`` to rows ``[rows, hidden_size]`` of the embedding; of boundary -1 alone."""
+    """From token ids ``[rows]`` to rows ``[rows, hidden_size]`` of the embedding; of stage -1 alone."""
     ffn: FfnWeights | None
-    """Of all boundaries but -1."""
+    """Of all stages but -1."""
     norm: torch.Tensor
     projection: Linear
-    """QKV of the next layer; at the last boundary the vocabulary's."""
+    """QKV of the next layer; at the last stage the vocabulary's."""
     head_norms: torch.Tensor | None
     """``[num_heads + num_kv_heads, head_dim]``: a norm for each head of Q and K, in models that have them."""
     rotates: bool = True
@@ -73,27 +73,27 @@ def make_linear(ops: Ops, weight: Matrix, bias: torch.Tensor | None) -> Linear:
     return side_by_side
 
 
-def make_boundary(
+def make_stage(
     ops: Ops,
     config: ModelConfig,
     weights: LlamaWeights,
-    boundary: int,
+    stage: int,
     linears: dict[str, LinearTensors],
     make_layers_linear: MakeLinear,
     make_experts: MakeExperts,
-) -> BoundaryWeights:
-    """A boundary that ``ops`` compute. ``make_layers_linear`` and ``make_experts`` make its ``linears``, without the
+) -> StageWeights:
+    """A stage that ``ops`` compute. ``make_layers_linear`` and ``make_experts`` make its ``linears``, without the
     vocabulary's.
 
-    A matrix is taken from ``linears`` when its linear is made: so a packed copy does not double a boundary's memory.
+    A matrix is taken from ``linears`` when its linear is made: so a packed copy does not double a stage's memory.
     """
 
     def take(name: str) -> Linear:
         return make_layers_linear(*linears.pop(name))
 
     layers, ffn, dense = weights.layers, None, None
-    if boundary >= 0:
-        layer = layers[boundary]
+    if stage >= 0:
+        layer = layers[stage]
         o = take("o")
         if layer.router is None or config.experts is None:
             dense = take("gate_up"), take("down")
@@ -101,16 +101,16 @@ def make_boundary(
         else:
             mlp = make_experts(_take_experts(layer, layer.router, config.experts, linears))
         ffn = FfnWeights(o, layer.post_norm, mlp, layer.o_norm, layer.down_norm)
-    sinks = layers[boundary + 1].sinks if boundary + 1 < len(layers) else None
-    rotates = boundary + 1 not in config.layers_without_rotary
-    if boundary + 1 < len(layers):
-        norm, projection = layers[boundary + 1].input_norm, take("qkv")
-        head_norms = _head_norms(layers[boundary + 1], config)
+    sinks = layers[stage + 1].sinks if stage + 1 < len(layers) else None
+    rotates = stage + 1 not in config.layers_without_rotary
+    if stage + 1 < len(layers):
+        norm, projection = layers[stage + 1].input_norm, take("qkv")
+        head_norms = _head_norms(layers[stage + 1], config)
         rotated_heads = config.num_heads + config.num_kv_heads if rotates else 0
     else:
         norm, projection = weights.final_norm, make_linear(ops, weights.lm_head, None)
         head_norms, rotated_heads = None, 0
-    embed = partial(ops.embed, embedding=weights.embedding) if boundary < 0 else None
+    embed = partial(ops.embed, embedding=weights.embedding) if stage < 0 else None
     in_one_call = None
     if ffn is not None and dense is not None and not config.norms_outputs:
         gate_up, down = dense
@@ -127,7 +127,7 @@ def make_boundary(
             config.rms_norm_eps,
         )
         in_one_call = ops.make_crossing(parts)
-    return BoundaryWeights(embed, ffn, norm, projection, head_norms, rotates, sinks, in_one_call)
+    return StageWeights(embed, ffn, norm, projection, head_norms, rotates, sinks, in_one_call)
 
 
 def _dense(

@@ -11,10 +11,10 @@ import torch
 
 from swiftllm.config import EngineConfig
 from swiftllm.device.device import Device
-from swiftllm.model.boundaries.placement import Place, Placement, all_resident
-from swiftllm.model.boundaries.providers import BoundaryWeights, make_boundary, make_linear
-from swiftllm.model.boundaries.weight_slots import CHUNK_BYTES, WeightSlots
 from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.stages.placement import Place, Placement, all_resident
+from swiftllm.model.stages.providers import StageWeights, make_linear, make_stage
+from swiftllm.model.stages.weight_slots import CHUNK_BYTES, WeightSlots
 from swiftllm.model.weights.llama_weights import (
     EMBEDDING,
     NONE_ON_HOST,
@@ -30,12 +30,12 @@ from swiftllm.ops.quantised_matrix import Matrix
 
 
 class LoadedWeights:
-    """The boundaries of a model. Norms and vocabulary stay on the device.
+    """The stages of a model. Norms and vocabulary stay on the device.
 
     Attributes:
-        num_logits: columns of the last boundary's projection.
-        boundaries: from -1 on, as :meth:`boundary` gives them.
-        slots: of the streamed boundaries; None if there are none.
+        num_logits: columns of the last stage's projection.
+        stages: from -1 on, as :meth:`stage` gives them.
+        slots: of the streamed stages; None if there are none.
     """
 
     def __init__(
@@ -50,54 +50,54 @@ class LoadedWeights:
         """``weights`` are taken over: matrices that are packed anew go one by one, so there is a second copy of one at
         a time. Where not all are resident, which is the default, they were loaded to :func:`host_memory`.
 
-        ``ops`` compute on ``device``; ``host_ops`` multiply the CPU's boundaries.
+        ``ops`` compute on ``device``; ``host_ops`` multiply the CPU's stages.
         """
         self.num_logits = config.vocab_size
         places = (placement or all_resident(len(weights.layers))).places
         streamed = {i: weights.take_linears(i) for i, place in enumerate(places, -1) if place is Place.STREAMED}
-        chunks = {boundary: chunks_of(linears) for boundary, linears in streamed.items()}
+        chunks = {stage: chunks_of(linears) for stage, linears in streamed.items()}
         self.slots: WeightSlots | None = None
         if chunks:
             assert device is not None
             self.slots = WeightSlots(device, chunks)
-        self.boundaries: list[BoundaryWeights] = []
-        for boundary, place in enumerate(places, -1):
+        self.stages: list[StageWeights] = []
+        for stage, place in enumerate(places, -1):
             if self.slots is not None and place is Place.STREAMED:
-                linears = lay_out(streamed[boundary], self.slots.slot_of(boundary))
+                linears = lay_out(streamed[stage], self.slots.slot_of(stage))
                 make = partial(make_linear, ops.in_place), ops.in_place.make_experts  # slots change
             else:
-                linears = weights.take_linears(boundary)
+                linears = weights.take_linears(stage)
                 make = partial(make_linear, ops), ops.make_experts
                 if place is Place.CPU:
                     assert device is not None and host_ops is not None
                     make = partial(_cpu_linear, device, host_ops), partial(_cpu_experts, device, host_ops)
-            self.boundaries.append(make_boundary(ops, config, weights, boundary, linears, *make))
+            self.stages.append(make_stage(ops, config, weights, stage, linears, *make))
 
     def enter(self, layer: int) -> None:
-        """Work launched from now on reads the matrices of this boundary. Call it outside of captures."""
+        """Work launched from now on reads the matrices of this stage. Call it outside of captures."""
         if self.slots is not None:
             self.slots.enter(layer)
 
     def launched(self) -> None:
-        """All that reads the boundary entered last is launched, so far."""
+        """All that reads the stage entered last is launched, so far."""
         if self.slots is not None:
             self.slots.launched()
 
     def holds(self, layer: int) -> bool:
-        """Whether a boundary can be entered without a copy of its own."""
+        """Whether a stage can be entered without a copy of its own."""
         return self.slots is None or self.slots.holds(layer)
 
-    def boundary(self, layer: int) -> BoundaryWeights:
-        """The matrices of a boundary, for work on the compute stream once it is entered."""
-        return self.boundaries[layer + 1]
+    def stage(self, layer: int) -> StageWeights:
+        """The matrices of a stage, for work on the compute stream once it is entered."""
+        return self.stages[layer + 1]
 
 
 def host_memory(placement: Placement, device: Device) -> dict[int, Allocate]:
-    """By boundary, what allocates its matrices in host memory: pinned chunks to stream, or one piece for the CPU; and
+    """By stage, what allocates its matrices in host memory: pinned chunks to stream, or one piece for the CPU; and
     what allocates the embedding."""
     pinned = in_chunks(lambda size: device.pinned((size,), torch.uint8), CHUNK_BYTES)
     where = {Place.STREAMED: pinned, Place.CPU: torch.empty}
-    memory = {boundary: where[place] for boundary, place in enumerate(placement.places, -1) if place in where}
+    memory = {stage: where[place] for stage, place in enumerate(placement.places, -1) if place in where}
     return {**memory, EMBEDDING: device.mapped} if placement.embedding_on_host else memory
 
 

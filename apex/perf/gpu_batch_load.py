@@ -1,4 +1,4 @@
-"""The load of a lane: the sizes from which its times are predicted and simulated."""
+"""The load of a GPU batch: the sizes from which its times are predicted and simulated."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from apex.perf.model import PerfModel
-from swiftllm.core.plan import IterationPlan, LaneItem
+from swiftllm.core.plan import GpuBatchItem, IterationPlan
 from swiftllm.core.request import Request, Tier
-from swiftllm.scheduling.draft import Draft
+from swiftllm.scheduling.plan_builder import PlanBuilder
 
 
 @dataclass(frozen=True)
-class LaneLoad:
-    """The work of a lane, in tokens and requests. ``decode_context`` is summed over the decodes, in tokens."""
+class GpuBatchLoad:
+    """The work of a GPU batch, in tokens and requests. ``decode_context`` is summed over the decodes, in tokens."""
 
     tokens: int
     requests: int
@@ -30,21 +30,21 @@ class LaneLoad:
         return self.requests - self.open_chunks
 
     @staticmethod
-    def from_items(lane: Sequence[LaneItem]) -> LaneLoad:
-        prefills = [item for item in lane if item.is_prefill]
-        starts = [item.start for item in lane if not item.is_prefill]
-        return LaneLoad._from_parts(len(starts), sum(starts) + len(starts), prefills, max(starts, default=-1) + 1)
+    def from_items(gpu_batch: Sequence[GpuBatchItem]) -> GpuBatchLoad:
+        prefills = [item for item in gpu_batch if item.is_prefill]
+        starts = [item.start for item in gpu_batch if not item.is_prefill]
+        return GpuBatchLoad._from_parts(len(starts), sum(starts) + len(starts), prefills, max(starts, default=-1) + 1)
 
     @staticmethod
-    def from_draft(draft: Draft | IterationPlan) -> LaneLoad:
-        context = draft.decode_context if isinstance(draft, Draft) else context_tokens(draft.decodes)
-        return LaneLoad._from_parts(len(draft.decodes), context, draft.prefills)
+    def from_builder(builder: PlanBuilder | IterationPlan) -> GpuBatchLoad:
+        context = builder.decode_context if isinstance(builder, PlanBuilder) else context_tokens(builder.decodes)
+        return GpuBatchLoad._from_parts(len(builder.decodes), context, builder.prefills)
 
     @staticmethod
     def _from_parts(
-        num_decodes: int, decode_context: int, prefills: Sequence[LaneItem], longest_context: int = 0
-    ) -> LaneLoad:
-        return LaneLoad(
+        num_decodes: int, decode_context: int, prefills: Sequence[GpuBatchItem], longest_context: int = 0
+    ) -> GpuBatchLoad:
+        return GpuBatchLoad(
             tokens=num_decodes + sum([item.num_tokens for item in prefills]),
             requests=num_decodes + len(prefills),
             decodes=num_decodes,
@@ -55,7 +55,7 @@ class LaneLoad:
             cpu_tier_chunks=tuple([(item.num_tokens, item.start) for item in prefills if item.tier is Tier.CPU]),
         )
 
-    def without(self, chunk: LaneItem) -> LaneLoad:
+    def without(self, chunk: GpuBatchItem) -> GpuBatchLoad:
         """The load without one of its prefills."""
         chunks, cpu_tier_chunks = list(self.chunks), list(self.cpu_tier_chunks)
         for those in (chunks, cpu_tier_chunks) if chunk.tier is Tier.CPU else (chunks,):
@@ -70,8 +70,8 @@ class LaneLoad:
         )
 
     def gpu_attention_s(self, model: PerfModel) -> float:
-        """Seconds of one layer's attention in the lane, prefills and decodes."""
-        return model.lane_attention_s(
+        """Seconds of one layer's attention in the GPU batch, prefills and decodes."""
+        return model.gpu_batch_attention_s(
             self.decodes, self.decode_context, self.chunks, self.longest_context, self.cpu_tier_chunks
         )
 

@@ -1,17 +1,17 @@
-"""Measures what the front end's work costs the engine: the gaps between boundaries, with and without many bodies.
+"""Measures what the front end's work costs the engine: the gaps between stages, with and without many bodies.
 
-The engine is that of bench_server_overhead.py, with boundaries that take a millisecond. Scheduler, service, HTTP server
+The engine is that of bench_server_overhead.py, with stages that take a millisecond. Scheduler, service, HTTP server
 and sockets are real. In each round 64 clients stream; first nothing else happens, then another process sends long
 prompts at a rate. They are refused, as the queue is full, or queued as best-effort requests, for which the streams
 leave no place.
 
-The gaps are times between the ends of two boundaries on the engine's thread, in the same server before and after the
+The gaps are times between the ends of two stages on the engine's thread, in the same server before and after the
 bodies begin. They are shown with and without the time in which the thread was ready and the kernel gave it no core
 (Linux' run delay): on two cores that is long whatever takes them. For comparison, in the runs called "unrelated" a
 process that has nothing to do with the server computes half the time, in place of the bodies. The memory is that of
 the server's processes together; pages that they share count once (PSS).
 
-python benchmarks/bench_boundary_gaps.py [--help]
+python benchmarks/bench_stage_gaps.py [--help]
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Options:
     """Measure what long bodies cost the engine's steps."""
 
     system: str = "fastdecode"
-    """System whose scheduler plans the steps; this one crosses each boundary by itself, as decodes on the CPU do."""
+    """System whose scheduler plans the steps; this one runs each stage by itself, as decodes on the CPU do."""
     streams: int = 64
     """Number of clients that stream at the same time."""
     rate: float = 200.0
@@ -80,14 +80,14 @@ class Options:
     """Tokens of their prompts."""
     fates: tuple[Literal["refused", "queued", "unrelated"], ...] = ("refused", "queued", "unrelated")
     """What becomes of the bodies, one run for each; unrelated: there are none, and a process computes."""
-    boundary_ms: float = 1.0
-    """Milliseconds of a boundary."""
+    stage_ms: float = 1.0
+    """Milliseconds of a stage."""
     seconds: float = 5.0
     """Seconds with bodies, and as many without them."""
     rounds: int = 3
     """Runs, interleaved, whose medians are printed."""
     results_dir: Path = RESULTS_DIR
-    """Results go to bench_boundary_gaps/<run>/ in this folder."""
+    """Results go to bench_stage_gaps/<run>/ in this folder."""
 
 
 class ThreadDelay:
@@ -112,15 +112,15 @@ def compute_half_the_time() -> None:
 
 
 def build_service(options: Options, fate: str, path: Path) -> EngineService:
-    """What the engine's process runs. ``path`` gets the times at which boundaries ended."""
+    """What the engine's process runs. ``path`` gets the times at which stages ended."""
     sizes = EngineOptions(options.system, options.streams, most_tokens(options))
     engine = zero_time_engine(sizes, NUM_LAYERS, max_num_seqs=options.streams)
-    boundary, close, ends = engine.backend.boundary, engine.close, []
+    stage, close, ends = engine.backend.run_stage, engine.close, []
     delay = ThreadDelay()
 
-    def timed_boundary(layer: int, batches: Sequence[Any]) -> Mapping[str, int]:
-        tokens = boundary(layer, batches)
-        time.sleep(options.boundary_ms / 1e3)
+    def timed_stage(layer: int, batches: Sequence[Any]) -> Mapping[str, int]:
+        tokens = stage(layer, batches)
+        time.sleep(options.stage_ms / 1e3)
         ends.append((time.perf_counter(), delay.seconds()))
         return tokens
 
@@ -128,14 +128,14 @@ def build_service(options: Options, fate: str, path: Path) -> EngineService:
         close()
         path.write_text(json.dumps(ends))
 
-    engine.backend.boundary, engine.close = timed_boundary, close_and_save
+    engine.backend.run_stage, engine.close = timed_stage, close_and_save
     num_places = options.streams if fate == "refused" else 1_000_000
     return EngineService(engine, ServiceLimits(num_places, num_places, drain_timeout_s=0.5))
 
 
 def most_tokens(options: Options) -> int:
     """More than a stream can get."""
-    return int((2 * options.seconds + 10 * SETTLE_S) / (options.boundary_ms / 1e3 * NUM_LAYERS))
+    return int((2 * options.seconds + 10 * SETTLE_S) / (options.stage_ms / 1e3 * NUM_LAYERS))
 
 
 def send_bodies(options: Options, fate: str, port: int, begin: Event, num_sent: Any) -> None:
@@ -173,7 +173,7 @@ def measure(options: Options, fate: str) -> FlatRecord:
     context = multiprocessing.get_context("spawn")
     begin, num_sent = context.Event(), context.Value("i", 0)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "boundaries.json")
+        path = Path(folder, "stages.json")
         with running(partial(build_service, options, fate, path)) as server:
             bodies = context.Process(target=send_bodies, args=(options, fate, server.port, begin, num_sent))
             streams = (server.port, options.streams, most_tokens(options))
@@ -197,7 +197,7 @@ def measure(options: Options, fate: str) -> FlatRecord:
         gaps_ms, delays_ms = 1e3 * np.diff(ended_s[within]), 1e3 * np.diff(delayed_s[within])
         for kind, values in (("gap", gaps_ms), ("own", gaps_ms - delays_ms)):
             record |= {f"{phase}_{kind}_ms_p{q:g}": float(np.percentile(values, q)) for q in QUANTILES}
-        record[f"{phase}_boundaries_per_s"] = len(gaps_ms) / options.seconds
+        record[f"{phase}_stages_per_s"] = len(gaps_ms) / options.seconds
     for kind in ("gap", "own"):
         record[f"growth_{kind}"] = record[f"bodies_{kind}_ms_p99"] / record[f"idle_{kind}_ms_p99"] - 1
     return record
@@ -206,9 +206,9 @@ def measure(options: Options, fate: str) -> FlatRecord:
 def main(options: Options) -> int:
     """Measure, print the medians, save."""
     configuration = {name: str(value) for name, value in asdict(options).items() if name != "results_dir"}
-    folder = ResultFolder("bench_boundary_gaps", configuration, options.results_dir)
+    folder = ResultFolder("bench_stage_gaps", configuration, options.results_dir)
     folder.record_invocation()
-    fixed = {"system": options.system, "backend": "measured: gaps between boundaries", "num_requests": options.streams}
+    fixed = {"system": options.system, "backend": "measured: gaps between stages", "num_requests": options.streams}
     records: list[FlatRecord] = []
     for number in range(1, options.rounds + 1):
         for fate in options.fates:
@@ -224,4 +224,4 @@ def main(options: Options) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse_options(Options, prog="benchmarks/bench_boundary_gaps.py")))
+    sys.exit(main(parse_options(Options, prog="benchmarks/bench_stage_gaps.py")))

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from apex.perf.lane_load import LaneLoad
+from apex.perf.gpu_batch_load import GpuBatchLoad
 from apex.perf.model import Curve, PerfModel
 from apex.schedulers.adaptive.choice import choose
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
-from swiftllm.core.plan import FREE, HOP, RIDE, Rule, Strategy
+from swiftllm.core.plan import FREE_RUNNING, JOINED, OVERLAPPED, CpuBatchMode, Strategy
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.engine.engine import Engine
 from tests.apex.schedulers.test_schedulers import STRATEGIES, drive
@@ -22,7 +22,7 @@ from tests.reference.fake_engine import fake_engine, flat_table
 from tests.reference.linear_profile import LAYERS, flat_ends_table
 
 NUM_LAYERS = 3  # of the fake engine
-MOST_POLLS = 21  # until a ticket of the fake backend is ready
+MOST_POLLS = 21  # until an attention task of the fake backend is ready
 
 
 @settings(max_examples=40)
@@ -72,16 +72,16 @@ def test_no_cpu_decode_starves(cpu_token_s: float, strategy: str) -> None:
     engine.add(engine.make_request("gpu", [2] * 4, SamplingParams(max_tokens=430, ignore_eos=True)))
     for i in range(num_cpu):
         engine.add(engine.make_request(f"cpu{i}", [2] * 440, SamplingParams(max_tokens=1000, ignore_eos=True)))
-    while engine.residents.waiting or engine.residents.prefilling:
+    while engine.state.waiting or engine.state.prefilling:
         engine.step()
-    token_of_a_cohort = MOST_POLLS * (NUM_LAYERS + 1)
-    bound = patience + num_cpu + 3 * token_of_a_cohort  # two cohorts under way, then its own
+    token_of_a_cpu_batch = MOST_POLLS * (NUM_LAYERS + 1)
+    bound = patience + num_cpu + 3 * token_of_a_cpu_batch  # two CPU batches under way, then its own
     if strategy == "no-overlap":
         bound = num_cpu * (patience + 1) + 1
-    on_cpu = list(engine.residents.running[Tier.CPU])
+    on_cpu = list(engine.state.running[Tier.CPU])
     assert len(on_cpu) == num_cpu
     outputs = {request: (request.output_len, 0) for request in on_cpu}
-    for iteration in range(1, 420 - engine.residents.iteration):
+    for iteration in range(1, 420 - engine.state.iteration):
         engine.step()
         for request, (output_len, _) in outputs.items():
             if request.output_len > output_len:
@@ -110,41 +110,41 @@ def plans(engine: Engine) -> list:
     return made
 
 
-def rules(made: list) -> set[Rule]:
-    return {cohort.rule for plan in made for cohort in plan.cohorts if plan.decodes}
+def rules(made: list) -> set[CpuBatchMode]:
+    return {cpu_batch.mode for plan in made for cpu_batch in plan.cpu_batches if plan.decodes}
 
 
 def test_a_slow_cpu_is_overlapped_and_a_fast_one_pipelined() -> None:
-    assert FREE in rules(plans(simulated(cpu_token_s=3e-6)))
+    assert FREE_RUNNING in rules(plans(simulated(cpu_token_s=3e-6)))
     made = plans(simulated(cpu_token_s=1e-8))
     pipelined = sum(plan.strategy is Strategy.PIPELINING for plan in made)
-    assert pipelined > 0.8 * sum(bool(plan.cohorts) for plan in made) > 0
+    assert pipelined > 0.8 * sum(bool(plan.cpu_batches) for plan in made) > 0
 
 
-def test_a_few_that_hide_behind_the_lanes_attention_ride_at_every_iteration() -> None:
-    """Those left over get their tokens at the pace of the lane, and cost it no step."""
+def test_a_few_that_hide_behind_the_gpu_batches_attention_join_at_every_iteration() -> None:
+    """Those left over get their tokens at the pace of the GPU batch, and cost it no stage alone."""
     engine = simulated(cpu_token_s=2e-8)
     few = 0
     while engine.has_unfinished():
-        num_cpu = len(engine.residents.decoding[Tier.CPU])
+        num_cpu = len(engine.state.decoding[Tier.CPU])
         engine.step()
         plan, _ = engine.last_iteration
         if 0 < num_cpu <= 3 and plan.decodes and not plan.swaps:
-            (cohort,) = plan.cohorts
-            assert cohort.rule is RIDE and len(cohort.requests) == num_cpu
+            (cpu_batch,) = plan.cpu_batches
+            assert cpu_batch.mode is JOINED and len(cpu_batch.requests) == num_cpu
             few += 1
     assert few > 5
 
 
 def test_free_running_can_be_switched_off() -> None:
     made = plans(simulated(StrategyConfig(disable_asynchronous_overlap=True), cpu_token_s=1e-7))
-    assert all(rule.waits for rule in rules(made))
+    assert all(mode.waits for mode in rules(made))
     assert {plan.strategy for plan in made} == {Strategy.GPU_ONLY, Strategy.PIPELINING}
 
 
 def test_pipelining_can_be_switched_off() -> None:
     made = plans(simulated(StrategyConfig(disable_asymmetric_pipelining=True), cpu_token_s=1e-8))
-    assert rules(made) and not any(rule.waits for rule in rules(made))
+    assert rules(made) and not any(mode.waits for mode in rules(made))
 
 
 def test_prompt_chunks_can_be_switched_off() -> None:
@@ -161,7 +161,7 @@ def test_a_forced_strategy_decides_whatever_the_model_predicts() -> None:
     forced = {"asymmetric-pipelining": True, "asynchronous-overlap": False}
     for strategy, waits in forced.items():
         made = plans(simulated(StrategyConfig(strategy=strategy), cpu_token_s=1e-6))
-        assert {rule.waits for rule in rules(made)} == {waits}
+        assert {mode.waits for mode in rules(made)} == {waits}
     assert not rules(plans(simulated(StrategyConfig(strategy="gpu-only"))))
 
 
@@ -169,64 +169,67 @@ def test_the_gpu_is_filled_first() -> None:
     engine = simulated(num_gpu_blocks=4000)
     while engine.has_unfinished():
         engine.step()
-        assert not engine.residents.running[Tier.CPU]
+        assert not engine.state.running[Tier.CPU]
 
 
 def test_a_choice_is_kept_until_the_load_has_changed(monkeypatch) -> None:
     """The rates of all strategies are computed in a small part of the iterations."""
     engine = simulated(cpu_token_s=3e-6)
     made = []
-    monkeypatch.setattr("apex.schedulers.adaptive.policy.choose", lambda *what: made.append(what) or choose(*what))
+    monkeypatch.setattr("apex.schedulers.adaptive.scheduler.choose", lambda *what: made.append(what) or choose(*what))
     iterations = len(plans(engine))
     assert 5 < len(made) < iterations / 3
 
 
 def choose_gpu_only(engine: Engine, monkeypatch) -> None:
-    """Past the prompts, with a policy that would leave CPU decodes out."""
-    while engine.residents.waiting or engine.residents.prefilling:
+    """Past the prompts, with a scheduler that would leave CPU decodes out."""
+    while engine.state.waiting or engine.state.prefilling:
         engine.step()
     monkeypatch.setattr(
-        "apex.schedulers.adaptive.policy.choose",
+        "apex.schedulers.adaptive.scheduler.choose",
         lambda times, sizes, load, _, most: choose(times, sizes, load, [Strategy.GPU_ONLY], most),
     )
-    engine.policy.use_model(engine.policy.model)  # the last choice does not stand any more
+    engine.scheduler.use_model(engine.scheduler.model)  # the last choice does not stand any more
 
 
-def sizes_of_started_cohorts(engine: Engine, iterations: int) -> list[int]:
+def sizes_of_started_cpu_batches(engine: Engine, iterations: int) -> list[int]:
     started: dict[int, int] = {}
     for _ in range(iterations):
         engine.step()
-        started |= {cohort.cohort_id: len(cohort.requests) for cohort in engine.last_iteration[0].cohorts}
+        started |= {
+            cpu_batch.cpu_batch_id: len(cpu_batch.requests) for cpu_batch in engine.last_iteration[0].cpu_batches
+        }
     return list(started.values())
 
 
-def test_those_left_out_get_a_tenth_of_the_lane(monkeypatch) -> None:
-    """A token for all of them costs about as much linear time as one pass of the lane: one in ten passes."""
+def test_those_left_out_get_a_tenth_of_the_gpu_batch(monkeypatch) -> None:
+    """A token for all of them costs about as much linear time as one pass of the GPU batch: one in ten passes."""
     engine = simulated()
     choose_gpu_only(engine, monkeypatch)
-    num_cpu = len(engine.residents.decoding[Tier.CPU])
-    started = sizes_of_started_cohorts(engine, 60)
+    num_cpu = len(engine.state.decoding[Tier.CPU])
+    started = sizes_of_started_cpu_batches(engine, 60)
     assert 4 <= len(started) <= 7 and started[0] > 0.8 * num_cpu > 10
 
 
 def test_an_overdue_request_takes_all_with_it(monkeypatch) -> None:
-    """Whatever the shares of time, one cohort of everybody starts after ``max_wait_iterations``."""
+    """Whatever the shares of time, one CPU batch of everybody starts after ``max_wait_iterations``."""
     patience = 10
     engine = simulated(StrategyConfig(max_wait_iterations=patience))
-    monkeypatch.setattr("apex.schedulers.adaptive.policy.LEFT_OUT_SHARE", 0.0)
+    monkeypatch.setattr("apex.schedulers.adaptive.scheduler.LEFT_OUT_SHARE", 0.0)
     choose_gpu_only(engine, monkeypatch)
-    started = sizes_of_started_cohorts(engine, 5 * patience)
+    started = sizes_of_started_cpu_batches(engine, 5 * patience)
     assert 2 <= len(started) <= 5 and started[0] > 20
 
 
-def test_a_cohort_steps_by_itself_where_that_yields_as_many_tokens_as_the_lane() -> None:
-    """A step of m decodes costs T_l(m) and one hand-over. In that time the lane would make a share of its g tokens."""
+def test_a_cpu_batch_steps_by_itself_where_that_yields_as_many_tokens_as_the_gpu_batch() -> None:
+    """A stage alone of m decodes costs T_l(m) and one hand-over. In that time the GPU batch would make a share of its g
+    tokens."""
     engine, members = simulated(), 12
-    model = engine.policy.model
-    load = LaneLoad(tokens=8, requests=8, decodes=8, decode_context=8 * 300, chunks=())
-    lane_layer_s = model.linear_s(8) + model.gpu_attention_s(8, 8 * 300)
-    even_s = members / 8 * lane_layer_s - model.linear_s(members)  # the hand-over at which both are the same
-    for share, rule in ((0.9, FREE), (1.1, HOP)):
+    model = engine.scheduler.model
+    load = GpuBatchLoad(tokens=8, requests=8, decodes=8, decode_context=8 * 300, chunks=())
+    gpu_batch_layer_s = model.linear_s(8) + model.gpu_attention_s(8, 8 * 300)
+    even_s = members / 8 * gpu_batch_layer_s - model.linear_s(members)  # the hand-over at which both are the same
+    for share, mode in ((0.9, FREE_RUNNING), (1.1, OVERLAPPED)):
         hand_over = Curve((1, 2), (share * even_s, share * even_s))
-        engine.policy.use_model(PerfModel(replace(model.table, hand_over=hand_over), LAYERS))
-        assert engine.policy._rule(members, load, True) is rule
+        engine.scheduler.use_model(PerfModel(replace(model.table, hand_over=hand_over), LAYERS))
+        assert engine.scheduler._rule(members, load, True) is mode

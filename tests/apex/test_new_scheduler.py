@@ -1,4 +1,4 @@
-"""A GPU-only policy that nothing here knows: one short file and one line make it a system, real and simulated."""
+"""A GPU-only scheduler that nothing here knows: one short file and one line make it a system, real and simulated."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Measures the parts of a lane's step on a CPU, and compares each with torch and with the machine's limits.
+"""Measures the parts of a GPU batch's step on a CPU, and compares each with torch and with the machine's limits.
 
 Every part runs through all layers, as in a step, so that weights come from memory as in a real run. Our operations and
 torch's alternate within a round. Figures are medians over rounds of CPU time, which equals real time on a core without
 other work. The lower bound of a part is the longer of two times: streaming its weights (for attention: K and V) from
 memory once, and its multiply-adds in float32 at the rate of a product that stays in the cache.
 
-OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/bench_lane.py [--help]
+OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/bench_gpu_batch.py [--help]
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StepPart:
 
 
 @dataclass(frozen=True)
-class DecodeLane:
+class DecodeGpuBatch:
     """``num_rows`` decodes with ``context_len`` tokens each, through a model with dummy weights."""
 
     config: ModelConfig
@@ -140,12 +140,13 @@ def timed(run: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Options:
-    """Measure every part of a CPU lane's decode iteration, and compare it with its lower bound and with torch."""
+    """Measure every part of a GPU batch on the CPU's decode iteration, and compare it with its lower bound and with
+    torch."""
 
     model: Path | None = None
     """Folder with a config.json (weights are random); by default SmolLM2-135M-Instruct from the cache."""
     num_rows: int = 64
-    """Number of decodes in the lane."""
+    """Number of decodes in the GPU batch."""
     context_len: int = 192
     """Context tokens of each decode."""
     rounds: int = 7
@@ -160,8 +161,8 @@ def main(options: Options) -> None:
     element = getattr(torch, options.dtype)
     config = ModelConfig.from_folder(options.model or default_model())
     weights = dummy_weights(config, "cpu", element)
-    lane = DecodeLane(config, weights, element, options.num_rows, options.context_len)
-    ours, torchs = (lane.parts(ops) for ops in (CpuOps(), Ops()))
+    gpu_batch = DecodeGpuBatch(config, weights, element, options.num_rows, options.context_len)
+    ours, torchs = (gpu_batch.parts(ops) for ops in (CpuOps(), Ops()))
     seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ours}
     compute_rates = []
     with torch.inference_mode():
@@ -188,4 +189,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_options(Options, prog="benchmarks/bench_lane.py"))
+    main(parse_options(Options, prog="benchmarks/bench_gpu_batch.py"))

@@ -1,4 +1,5 @@
-"""Parts of bench_gpu.py: iterations of several kinds of lane, their times, and where these go, kernel by kernel."""
+"""Parts of bench_gpu.py: iterations of several kinds of GPU batch, their times, and where these go, kernel by
+kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_parts import ROUNDS, Timer, host_seconds
-from swiftllm.core.plan import LaneItem, Swap
+from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.runtime.torch_backend import TorchBackend
 
@@ -23,8 +24,8 @@ LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpy
 
 
 @dataclass(frozen=True)
-class LaneSizes:
-    """Requests and tokens of the lanes. The blocks of all of one lane must fit the backend's GPU tier."""
+class GpuBatchSizes:
+    """Requests and tokens of the GPU batches. The blocks of all of one GPU batch must fit the backend's GPU tier."""
 
     decodes: int = 64
     decoded_context: int = 32
@@ -35,15 +36,15 @@ class LaneSizes:
     swapped_tokens: int = 800
 
 
-SMALL = LaneSizes(decodes=4, chunk=24, hits=3, hit_tokens=64, swapped_tokens=48)
+SMALL = GpuBatchSizes(decodes=4, chunk=24, hits=3, hit_tokens=64, swapped_tokens=48)
 """Of a rehearsal."""
 HIT_COMPUTED = 2
 
 
-class Lanes:
+class GpuBatches:
     """Iterations over blocks that hold zeros: their times depend on how many tokens there are, not on which."""
 
-    def __init__(self, backend: TorchBackend, sizes: LaneSizes) -> None:
+    def __init__(self, backend: TorchBackend, sizes: GpuBatchSizes) -> None:
         self._backend, self._sizes = backend, sizes
         for pool in backend.kv_pools.tensors.values():
             pool.zero_()
@@ -96,14 +97,14 @@ class Lanes:
     def _decoded_blocks(self) -> int:
         return -(-(self._sizes.decoded_context + 1) // self._backend.block_size)
 
-    def _decode(self, index: int) -> LaneItem:
+    def _decode(self, index: int) -> GpuBatchItem:
         blocks = range(index * self._decoded_blocks, (index + 1) * self._decoded_blocks)
         request = self._request(f"decode-{index}", self._sizes.decoded_context, list(blocks), Tier.GPU)
         request.append_token(1, 0.0)
-        return LaneItem(request, request.num_tokens - 1, 1, Tier.GPU, is_prefill=False)
+        return GpuBatchItem(request, request.num_tokens - 1, 1, Tier.GPU, is_prefill=False)
 
-    def _chunk(self, name: str, start: int, rows: int, blocks: list[int], tier: Tier = Tier.GPU) -> LaneItem:
-        return LaneItem(self._request(name, start + rows, blocks, tier), start, rows, tier, is_prefill=True)
+    def _chunk(self, name: str, start: int, rows: int, blocks: list[int], tier: Tier = Tier.GPU) -> GpuBatchItem:
+        return GpuBatchItem(self._request(name, start + rows, blocks, tier), start, rows, tier, is_prefill=True)
 
     def _request(self, name: str, tokens: int, blocks: list[int], tier: Tier) -> Request:
         request = Request(name, tuple(1 + place % 100 for place in range(tokens)), SamplingParams(max_tokens=64))
@@ -111,46 +112,46 @@ class Lanes:
         self._backend.block_tables = {**self._backend.block_tables, name: blocks}
         return request
 
-    def _iterate(self, items: Sequence[LaneItem]) -> None:
+    def _iterate(self, items: Sequence[GpuBatchItem]) -> None:
         iterate(self._backend, items)
 
 
-def iterate(backend: TorchBackend, items: Sequence[LaneItem], in_one_go: bool = True) -> None:
-    """An iteration of a lane without cohorts, in one go where that is possible and allowed."""
-    lane = backend.open_lane(items)
-    if in_one_go and backend.whole_iteration(lane) is not None:
+def iterate(backend: TorchBackend, items: Sequence[GpuBatchItem], in_one_go: bool = True) -> None:
+    """An iteration of a GPU batch without CPU batches, in one go where that is possible and allowed."""
+    gpu_batch = backend.open_gpu_batch(items)
+    if in_one_go and backend.run_full_graph(gpu_batch) is not None:
         return
     for layer in range(-1, backend.num_layers - 1):
-        backend.boundary(layer, [lane])
-        backend.gpu_attention(layer + 1, lane)
-    backend.boundary(backend.num_layers - 1, [lane])
+        backend.run_stage(layer, [gpu_batch])
+        backend.gpu_attention(layer + 1, gpu_batch)
+    backend.run_stage(backend.num_layers - 1, [gpu_batch])
 
 
 @torch.inference_mode()
-def lane_times(timer: Timer, backend: TorchBackend, sizes: LaneSizes) -> list[dict[str, Any]]:
-    """Time of an iteration, and the launching thread's CPU time in it, for each kind of lane."""
+def gpu_batch_times(timer: Timer, backend: TorchBackend, sizes: GpuBatchSizes) -> list[dict[str, Any]]:
+    """Time of an iteration, and the launching thread's CPU time in it, for each kind of GPU batch."""
     rows = []
-    for name, work in Lanes(backend, sizes).kinds.items():
+    for name, work in GpuBatches(backend, sizes).kinds.items():
         seconds = timer.median(work)
         host_s = statistics.median(host_seconds(timer, work) for _ in range(ROUNDS))
-        rows.append({"lane": name, "ms": seconds * 1e3, "host_ms": host_s * 1e3})
+        rows.append({"gpu_batch": name, "ms": seconds * 1e3, "host_ms": host_s * 1e3})
     return rows
 
 
 @torch.inference_mode()
-def lane_profiles(timer: Timer, backend: TorchBackend, sizes: LaneSizes) -> list[dict[str, Any]]:
-    """A table of kernels for each kind of lane, of :data:`PROFILED` iterations; see :func:`kernel_table`."""
+def gpu_batch_profiles(timer: Timer, backend: TorchBackend, sizes: GpuBatchSizes) -> list[dict[str, Any]]:
+    """A table of kernels for each kind of GPU batch, of :data:`PROFILED` iterations; see :func:`kernel_table`."""
     on_gpu = timer.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     tables = []
-    for name, work in Lanes(backend, sizes).kinds.items():
+    for name, work in GpuBatches(backend, sizes).kinds.items():
         work()  # compiles what it needs
         timer.synchronize()
         with profile(activities=activities) as profiler:
             for _ in range(PROFILED):
                 work()
             timer.synchronize()
-        tables.append({"lane": name, "iterations": PROFILED, **kernel_table(profiler.events(), on_gpu)})
+        tables.append({"gpu_batch": name, "iterations": PROFILED, **kernel_table(profiler.events(), on_gpu)})
     return tables
 
 
