@@ -18,7 +18,7 @@ Window = tuple[Callable[[int, int], float], float]
 
 
 @dataclass
-class CpuBatch:
+class PipelineBatch:
     """CPU decodes of one batch, and the sum of their context in tokens."""
 
     requests: list[Request] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Pipeline:
 
     def __init__(self, model: PerfModel, load: GpuBatchLoad) -> None:
         self.model = model
-        self.batches = (CpuBatch(), CpuBatch())
+        self.batches = (PipelineBatch(), PipelineBatch())
         self.set_load(load)
 
     def set_load(self, load: GpuBatchLoad) -> None:
@@ -56,7 +56,7 @@ class Pipeline:
     def num_requests(self) -> int:
         return self.load.requests + self.batches[0].size + self.batches[1].size
 
-    def hides(self, batch: CpuBatch, size: int, context: int) -> bool:
+    def hides(self, batch: PipelineBatch, size: int, context: int) -> bool:
         """Whether the CPU attention of a layer stays hidden if the batch has these sizes."""
         return any(seconds(size, context) <= window_s for seconds, window_s in self._windows(batch))
 
@@ -64,7 +64,7 @@ class Pipeline:
         """Whether the GPU batch never waits for CPU attention."""
         return all(self.hides(batch, batch.size, batch.context_tokens) for batch in self.batches)
 
-    def _windows(self, batch: CpuBatch) -> list[Window]:
+    def _windows(self, batch: PipelineBatch) -> list[Window]:
         """What must fit into what: T_c0 into T_l1 + T_ga0 for batch-0, T_c1 into T_l0 for batch-1.
 
         Where weights are streamed, the GPU batch waits for a layer's before batch-0's stage. So batch-1's attention is
@@ -113,7 +113,7 @@ class Pipeline:
             if not any(runs):
                 queue.skip_too_long(self._fits_a_batch())
 
-    def _take_hidden_run(self, batch: CpuBatch, queue: CpuDecodeQueue) -> int:
+    def _take_hidden_run(self, batch: PipelineBatch, queue: CpuDecodeQueue) -> int:
         """Add as many of the next requests to a batch as stay hidden there; returns how many."""
         context, size, tokens, run = queue.context_of_next, batch.size, batch.context_tokens, 0
         for seconds, window_s in self._windows(batch):
