@@ -25,9 +25,8 @@ import torch
 from pacpu import rows
 from swiftllm.core.request import Tier
 from swiftllm.device.host import HostDevice
-from swiftllm.kv.budget import KVPlan
 from swiftllm.kv.format import KVFormat
-from swiftllm.kv.pools import KVPools
+from swiftllm.kv.pools import KVPlan, KVPools
 from swiftllm.machine import cpu_model, usable_cores
 from swiftllm.ops.interface import Ops
 from swiftllm.runtime.cpu_tier import LocalCpuTier

@@ -6,15 +6,37 @@ import contextlib
 import math
 import mmap
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 import pacpu
 from swiftllm.core.request import Tier
-from swiftllm.kv.budget import KVPlan
 from swiftllm.kv.format import KVFormat
 from swiftllm.kv.layer_groups import LayerGroups
+from swiftllm.machine import GIB
 from swiftllm.model.config.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class KVPlan:
+    """Number of blocks in each tier, their tokens, and their bytes in all layers of a group."""
+
+    num_blocks: Mapping[Tier, int]
+    block_size: int
+    bytes_per_block: Mapping[Tier, int]
+
+    def describe(self, max_model_len: int, groups: LayerGroups) -> list[str]:
+        """One line per tier: blocks, tokens, GiB, and how many requests of ``max_model_len`` tokens it holds; one more
+        where layers have windows."""
+        blocks_per_request = groups.blocks_for(max_model_len)
+        lines = [
+            f"{tier.value.upper()} tier: {blocks:,} blocks of {self.block_size} = {blocks * self.block_size:,} tokens, "
+            f"{blocks * self.bytes_per_block[tier] / GIB:.2f} GiB, {blocks / blocks_per_request:,.1f} requests of "
+            f"{max_model_len:,} tokens"
+            for tier, blocks in self.num_blocks.items()
+        ]
+        return lines if groups.are_exact else [*lines, groups.describe()]
 
 
 class KVPools:

@@ -11,7 +11,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.device import open_device
 from swiftllm.engine.backend import AttentionFuture
-from swiftllm.kv.budget import KVPlan
+from swiftllm.kv.pools import KVPlan
 from swiftllm.machine import InsufficientMemory
 from swiftllm.parallel.group import Group
 from swiftllm.parallel.loading import load_rank

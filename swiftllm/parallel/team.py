@@ -21,7 +21,7 @@ import torch
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.engine.backend import RankFailed
-from swiftllm.kv.budget import KVPlan
+from swiftllm.kv.pools import KVPlan
 from swiftllm.machine import allowed_cores, bind_to, unbind, usable_cores
 from swiftllm.parallel.group import Group
 from swiftllm.parallel.launch import SpawnedRanks

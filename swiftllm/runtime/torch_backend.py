@@ -14,9 +14,9 @@ from swiftllm.core.request import Request, Tier, TokenLogprob
 from swiftllm.device import open_device
 from swiftllm.device.device import Device
 from swiftllm.engine.backend import AttentionFuture
-from swiftllm.kv.budget import KVPlan, check_weights, plan_blocks
+from swiftllm.kv.budget import check_weights, plan_blocks
 from swiftllm.kv.format import check_kv
-from swiftllm.kv.pools import KVPools
+from swiftllm.kv.pools import KVPlan, KVPools
 from swiftllm.machine import available_host_bytes
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.stages.loaded_weights import open_weights

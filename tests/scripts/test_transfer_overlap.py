@@ -16,9 +16,8 @@ from swiftllm.core.plan import Swap
 from swiftllm.core.request import Request, Tier
 from swiftllm.core.sampling_params import SamplingParams
 from swiftllm.device.host import HostDevice
-from swiftllm.kv.budget import KVPlan
 from swiftllm.kv.format import KVFormat
-from swiftllm.kv.pools import KVPools
+from swiftllm.kv.pools import KVPlan, KVPools
 from swiftllm.ops.interface import Ops
 from swiftllm.runtime.kv_transfers import KVTransfers
 
