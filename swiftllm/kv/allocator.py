@@ -10,10 +10,20 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from swiftllm.scheduling.host_pools import BlockFetcher
+
+class BlockFetcher(Protocol):
+    """Brings blocks of other hosts here, so that the swap that reads them does not wait for a host. Block ids are those
+    of the CPU tier; the blocks of a call lie on one host, and are not written until they are swapped or dropped."""
+
+    def fetch(self, blocks: Sequence[int]) -> None:
+        """Begin, without waiting. If the host is gone, they never come."""
+
+    def has_fetched(self, blocks: Sequence[int]) -> bool: ...
+
+    def drop_fetched(self, blocks: Sequence[int]) -> None:
+        """They are not wanted any more; ignored for those that were swapped."""
 
 
 class BlockOrder:

@@ -3,24 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
-
 from swiftllm.core.request import Request, Tier
 from swiftllm.kv.allocator import BlockPool
 from swiftllm.kv.blocks import KVCacheManager
-
-
-class BlockFetcher(Protocol):
-    """Brings blocks of other hosts here, so that the swap that reads them does not wait for a host. Block ids are those
-    of the CPU tier; the blocks of a call lie on one host, and are not written until they are swapped or dropped."""
-
-    def fetch(self, blocks: Sequence[int]) -> None:
-        """Begin, without waiting. If the host is gone, they never come."""
-
-    def has_fetched(self, blocks: Sequence[int]) -> bool: ...
-
-    def drop_fetched(self, blocks: Sequence[int]) -> None:
-        """They are not wanted any more; ignored for those that were swapped."""
 
 
 class Fetches:
