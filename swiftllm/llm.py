@@ -14,7 +14,7 @@ from typing import Any, Self
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import RequestOutput, SamplingParams, ServiceClass
 from swiftllm.model.folder.hub import model_folder
-from swiftllm.systems import build_engine
+from swiftllm.runtime.build import build_engine
 
 Prompt = str | Sequence[int]
 

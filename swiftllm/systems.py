@@ -137,19 +137,10 @@ register_system(
 )
 
 
-# -- engines on this machine ------------------------------------------------------------------------------------------
-
-
-def _build_gpu_only(system: System, config: EngineConfig, strategy: Mapping[str, Any]) -> Engine:
-    if config.weights_gpu_memory is not None:
-        raise ValueError("weights_gpu_memory needs the package apex, which places weights: install it or drop it")
-    from swiftllm.runtime.build import build_gpu_only  # loads torch
-
-    return build_gpu_only(system, config)
-
+# -- what builds them on this machine ---------------------------------------------------------------------------------
 
 Builder = Callable[[System, "EngineConfig", Mapping[str, Any]], Engine]
-_builder: Builder = _build_gpu_only
+_builder: Builder | None = None
 
 
 def use_builder(builder: Builder) -> None:
@@ -161,16 +152,7 @@ def use_builder(builder: Builder) -> None:
     _builder = builder
 
 
-def build_engine(name: str, config: EngineConfig, strategy: Mapping[str, Any] | None = None) -> Engine:
-    """An engine of the named system on this machine. ``strategy``: fields of its strategy, by default its own.
-
-    Raises:
-        ValueError: no such system; the message lists those there are. Or an option is out of its range.
-        TypeError: the system's strategy has no such field.
-    """
-    system, strategy = find_system(name), strategy or {}
-    if strategy and not system.needs_predictions:
-        raise TypeError(
-            f"system={name!r} has no option {', '.join(strategy)}: it uses the GPU only and has no strategy"
-        )
-    return _builder(system, config, strategy)
+def plugin_builder() -> Builder | None:
+    """What a plugin builds engines with, if one does."""
+    _load_plugins()
+    return _builder

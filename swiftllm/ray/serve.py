@@ -79,7 +79,7 @@ def start_engine(system: str, config: EngineConfig) -> ASGIApp:
 
 def build_service(system: str, config: EngineConfig) -> EngineService:
     """What the engine's process runs."""
+    from swiftllm.runtime.build import build_engine
     from swiftllm.server.service.service import EngineService
-    from swiftllm.systems import build_engine
 
     return EngineService(build_engine(system, replace(config, model=str(model_folder(config.model)))))

@@ -15,10 +15,10 @@ import torch
 
 from swiftllm.core.request import Request, Tier
 from swiftllm.device.device import Device, Event
+from swiftllm.engine.backend import AttentionFuture
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.ops.interface import ChunkLens, ContextBlocks
 from swiftllm.runtime.description import Chunk, CpuBatchInput, GpuBatchInput
-from swiftllm.runtime.kv_transfers import ContextLoad
 from swiftllm.sampling.logprobs import PromptRows
 
 
@@ -70,6 +70,18 @@ class StoredRows:
     rows: slice | torch.Tensor  # the latter int64, on the device
     blocks: torch.Tensor  # int64 [rows]
     offsets: torch.Tensor  # int64 [rows]
+
+
+@dataclass
+class ContextLoad:
+    """K and V of the earlier tokens of a call's chunks, on their way from the CPU tier to the device: ``parts [2,
+    num_kv_heads, tokens, head_dim]`` of each, there once the ``futures`` are ready and then the ``events`` pass."""
+
+    layer: int
+    call: int
+    parts: list[torch.Tensor]
+    futures: list[AttentionFuture] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
 
 @dataclass

@@ -16,7 +16,26 @@ from swiftllm.runtime.attention_choices import use_fastest_attention
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
 from swiftllm.runtime.workers import InlineWorker, MakeWorker
 from swiftllm.scheduling.admission import SchedulerLimits
-from swiftllm.systems import Platform, System, build
+from swiftllm.systems import Platform, System, build, find_system, plugin_builder
+
+
+def build_engine(name: str, config: EngineConfig, strategy: Mapping[str, Any] | None = None) -> Engine:
+    """An engine of the named system on this machine. ``strategy``: fields of its strategy, by default its own.
+
+    Raises:
+        ValueError: no such system; the message lists those there are. Or an option is out of its range.
+        TypeError: the system's strategy has no such field.
+    """
+    system, strategy = find_system(name), strategy or {}
+    if strategy and not system.needs_predictions:
+        raise TypeError(
+            f"system={name!r} has no option {', '.join(strategy)}: it uses the GPU only and has no strategy"
+        )
+    if (builder := plugin_builder()) is not None:
+        return builder(system, config, strategy)
+    if config.weights_gpu_memory is not None:
+        raise ValueError("weights_gpu_memory needs the package apex, which places weights: install it or drop it")
+    return build_gpu_only(system, config)
 
 
 def make_backend(

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,27 +29,13 @@ from swiftllm.device.device import Device, Event
 from swiftllm.engine.backend import AttentionFuture
 from swiftllm.kv.pools import KVPools
 from swiftllm.ops.interface import Ops
+from swiftllm.runtime.batch import ContextLoad, GpuBatchTensors, PrefillGroup
 from swiftllm.runtime.cpu_tier import CpuTier
 from swiftllm.runtime.pacing import Pacer
 from swiftllm.runtime.workers import BlocksRead, BlocksWrite, ContextRead, RowsWrite
 
-if TYPE_CHECKING:
-    from swiftllm.runtime.batch import GpuBatchTensors, PrefillGroup
-
 CHUNK_BYTES = 4 << 20  # of one transfer of blocks
 SNAPSHOTS = 2  # most copies of a layer's K and V that wait on the device for their way to the host
-
-
-@dataclass
-class ContextLoad:
-    """K and V of the earlier tokens of a call's chunks, on their way from the CPU tier to the device: ``parts [2,
-    num_kv_heads, tokens, head_dim]`` of each, there once the ``futures`` are ready and then the ``events`` pass."""
-
-    layer: int
-    call: int
-    parts: list[torch.Tensor]
-    futures: list[AttentionFuture] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 from swiftllm.core.request import Request, Tier
 from swiftllm.kv.allocator import BlockPool
 from swiftllm.kv.blocks import KVCacheManager

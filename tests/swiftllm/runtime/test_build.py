@@ -12,8 +12,9 @@ import pytest
 
 from swiftllm.config import EngineConfig
 from swiftllm.runtime import build
+from swiftllm.runtime.build import build_engine
 from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.systems import System, build_engine
+from swiftllm.systems import System
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 
 WITHOUT_APEX = """
