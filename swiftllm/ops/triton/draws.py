@@ -10,20 +10,20 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from swiftllm.ops import draw_rules as rules
+from swiftllm.ops import draw_rules
 
-WEIGHT_OF_THE_LIKELIEST = tl.constexpr(rules.WEIGHT_OF_THE_LIKELIEST)
-LEAST_EXPONENT = tl.constexpr(rules.LEAST_EXPONENT)
+WEIGHT_OF_THE_LIKELIEST = tl.constexpr(draw_rules.WEIGHT_OF_THE_LIKELIEST)
+LEAST_EXPONENT = tl.constexpr(draw_rules.LEAST_EXPONENT)
 # A weight is an upper and a lower half, each at most 2**17. An int32 holds the sum of a tile's halves.
-HALF_BITS = tl.constexpr(rules.WEIGHT_BITS // 2)
-HALF = tl.constexpr(2.0 ** (rules.WEIGHT_BITS // 2))
-HALF_UNIT = tl.constexpr(2.0 ** -(rules.WEIGHT_BITS // 2))
-MOST_TILE = 1 << (30 - rules.WEIGHT_BITS // 2)
-UNIFORM_SCALE = tl.constexpr(2.0**rules.UNIFORM_BITS)
-UNIFORM_UNIT = tl.constexpr(2.0**-rules.UNIFORM_BITS)
-DROPPED_BITS = tl.constexpr(64 - rules.UNIFORM_BITS)
-STEP, FIRST_FACTOR = tl.constexpr(rules.STEP), tl.constexpr(rules.FIRST_FACTOR)
-SECOND_FACTOR = tl.constexpr(rules.SECOND_FACTOR)
+HALF_BITS = tl.constexpr(draw_rules.WEIGHT_BITS // 2)
+HALF = tl.constexpr(2.0 ** (draw_rules.WEIGHT_BITS // 2))
+HALF_UNIT = tl.constexpr(2.0 ** -(draw_rules.WEIGHT_BITS // 2))
+MOST_TILE = 1 << (30 - draw_rules.WEIGHT_BITS // 2)
+UNIFORM_SCALE = tl.constexpr(2.0**draw_rules.UNIFORM_BITS)
+UNIFORM_UNIT = tl.constexpr(2.0**-draw_rules.UNIFORM_BITS)
+DROPPED_BITS = tl.constexpr(64 - draw_rules.UNIFORM_BITS)
+STEP, FIRST_FACTOR = tl.constexpr(draw_rules.STEP), tl.constexpr(draw_rules.FIRST_FACTOR)
+SECOND_FACTOR = tl.constexpr(draw_rules.SECOND_FACTOR)
 
 
 @triton.jit
