@@ -263,7 +263,7 @@ setup(
     packages=[*find_packages(include=["swiftllm*", "apex*", "pacpu*", "evaluation*"]), "apex.configs"],
     package_dir={"apex.configs": "configs"},  # apex/source_tree.py finds it in either place
     package_data={
-        "swiftllm.server.observe": ["page/*"],
+        "swiftllm.server": ["page/*"],
         "evaluation": ["templates/*"],
         "apex.configs": ["**/*.yaml", "**/*.json", "groundtruth/**"],
     },

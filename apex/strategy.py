@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from swiftllm.core.slo import Slo
+from swiftllm.core.request import Slo
 
 StrategyName = Literal["auto", "gpu-only", "asymmetric-pipelining", "asynchronous-overlap"]
 

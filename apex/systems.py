@@ -1,89 +1,73 @@
-"""Builds any named system on this machine, for the CLI, the server and the harness."""
+"""The table of the papers' systems, and what `swiftllm` finds of this package where it is installed."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
-from apex.perf.core_division import division_rates, fastest
-from apex.perf.model import PerfModel, ProfileTable
-from apex.perf.profile_cache import cpu_attention_gbps, load_or_measure, with_copies
-from apex.placement.budget import UniformLoad
-from apex.placement.measured import place_weights
+from apex.schedulers.adaptive import Adaptive
+from apex.schedulers.apex import Apex
+from apex.schedulers.hybrid import Predicting
+from apex.schedulers.neo import FastDecode, Neo
+from apex.schedulers.omniserve import Llumnix, OmniServe, OmniServeStepping, Sarathi
 from apex.strategy import StrategyConfig
-from swiftllm.config import EngineConfig
-from swiftllm.engine.engine import Engine
-from swiftllm.model.stages.placement import Placement
-from swiftllm.remote.connect import connect_hosts
-from swiftllm.runtime.attention_choices import use_fastest_attention
-from swiftllm.runtime.build import build_gpu_only, closed_on_failure, make_backend, this_machine
-from swiftllm.runtime.cores import core_divisions
-from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers import CpuWorker, InlineWorker
-from swiftllm.systems import build, find_system
+from swiftllm.core.request import Tier
+from swiftllm.systems import System, register_system, use_builder
+
+if TYPE_CHECKING:
+    from swiftllm.config import EngineConfig
+    from swiftllm.engine.engine import Engine
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+# The papers' schedulers: scheduler state and predictions to an iteration plan. Importing this registers them.
 
 
-def build_system(
-    name: str,
-    config: EngineConfig,
-    strategy: StrategyConfig | None = None,
-    *,
-    profile: Path | ProfileTable | None = None,
-    workload: UniformLoad | None = None,
-) -> Engine:
-    """Build an engine of a named system.
-
-    Args:
-        name: one of :func:`swiftllm.systems.systems`.
-        config: model, device, pools.
-        strategy: how the CPU is used; by default the system's own rule.
-        profile: the file of a profile table, or a table, which is used unchecked; by default the table cached for this
-            machine and model, measured now if there is none.
-        workload: the requests that ``weights_gpu_memory="auto"`` chooses for; by default assumed ones.
+def register_scheduler(
+    name: str, summary: str, scheduler: type[Predicting], cached_tiers: tuple[Tier, ...] = tuple(Tier)
+) -> None:
+    """Make a scheduler that decodes on the CPU a named system, real and simulated. See
+    :class:`~swiftllm.systems.System` for ``cached_tiers``.
 
     Raises:
-        ValueError: no such system, or options that contradict each other.
-        ProfileMismatch: the table of the given file was measured on something else.
+        ValueError: another system has that name.
     """
-    system = find_system(name)
-    use_fastest_attention()  # first, since what is measured from here on depends on it
-    plan = place_weights(config, workload, offloads=system.needs_predictions)
-    placed = {"weights_placement": plan.describe()} if plan.describe() else {}
-    if not system.needs_predictions:
-        return build_gpu_only(system, config, plan.placement, placed)
-    strategy = strategy or StrategyConfig()
-    backend = open_backend(config, plan.placement)
-    with closed_on_failure(backend):
-        if config.attention_hosts is not None:
-            backend.use_hosts(connect_hosts(config, backend))
-        platform = this_machine(system, config, backend)
-        table = profile if isinstance(profile, ProfileTable) else load_or_measure(config, backend, profile)
-        table = with_copies(table, plan.placement, plan.stream_s)
-        details = {
-            "strategy": asdict(strategy),
-            "profile": dict(table.identity),
-            "attention_hosts": [] if backend.attention_hosts is None else backend.attention_hosts.describe(),
-            **placed,
-            "cpu_attention_gbps": cpu_attention_gbps(table, backend),
-        }
-        return build(system, platform, (PerfModel(table, backend.num_layers), strategy), details)
+    register_system(System(name, summary, scheduler, needs_predictions=True, cached_tiers=cached_tiers))
 
 
-def open_backend(
-    config: EngineConfig, placement: Placement | None = None, *, measure_again: bool = False
-) -> TorchBackend:
-    """A backend with the CPU worker that will serve, and the cores divided between worker and GPU batch.
+register_scheduler("neo", "NEO (MLSys'25): load-aware scheduling, asymmetric pipelining", Neo, ())
+register_scheduler("fastdecode", "FastDecode+ (in NEO): all decode attention on the CPU", FastDecode, ())
+register_scheduler("apex", "APEX: an inequality chooses pipelining or asynchronous overlap", Apex)
+register_scheduler("adaptive", "this project's: prompts beside decodes, lockstep or free-running CPU batches", Adaptive)
+register_scheduler("omniserve", "OmniServe (SIGMOD'26): best-effort requests in the time that targets leave", OmniServe)
+register_scheduler(
+    "omniserve-stepping",
+    "omniserve whose best-effort CPU batches also run stages alone (this project's)",
+    OmniServeStepping,
+)
+register_scheduler("sarathi", "Sarathi-Serve (OSDI'24) with two classes: GPU only, within targets", Sarathi, ())
+register_system(
+    System("llumnix", "Llumnix (OSDI'24), one instance: GPU only, blocks reserved", Llumnix, cached_tiers=())
+)
 
-    ``config`` may give the division. Otherwise it is the one that decodes fastest, from the cache or measured now.
-    ``measure_again``: that, and how CPU attention is fastest.
+
+# -- engines that predict their times ----------------------------------------------------------------------------------
+# What `swiftllm` finds of this package where it is installed: its systems, and engines that predict their times.
+
+
+def build(system: System, config: EngineConfig, strategy: Mapping[str, Any]) -> Engine:
     """
-    if measure_again:
-        use_fastest_attention(measure_again=True)
-    # The profile times CPU attention while the GPU batch computes, so the worker needs its own thread here too.
-    backend = make_backend(config, InlineWorker if config.synchronous else CpuWorker, placement=placement)
-    with closed_on_failure(backend):
-        without_gpu = backend.device.type == "cpu"
-        divisions = core_divisions(config, without_gpu=without_gpu)
-        if len(divisions) > 1 and (backend.num_cpu_blocks or (without_gpu and backend.num_gpu_blocks)):
-            backend.use_cores(fastest(divisions, division_rates(config, backend, divisions, measure_again)))
-    return backend
+    Raises:
+        TypeError: a name is no field of :class:`StrategyConfig`.
+    """
+    from apex.build import build_system  # loads torch
+
+    known = {field.name for field in fields(StrategyConfig)}
+    if unknown := [name for name in strategy if name not in known]:
+        raise TypeError(
+            f"system={system.name!r} has no option {', '.join(unknown)}: its own are {', '.join(sorted(known))}"
+        )
+    return build_system(system.name, config, StrategyConfig(**strategy))
+
+
+use_builder(build)

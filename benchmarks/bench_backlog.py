@@ -33,7 +33,7 @@ if __name__ == "__main__" and not __package__:  # run as a file
 import httpx
 import numpy as np
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
@@ -42,10 +42,10 @@ from evaluation.measure.server import connect_server
 from evaluation.results.folder import FlatRecord, ResultFolder, markdown_table
 from evaluation.results.paths import RESULTS_DIR, default_model
 from swiftllm.engine.engine import Engine
-from swiftllm.model.folder.tokenizer import Tokenizer
-from swiftllm.ports import reserved_port
+from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.processes import reserved_port
+from swiftllm.server.engine_process import EngineService
 from swiftllm.server.run import run_server
-from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 
 NUM_LAYERS = 4

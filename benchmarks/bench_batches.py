@@ -25,7 +25,7 @@ if __name__ == "__main__" and not __package__:  # run as a file
 from rich.console import Console
 
 import pacpu
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from benchmarks.bench_gpu_batch import timed
 from benchmarks.bench_pacpu import MIN_TIMED_BYTES, fitting
 from benchmarks.pacpu_cases import (
@@ -44,7 +44,7 @@ from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.folder import FlatRecord, ResultFolder
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.machine import cpu_model
-from swiftllm.runtime.attention_choices import use_fastest_attention
+from swiftllm.runtime.cpu_tuning import use_fastest_attention
 
 NAME = "pacpu-batches"
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

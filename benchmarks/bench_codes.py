@@ -19,12 +19,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from benchmarks.bench_gpu_batch import timed
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Linear
-from swiftllm.ops.quantised_matrix import QuantisedMatrix
-from swiftllm.read_limit import read_limit
+from swiftllm.ops.matrices import QuantisedMatrix
+from swiftllm.runtime.cpu_tuning import read_limit
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 

@@ -14,11 +14,11 @@ from typing import Any
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from evaluation.results.folder import ResultFolder, markdown_table
 from evaluation.results.paths import RESULTS_DIR
-from swiftllm.parallel.launch import SpawnedRanks
-from swiftllm.parallel.pipe import Pipe
+from swiftllm.parallel.communication import Pipe
+from swiftllm.parallel.team import SpawnedRanks
 
 COMMAND = ("run_stage", 17, [3, 5, 8])  # a GPU batch with two joined CPU batches
 COLUMNS = (

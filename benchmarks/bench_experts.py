@@ -19,12 +19,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from benchmarks.bench_gpu_batch import timed
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.ops.experts import ClampedSwiGLU, ExpertWeights
-from swiftllm.ops.quantised_matrix import MXFP4_GROUP, QuantisedMatrix
-from swiftllm.read_limit import read_limit
+from swiftllm.ops.matrices import MXFP4_GROUP, ClampedSwiGLU, ExpertWeights, QuantisedMatrix
+from swiftllm.runtime.cpu_tuning import read_limit
 
 ROWS = (1, 2, 4, 8, 16, 32)
 DENSE_OUT, DENSE_IN = 11008, 4096

@@ -52,7 +52,7 @@ from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device import CudaDevice, Device, open_device
 from swiftllm.files import check_writable, save_result
 from swiftllm.machine import InsufficientMemory, usable_cores
-from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.config import ModelConfig
 from swiftllm.runtime.torch_backend import TorchBackend, device_name, open_torch_backend
 from swiftllm.sampling.sampler import Sampler
 

@@ -24,14 +24,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from evaluation.results.paths import default_model
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.config.rope import rotary_table
-from swiftllm.model.weights.llama_weights import LayerWeights, LlamaWeights, dummy_weights
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.rope import rotary_table
+from swiftllm.model.weights import LayerWeights, LlamaWeights, dummy_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Linear, Ops
-from swiftllm.read_limit import read_limit
+from swiftllm.runtime.cpu_tuning import read_limit
 
 BLOCK_SIZE = 16
 

@@ -29,9 +29,9 @@ if __name__ == "__main__" and not __package__:  # run as a file
 from rich.console import Console
 from rich.table import Table
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from swiftllm.files import cache_dir
-from swiftllm.model.folder.tokenizer import Tokenizer
+from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import GrammarCompiler
 from tests.reference.random_schemas import Schema, random_schema
 
@@ -193,8 +193,7 @@ def sample_rows(options: Options, console: Console) -> None:
     """Print milliseconds of the thread's processor time, so that other processes count little."""
     import torch
 
-    from swiftllm.core.request import Request
-    from swiftllm.core.sampling_params import SamplingParams
+    from swiftllm.core.request import Request, SamplingParams
     from swiftllm.sampling.sampler import Sampler
 
     torch.set_num_threads(1)

@@ -20,12 +20,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from benchmarks.bench_gpu_batch import timed
 from benchmarks.pacpu_cases import BF16_ISAS, Case, Memory, Shape, kernel_contenders
 from swiftllm.machine import last_level_cache_bytes
-from swiftllm.read_limit import read_limit, read_limit_bytes
-from swiftllm.runtime.attention_choices import use_fastest_attention
+from swiftllm.runtime.cpu_tuning import read_limit, read_limit_bytes, use_fastest_attention
 
 CONTEXT = 1024
 MOST_CACHE_BYTES = 1 << 30

@@ -22,11 +22,10 @@ if __name__ == "__main__" and not __package__:  # run as a file
 from rich.console import Console
 from rich.table import Table
 
-from apex.cli.flags import SystemName
-from apex.cli.parser import parse_options
-from apex.systems import build_system
+from apex.build import build_system
+from apex.cli.options import SystemName, parse_options
 from swiftllm.config import DtypeName, EngineConfig, check_at_least
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import SamplingParams
 from swiftllm.engine.engine import Engine
 from swiftllm.machine import cpu_model, usable_cores
 

@@ -30,7 +30,7 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 import httpx
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from evaluation.measure.server import LaunchedServer, ServerCommand, launched_server
 from evaluation.results.folder import FlatRecord, ResultFolder, flat_record, markdown_table
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR, default_model

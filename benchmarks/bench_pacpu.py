@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_WAIT_SCHEDULER", "passive")
 import torch
 
 import pacpu
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from benchmarks import pacpu_shared
 from benchmarks.pacpu_cases import (
     ALL_WAYS,
@@ -55,8 +55,7 @@ from evaluation.plots.style import save_figure
 from evaluation.results.folder import FlatRecord, ResultFolder
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.machine import available_host_bytes, cpu_model, last_level_cache_bytes, usable_cores
-from swiftllm.read_limit import read_limit, read_limit_bytes
-from swiftllm.runtime.attention_choices import use_fastest_attention
+from swiftllm.runtime.cpu_tuning import read_limit, read_limit_bytes, use_fastest_attention
 
 SHAPES = (
     Shape(1, 512), Shape(1, 2048), Shape(8, 1024), Shape(16, 1024, ragged=True), Shape(32, 512), Shape(32, 2048),

@@ -29,12 +29,12 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 import torch
 
-from apex.cli.parser import parse_options
-from swiftllm.device.host import HostDevice
-from swiftllm.remote.frames import SECRET_VARIABLE, KVShape
+from apex.cli.options import parse_options
+from swiftllm.device import HostDevice
 from swiftllm.remote.host import AttentionHost
+from swiftllm.remote.protocol import SECRET_VARIABLE, KVShape
 from swiftllm.remote.tier import RemoteCpuTier
-from swiftllm.runtime.workers import AttentionTask, CpuTask, TaskRunner
+from swiftllm.runtime.cpu_tier import AttentionTask, CpuTask, TaskRunner
 
 LLAMA_8B = KVShape(1, num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16", cpu_kv_dtype="auto")
 SECRET = b"benchmark"
@@ -114,10 +114,10 @@ def overheads_s(tier: RemoteCpuTier, rows: int, context: int, futures: int) -> l
 
 def iteration_s(delay_s: float, iterations: int) -> tuple[float, float]:
     """Median and 90th percentile of iterations in which overlapped CPU batches live on a host with that delay."""
+    from apex.build import build_system
     from apex.strategy import StrategyConfig
-    from apex.systems import build_system
     from swiftllm.config import EngineConfig
-    from swiftllm.core.sampling_params import SamplingParams
+    from swiftllm.core.request import SamplingParams
     from tests.reference.fake_engine import flat_table
     from tests.reference.tiny_model import make_tiny_llama
 

@@ -24,7 +24,7 @@ if __name__ == "__main__" and not __package__:  # run as a file
 import numpy as np
 from rich.progress import track
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
 from benchmarks.bench_simulator import NUM_LAYERS, example_table

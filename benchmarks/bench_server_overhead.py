@@ -39,10 +39,9 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 import numpy as np
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from apex.perf.model import FREE, ProfileTable, Surface
-from apex.replay.metrics import distribution_metrics, output_tokens_per_s, per_token_latency_s
-from apex.replay.records import RequestRecord
+from apex.replay.metrics import RequestRecord, distribution_metrics, output_tokens_per_s, per_token_latency_s
 from apex.simulator.build import build_simulated
 from benchmarks.overhead_clients import PROMPT_LEN, ClientStream, stream_all
 from evaluation.measure.server import connect_server
@@ -51,10 +50,10 @@ from evaluation.results.paths import RESULTS_DIR, default_model
 from evaluation.traces.workloads import load_prompt_tokens
 from swiftllm.core.request import RequestOutput
 from swiftllm.engine.engine import Engine
-from swiftllm.model.folder.tokenizer import Tokenizer
-from swiftllm.ports import reserved_port
+from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.processes import reserved_port
+from swiftllm.server.engine_process import EngineService
 from swiftllm.server.run import run_server
-from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 from swiftllm.systems import systems
 

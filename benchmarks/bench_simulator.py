@@ -16,7 +16,7 @@ from typing import Any
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig

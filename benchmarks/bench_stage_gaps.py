@@ -37,15 +37,15 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 import numpy as np
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from benchmarks.bench_server_overhead import Options as EngineOptions
 from benchmarks.bench_server_overhead import running, zero_time_engine
 from benchmarks.overhead_clients import completion_request, stream_all
 from evaluation.measure.http import BEST_EFFORT_PRIORITY, allow_open_files
 from evaluation.results.folder import FlatRecord, ResultFolder, markdown_table
 from evaluation.results.paths import RESULTS_DIR
-from swiftllm.server.service.limits import ServiceLimits
-from swiftllm.server.service.service import EngineService
+from swiftllm.server.engine_process import EngineService
+from swiftllm.server.messages import ServiceLimits
 
 NUM_LAYERS = 32
 QUANTILES = (50, 99, 99.9)

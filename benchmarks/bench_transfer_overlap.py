@@ -24,16 +24,15 @@ from typing import Any
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from apex.perf.operator_tables import model_of
+from apex.simulator.backend import SimulatedBackend
 from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting, load_setting
-from apex.simulator.prediction.predicted_machine import PredictedMachine, predict_machine
-from apex.simulator.virtual.backend import SimulatedBackend
+from apex.simulator.predicted_machine import PredictedMachine, predict_machine
 from evaluation.results.folder import ResultFolder, flat_record, markdown_table
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.core.plan import GpuBatchItem, Swap
-from swiftllm.core.request import Request, Tier
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.engine.backend import SwapTimes
 from swiftllm.files import save_result
 from swiftllm.runtime.cpu_tier import MAX_STAGED_BYTES

@@ -24,14 +24,12 @@ import torch
 
 from pacpu import rows
 from swiftllm.core.request import Tier
-from swiftllm.device.host import HostDevice
-from swiftllm.kv.format import KVFormat
-from swiftllm.kv.pools import KVPlan, KVPools
+from swiftllm.device import HostDevice
+from swiftllm.kv.tensors import KVFormat, KVPlan, KVPools
 from swiftllm.machine import cpu_model, usable_cores
 from swiftllm.ops.interface import Ops
-from swiftllm.runtime.cpu_tier import LocalCpuTier
+from swiftllm.runtime.cpu_tier import CpuWorker, LocalCpuTier, TaskRunner
 from swiftllm.runtime.kv_transfers import KVTransfers
-from swiftllm.runtime.workers import CpuWorker, TaskRunner
 
 
 def main() -> None:

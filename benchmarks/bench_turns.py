@@ -24,14 +24,14 @@ if __name__ == "__main__" and not __package__:  # run as a file
 import httpx
 from rich.progress import track
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from evaluation.measure.server import ServerCommand, launched_server
 from evaluation.measure.vllm import READY_TIMEOUT_S, vllm_command, vllm_program
 from evaluation.results.folder import ResultFolder
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR, model_folder
 from evaluation.results.provenance import git_state
 from swiftllm.machine import cpu_model
-from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.config import ModelConfig
 
 DTYPE = "bfloat16"
 KV_CACHE_BYTES = 1 << 30

@@ -15,15 +15,11 @@ from typing import Any
 import torch
 
 import pacpu
-from swiftllm.device import open_device
-from swiftllm.device.cuda import FIRST_PAUSE_S
-from swiftllm.device.driver import NvidiaDriver
-from swiftllm.ops.experts import Experts, ExpertWeights, Router
+from swiftllm.device import FIRST_PAUSE_S, NvidiaDriver, open_device
 from swiftllm.ops.library import LibraryLinear, LibraryProducts, installed_version
-from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.ops.matrices import Experts, ExpertWeights, QuantisedMatrix, Router
 from swiftllm.ops.select import select_ops
-from swiftllm.read_limit import read_limit
-from swiftllm.runtime.attention_choices import use_fastest_attention
+from swiftllm.runtime.cpu_tuning import read_limit, use_fastest_attention
 
 ROUNDS = 9
 PRODUCT_ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048)

@@ -12,7 +12,7 @@ import torch
 
 import pacpu
 from pacpu import _pacpu, int8
-from swiftllm.kv.pools import host_tensor
+from swiftllm.kv.tensors import host_tensor
 
 HEAD_DIM = 128
 BLOCK_SIZE = 16

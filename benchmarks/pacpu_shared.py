@@ -18,7 +18,7 @@ from rich.table import Table
 import pacpu
 from benchmarks.pacpu_cases import HEADS, Case, Memory, Shape, prepare_pacpu
 from evaluation.results.folder import FlatRecord
-from swiftllm.read_limit import read_limit, read_limit_bytes
+from swiftllm.runtime.cpu_tuning import read_limit, read_limit_bytes
 
 OWN_TOKENS = 100
 SHAPES = [Shape(rows, shared + OWN_TOKENS, shared=shared) for rows in (8, 32, 64) for shared in (1000, 4000)]

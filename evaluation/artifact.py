@@ -15,8 +15,8 @@ from typing import Literal
 
 from rich.console import Console
 
+from apex.cli.options import parse_options
 from apex.cli.output import stdout_console
-from apex.cli.parser import parse_options
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo
 from evaluation.experiments.options import ResultsDir, experiment_settings
 from evaluation.experiments.papers.jobs import FigureJob, make_job, run_jobs, without_traceback

@@ -26,10 +26,10 @@ import numpy as np
 import tyro
 import yaml
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from apex.perf.model import Curve
-from apex.simulator.hardware.files import HARDWARE_DIR, Gpu, LayerShape, load_gpu
-from apex.simulator.prediction.calibrated_profile import gpu_attention_s, linear_curve, prefill_attention_s
+from apex.simulator.hardware_files import HARDWARE_DIR, Gpu, LayerShape, load_gpu
+from apex.simulator.predicted_profile import gpu_attention_s, linear_curve, prefill_attention_s
 from apex.source_tree import IS_SOURCE_TREE
 from evaluation.calibration.curve_fit import compact_curve, fit_terms
 from evaluation.calibration.tables import (

@@ -25,8 +25,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from apex.cli.options import parse_options
 from apex.cli.output import number, stdout_console
-from apex.cli.parser import parse_options
 from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.options import check_counts
 from evaluation.experiments.runner import Point, one_line_errors, print_failure

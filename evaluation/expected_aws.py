@@ -17,7 +17,7 @@ if __name__ == "__main__" and not __package__:  # run as a file
 import torch
 from rich.console import Console
 
-from apex.simulator.hardware.files import Figure, load_gpu, load_host
+from apex.simulator.hardware_files import Figure, load_gpu, load_host
 from apex.simulator.paper_settings import BLOCK_SIZE
 from evaluation.experiments.experiment import Experiment, command
 from evaluation.experiments.grid import Grid, Place
@@ -32,7 +32,7 @@ from evaluation.results.frame import grouped
 from swiftllm.config import EngineConfig
 from swiftllm.files import write_atomically
 from swiftllm.machine import GIB
-from swiftllm.runtime.memory_estimate import estimate_memory
+from swiftllm.runtime.memory import estimate_memory
 
 NAME = "aws"
 PAIRS = (("apex", "vllm"), ("apex", "neo"), ("neo", "vllm"), ("adaptive", "vllm"))

@@ -24,8 +24,8 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
+from apex.cli.options import parse_options
 from apex.cli.output import stdout_console
-from apex.cli.parser import parse_options
 from apex.replay.metrics import DEFAULT_TARGETS, Targets
 from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.http_point import HttpTask, run_http_point

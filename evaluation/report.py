@@ -28,7 +28,7 @@ import jinja2
 import tyro
 from rich.console import Console
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from apex.replay.metrics import compute_metrics
 from apex.source_tree import IS_SOURCE_TREE
 from evaluation.experiments.runner import one_line_errors

@@ -15,8 +15,8 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from rich.console import Console
 
+from apex.cli.options import parse_options
 from apex.cli.output import stdout_console
-from apex.cli.parser import parse_options
 from evaluation.experiments.options import File, ResultsDir, experiment_settings
 from evaluation.experiments.placements.generations import SYSTEMS, generation_rows, measured_operations, search_rows
 from evaluation.experiments.placements.show import draw_search

@@ -34,18 +34,18 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 import httpx
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from evaluation.measure.server import LaunchedServer, ServerCommand, launched_server
 from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.measure.soak_requests import RequestSource, Unexpected, send_request
 from evaluation.results.paths import REPO_ROOT
 from evaluation.results.progress import format_s
 from swiftllm.config import EngineConfig
-from swiftllm.server.service.limits import ServiceLimits
+from swiftllm.server.messages import ServiceLimits
 from swiftllm.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from swiftllm.server.service.service import EngineService
+    from swiftllm.server.engine_process import EngineService
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{{ tools | length }}"
 TINY = {
@@ -134,9 +134,9 @@ def pass_on(number: int, frame: object) -> None:
 
 def build_service(model: str, system: str) -> EngineService:
     """What the engine's process runs."""
+    from apex.build import build_system
     from apex.strategy import StrategyConfig
-    from apex.systems import build_system
-    from swiftllm.server.service.service import EngineService
+    from swiftllm.server.engine_process import EngineService
 
     limits = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 128, "max_num_seqs": 32}
     config = EngineConfig(

@@ -23,8 +23,7 @@ if __name__ == "__main__" and not __package__:  # run as a file
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from apex.cli.config_file import ConfigFile, parse_command
-from apex.cli.flags import SystemName
+from apex.cli.options import ConfigFile, SystemName, parse_command
 from apex.cli.output import stdout_console
 from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.papers.options import FigureOptions
@@ -116,7 +115,7 @@ def run_pair(profiles: MachineProfiles, point: Point, label: str, console: Conso
 
 def build_profiled(system: str, config: EngineConfig, machine: ProfiledMachine) -> Engine:
     """The system, with a scheduler that predicts from the table just measured."""
-    from apex.systems import build_system  # imported late: it loads torch
+    from apex.build import build_system  # imported late: it loads torch
 
     return build_system(system, config, profile=machine.table)
 

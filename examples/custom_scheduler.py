@@ -9,13 +9,10 @@ APEX_PLUGINS=custom_scheduler PYTHONPATH=examples .venv/bin/apex serve MODEL --s
 
 import sys
 
-from apex.perf.gpu_batch_load import GpuBatchLoad
-from apex.schedulers import register_scheduler
-from apex.schedulers.cpu_decodes import CpuDecodes
-from apex.schedulers.hybrid import Predicting, gpu_only, pipelined
-from apex.schedulers.pipeline import Pipeline
-from swiftllm.scheduling.parts import two_tiers
-from swiftllm.scheduling.plan_builder import PlanBuilder
+from apex.build import register_scheduler
+from apex.perf.model import GpuBatchLoad
+from apex.schedulers.hybrid import CpuDecodes, Pipeline, Predicting, gpu_only, pipelined
+from swiftllm.scheduling.scheduler import PlanBuilder, two_tiers
 
 
 class JoinAll(Predicting):

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from swiftllm.files import cache_dir
-from swiftllm.ports import reserved_port
+from swiftllm.processes import reserved_port
 
 MODEL = cache_dir() / "models/SmolLM2-135M-Instruct"
 MESSAGES = [{"role": "user", "content": "Why is the sky blue?"}]

@@ -94,8 +94,8 @@ def read_bandwidth(array: Any, *, num_threads: int = 1) -> float:
 
     Each thread reads a share, and the time of the slowest counts, while it has its core: other work lowers it little.
 
-    One pass of a measurement: `swiftllm.read_limit` makes of several the limit that a kernel's speed is held against.
-    The array should be much larger than the last-level cache.
+    One pass of a measurement: `swiftllm.runtime.cpu_tuning` makes of several the limit that a kernel's speed is held
+    against. The array should be much larger than the last-level cache.
 
     Args:
         array: contiguous, in host memory, of any dtype.

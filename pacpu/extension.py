@@ -18,6 +18,6 @@ class NotBuilt:
 
 is_built = find_spec("pacpu._pacpu") is not None
 if is_built:
-    from pacpu import _pacpu as native
+    import pacpu._pacpu as native
 else:
     native: Any = NotBuilt()

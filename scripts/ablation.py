@@ -14,8 +14,8 @@ if __name__ == "__main__" and not __package__:  # run as a file
 from rich.console import Console
 from rich.table import Table
 
+from apex.cli.options import parse_options
 from apex.cli.output import stdout_console
-from apex.cli.parser import parse_options
 from evaluation.experiments.ablation import measured, simulated
 from evaluation.experiments.ablation.options import Options
 from evaluation.experiments.ablation.rows import (

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from apex.cli.options import parse_options
 from apex.cli.output import stdout_console
-from apex.cli.parser import parse_options
 from evaluation.results.paths import default_model, trace_dirs
 from evaluation.traces.sources import LIVEBENCH_MODEL, MAX_ROWS, SOURCES, TextOptions, fetch_trace
 

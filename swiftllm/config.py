@@ -29,7 +29,7 @@ class EngineConfig:
 
     model: str
     """Hugging Face folder of a Llama-family model (config.json, *.safetensors, tokenizer.json). A name on the hub has a
-    folder from :func:`swiftllm.model.folder.hub.model_folder`."""
+    folder from :func:`swiftllm.model.folder.model_folder`."""
     device: DeviceName = "auto"
     """Where the linear layers run; auto takes CUDA if torch finds a GPU."""
     dtype: DtypeName = "auto"

@@ -11,10 +11,10 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
+from swiftllm.build import build_engine
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import RequestOutput, SamplingParams, ServiceClass
-from swiftllm.model.folder.hub import model_folder
-from swiftllm.runtime.build import build_engine
+from swiftllm.model.folder import model_folder
 
 Prompt = str | Sequence[int]
 

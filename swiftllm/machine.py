@@ -1,19 +1,109 @@
-"""Properties of this machine: processor, usable cores, host memory, NVIDIA cards."""
+"""This machine: its processor, cores, memory and GPUs, the limits on them, and a share of them for one engine."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from swiftllm.control_groups import core_limit, memory_limits
+# -- limits of control groups ------------------------------------------------------------------------------------------
+# Limits of memory and cores of this process's control groups, its own and those around it, in both versions.
+#
+# Version 2 has one tree of groups, version 1 a tree for each controller; a system may have both. ``/proc/self/cgroup``
+# names the own group in each tree, ``/proc/self/mountinfo`` the folder that shows a tree and the group at its top. A
+# container sees its own group there, or the host's whole tree. Of what is not there nothing is known: no limit.
+
+VERSION_2 = ""
+"""Its tree's name; those of version 1 have the controller's."""
+USUAL_FOLDERS = {VERSION_2: "sys/fs/cgroup", "memory": "sys/fs/cgroup/memory", "cpu": "sys/fs/cgroup/cpu"}
+"""Of trees that mountinfo does not tell."""
+MEMORY_FILES = {
+    VERSION_2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    "memory": (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""By tree: the files of a group's limits and use, and the line of memory.stat that counts files which can be dropped.
+At memory.max the kernel ends processes; beyond memory.high it slows them until they hardly move."""
+PERIOD_US = 100_000
+"""Of a quota that tells none."""
+
+
+def memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Of each group that limits memory: the limit, and the bytes in use that stay. ``root``: of the file system."""
+    for tree, (limit_files, used_file, droppable) in MEMORY_FILES.items():
+        for group in _groups(root, tree):
+            lines = [line.partition(" ") for line in _read(group / "memory.stat").splitlines()]
+            counts = {name: count for name, _, count in lines}
+            limits = [_read(group / name) for name in limit_files]
+            limits.append(counts.get("hierarchical_memory_limit", ""))  # version 1: of groups above the tree's top, too
+            if known := [int(limit) for limit in limits if limit.isdecimal()]:
+                yield min(known), int(_read(group / used_file) or 0) - int(counts.get(droppable, 0))
+
+
+def core_limit(root: Path) -> float:
+    """How many cores' time all groups allow; infinite without a limit."""
+    quotas = [_read(group / "cpu.max").split() for group in _groups(root, VERSION_2)]
+    of_version_1 = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    quotas += [[_read(group / name) for name in of_version_1] for group in _groups(root, "cpu")]
+    cores = math.inf
+    for quota, *period in filter(None, quotas):
+        if quota.isdecimal():  # others: "max", -1, or no such file
+            period_us = next((int(us) for us in period if us.isdecimal() and int(us)), PERIOD_US)
+            cores = min(cores, int(quota) / period_us)
+    return cores
+
+
+def _groups(root: Path, tree: str) -> Iterator[Path]:
+    """The folders of the own group and of all around it, up to the top of what is seen of the tree."""
+    own = _own_groups(root).get(tree, "/")
+    for top, folder in _mounts(root, tree) or [("/", root / USUAL_FOLDERS[tree])]:
+        try:
+            below = PurePosixPath(own).relative_to(top)
+        except ValueError:  # a group outside of what is seen, or told by a name that does not hold here
+            below = PurePosixPath()
+        for part in (below, *below.parents):
+            if ".." not in part.parts:
+                yield folder / part
+
+
+def _own_groups(root: Path) -> dict[str, str]:
+    """The own group in each tree."""
+    own = {}
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, trees, group = line.split(":", 2)
+        own |= dict.fromkeys(trees.split(","), group)
+    return own
+
+
+def _mounts(root: Path, tree: str) -> list[tuple[str, Path]]:
+    """The group at the top of each folder that shows the tree, and the folder."""
+    mounts = []
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        mounted, _, what = line.partition(" - ")
+        kind, *options = what.split() or [""]
+        if kind == "cgroup2" if tree == VERSION_2 else kind == "cgroup" and tree in options[-1].split(","):
+            top, folder = (re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), x) for x in mounted.split()[3:5])
+            mounts.append((top, root / folder.lstrip("/")))
+    return mounts
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except (OSError, ValueError):
+        return ""
+
+
+# -- properties --------------------------------------------------------------------------------------------------------
+# Properties of this machine: processor, usable cores, host memory, NVIDIA cards.
 
 GIB = 1 << 30
 CPUINFO = Path("/proc/cpuinfo")
@@ -200,3 +290,173 @@ def first_card() -> Card | None:
         return cards[int(first)] if int(first) < len(cards) else None
     # An empty value or -1 hides all cards. A card may also be named by its UUID, which the list does not give.
     return cards[0] if first.startswith(("GPU-", "MIG-")) else None
+
+
+# -- NUMA nodes --------------------------------------------------------------------------------------------------------
+# Where cores, memory and GPUs lie, as the kernel tells it below ``/sys``, and which cores each rank gets.
+#
+# Plain Python, and pure functions of a folder: cores must be taken before torch is loaded, whose threads inherit them.
+
+SYSTEM = Path("/sys")
+
+
+def numa_nodes(system: Path = SYSTEM) -> dict[int, list[int]]:
+    """The cores of each NUMA node, hardware threads of one core side by side; empty where the system does not tell."""
+    nodes = {}
+    for folder in (system / "devices/system/node").glob("node[0-9]*"):
+        try:
+            cores = parse_cores((folder / "cpulist").read_text())
+            nodes[int(folder.name[4:])] = sorted(cores, key=lambda core: (_first_sibling(core, system), core))
+        except (OSError, ValueError):
+            continue
+    return dict(sorted(nodes.items()))
+
+
+def _first_sibling(core: int, system: Path) -> int:
+    try:
+        path = system / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+        return min(parse_cores(path.read_text()))
+    except (OSError, ValueError):
+        return core
+
+
+def count_physical(cores: Collection[int], system: Path = SYSTEM) -> int:
+    """How many cores these are if hardware threads of one core count once."""
+    return len({_first_sibling(core, system) for core in cores})
+
+
+def node_of_device(bus_id: str, system: Path = SYSTEM) -> int | None:
+    """The NUMA node of a PCI device such as ``0000:65:00.0``; None: the kernel knows of none."""
+    try:
+        node = int((system / "bus/pci/devices" / bus_id.lower() / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def in_node_order(allowed: Collection[int], nodes: Mapping[int, Sequence[int]]) -> list[int]:
+    """The ``allowed`` cores, those of a node side by side; cores of no node come last."""
+    cores = [core for node in nodes.values() for core in node if core in allowed]
+    return cores + sorted(set(allowed).difference(cores))
+
+
+def equal_parts(cores: Sequence[int], parts: int) -> list[list[int]]:
+    """``parts`` adjacent parts, which differ by one core at most."""
+    bounds = [number * len(cores) // parts for number in range(parts + 1)]
+    return [list(cores[start:stop]) for start, stop in itertools.pairwise(bounds)]
+
+
+def cores_of_ranks(
+    allowed: Collection[int], nodes: Mapping[int, Sequence[int]], node_of_rank: Sequence[int | None]
+) -> list[list[int]]:
+    """The cores of each rank, of those that are ``allowed``; empty: there are fewer cores than ranks.
+
+    ``node_of_rank``: the NUMA node of each rank's GPU, None where there is none. A rank has cores of that node if all
+    ranks then have equally many, up to one, and no core is left over: each CPU attention waits for the slowest rank,
+    and needs the memory of all nodes. Otherwise the cores in the order of nodes are cut into equal parts, which
+    ranks get in the order of their GPUs' nodes.
+    """
+    size = len(node_of_rank)
+    if len(allowed) < size:
+        return []
+    ranks = sorted(range(size), key=lambda rank: (node_of_rank[rank] is None, node_of_rank[rank] or 0, rank))
+    ordered = in_node_order(allowed, nodes)
+    parts: list[list[int]] = []
+    for node, group in itertools.groupby(ranks, key=lambda rank: node_of_rank[rank]):
+        local = [] if node is None else [core for core in nodes.get(node, ()) if core in allowed]
+        parts += equal_parts(local, len(list(group)))
+    sizes = [len(part) for part in parts]
+    if sum(sizes) < len(ordered) or max(sizes) - min(sizes) > 1:
+        parts = equal_parts(ordered, size)
+    of_rank = dict(zip(ranks, parts, strict=True))
+    return [of_rank[rank] for rank in range(size)]
+
+
+def parse_cores(text: str) -> list[int]:
+    """The cores of a list such as ``0-3,8-11``."""
+    cores = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores += range(int(first), int(last or first) + 1)
+    return cores
+
+
+def describe_cores(cores: Collection[int]) -> str:
+    """The inverse of :func:`parse_cores`."""
+    runs = itertools.groupby(enumerate(sorted(cores)), key=lambda pair: pair[1] - pair[0])
+    bounds = [(run[0][1], run[-1][1]) for run in (list(group) for _, group in runs)]
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in bounds)
+
+
+# -- a share for one of several engines --------------------------------------------------------------------------------
+# A share of this machine for one of several engines on it: cores, memory, and GPUs or a part of one.
+#
+# Plain Python: a share must be taken before torch is loaded, whose threads inherit the cores.
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part ``number`` of ``parts`` equal parts, counted from 1."""
+
+    number: int
+    parts: int
+
+    @classmethod
+    def parse(cls, text: str) -> Share:
+        """From text such as ``1/4``.
+
+        Raises:
+            ValueError: it is no such text.
+        """
+        match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise ValueError(f"share={text!r} must be like 1/4 for the first of four engines, up to 4/4")
+        return cls(int(match[1]), int(match[2]))
+
+    def cores_of(self, cores: Sequence[int]) -> list[int]:
+        """The cores of this part. Parts are adjacent, differ by one core at most, and there is at least one core each.
+
+        Raises:
+            ValueError: there are fewer cores than parts.
+        """
+        if len(cores) < self.parts:
+            raise ValueError(f"share={self.number}/{self.parts}: there are {len(cores)} cores for {self.parts} engines")
+        return equal_parts(cores, self.parts)[self.number - 1]
+
+    def cards_of(self, cards: Sequence[str]) -> tuple[list[str], float]:
+        """The GPUs of this part, and its fraction of each: whole GPUs, or a part of a single one.
+
+        Raises:
+            ValueError: the GPUs cannot be divided so that each engine has whole ones or shares one with as many others.
+        """
+        count = len(cards)
+        if count % self.parts == 0:
+            each = count // self.parts
+            return list(cards[(self.number - 1) * each : self.number * each]), 1.0
+        if self.parts % count == 0:
+            on_each = self.parts // count
+            return [cards[(self.number - 1) // on_each]], 1 / on_each
+        raise ValueError(f"share={self.number}/{self.parts}: {count} GPUs cannot be divided among {self.parts} engines")
+
+
+def take_share(share: Share) -> None:
+    """Confine this process to its share: cores, whose NUMA node its memory then comes from, memory and GPUs.
+
+    Raises:
+        ValueError: the machine cannot be divided so.
+    """
+    cores = share.cores_of(in_node_order(os.sched_getaffinity(0), numa_nodes(SYSTEM)))
+    cards, of_card = visible_cards(), 1.0
+    if cards:
+        cards, of_card = share.cards_of(cards)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
+    os.sched_setaffinity(0, cores)
+    limit_use(of_host=1 / share.parts, of_card=of_card)
+
+
+def visible_cards() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(index) for index in range(len(installed_cards()))]
+    return [] if visible.strip() in ("", "-1") else [name.strip() for name in visible.split(",")]

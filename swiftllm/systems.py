@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING, Any
 from swiftllm.core.request import Tier
 from swiftllm.engine.engine import Engine, HostWatch
 from swiftllm.engine.executor import Executor
-from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.admission import SchedulerLimits
-from swiftllm.scheduling.gpu_only import SwiftLLM, Vllm
-from swiftllm.scheduling.scheduler import Scheduler
+from swiftllm.kv.kv_cache_manager import KVCacheManager
+from swiftllm.scheduling.scheduler import Scheduler, SwiftLLM, Vllm
 from swiftllm.scheduling.state import SchedulerState
+from swiftllm.scheduling.validation import SchedulerLimits
 
 if TYPE_CHECKING:
     from swiftllm.config import EngineConfig
     from swiftllm.engine.backend import Backend
-    from swiftllm.model.folder.tokenizer import Tokenizer
+    from swiftllm.model.tokenizer import Tokenizer
 
-PLUGINS = ("apex.plugin",)
+PLUGINS = ("apex.systems",)
 """Modules that register systems on import, where they are installed. ``$APEX_PLUGINS`` names more, with commas."""
 
 

@@ -54,10 +54,9 @@ def place_of(name: str) -> str:
 
 def seed_generators(name: str) -> None:
     """Seed all generators that tests and the product draw from in this process."""
-    from swiftllm.server.api.answers import generation
-    from swiftllm.server.formats import calls
+    from swiftllm.server import answer, tool_calls
 
-    for generator in (random, generation.ID_BITS, calls.ID_BITS):
+    for generator in (random, answer.ID_BITS, tool_calls.ID_BITS):
         generator.seed(name)
     number = random.Random(name).getrandbits(32)
     if numpy := sys.modules.get("numpy"):

@@ -31,7 +31,7 @@ def one_core() -> Iterator[None]:
 
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("swiftllm.runtime.cores.usable_cores", lambda: 1)
+        patch.setattr("swiftllm.runtime.execution_context.usable_cores", lambda: 1)
         yield
 
 
@@ -41,7 +41,7 @@ def short_first_start() -> Iterator[None]:
 
     CPU attention stays as it is, of which nothing is kept, and operations are timed in fewer rounds."""
     import pacpu
-    from swiftllm.runtime import attention_choices as choices
+    from swiftllm.runtime import cpu_tuning as choices
 
     if not pacpu.is_built:
         yield

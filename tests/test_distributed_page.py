@@ -9,10 +9,10 @@ from pathlib import Path
 from starlette.routing import Match
 
 from apex.cli.commands import COMMANDS
-from apex.cli.config_file import parse_command
-from swiftllm.server.api.app import create_app
+from apex.cli.options import parse_command
+from swiftllm.machine import Share
+from swiftllm.server.app import create_app
 from swiftllm.server.settings import ServerSettings
-from swiftllm.share import Share
 from tests.swiftllm.server.fake_service import FakeService
 
 PAGE = Path(__file__).resolve().parents[1].joinpath("docs/distributed.md").read_text()

@@ -24,7 +24,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_prompts_are_completed_offline(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("apex.systems.load_or_measure", lambda *_: flat_table(cpu_token_s=2e-6))  # measuring takes long
+    monkeypatch.setattr("apex.build.load_or_measure", lambda *_: flat_table(cpu_token_s=2e-6))  # measuring takes long
     offline.main(model)
     printed = capsys.readouterr().out
     assert all(f"{prompt} ->" in printed for prompt in offline.PROMPTS)

@@ -76,7 +76,7 @@ def run_away(installed: Path, cwd: Path, *arguments: str) -> subprocess.Complete
 def test_the_wheel_holds_every_module_page_template_and_config_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     modules = {name for name in tracked(*SHIPPED) if name.endswith(".py")}
-    data = tracked("swiftllm/server/observe/page", "evaluation/templates")
+    data = tracked("swiftllm/server/page", "evaluation/templates")
     configs = {f"apex/{name}" for name in tracked("configs")}
     assert len(data) >= 5 and len(configs) >= 40
     (library,) = {name for name in held if name.endswith(".so")}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from apex.cli.errors import InputError
+from apex.cli.output import InputError
 from swiftllm.systems import PluginNotFound
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from apex.cli.config_file import ConfigFile
-from apex.cli.errors import InputError, input_errors
+from apex.cli.options import ConfigFile
+from apex.cli.output import InputError, input_errors
 from apex.cli.serve import why_not
 
 
@@ -36,8 +36,8 @@ class AttentionHostCommand(ConfigFile):
                 if (value := getattr(self, name)) is not None and value <= 0:
                     raise ValueError(f"{name}={value} must be more than 0")
             from swiftllm.machine import GIB, available_host_bytes
-            from swiftllm.remote.frames import parse_address, shared_secret
             from swiftllm.remote.host import AttentionHost
+            from swiftllm.remote.protocol import parse_address, shared_secret
 
             logging.basicConfig(level=logging.INFO, format="%(message)s")
             memory_bytes = None if self.memory_gib is None else int(self.memory_gib * GIB)

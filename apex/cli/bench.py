@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from apex.cli.errors import input_errors
-from apex.cli.flags import (
+from apex.cli.options import (
     BestEffortFlags,
     EngineFlags,
     ModelName,
@@ -24,14 +23,15 @@ from apex.cli.flags import (
     check_output_folder,
     running_engine,
 )
+from apex.cli.output import input_errors
 from apex.cli.systems_command import SystemsCommand
 from apex.cli.validate import optional_module
-from apex.perf.online import OPERATIONS
-from apex.placement.budget import UniformLoad
+from apex.perf.online_correction import OPERATIONS
+from apex.placement.search import UniformLoad
 from apex.replay.loop import check_requests, replay_requests
-from apex.replay.records import ReplayRequest, RequestRecord
+from apex.replay.metrics import ReplayRequest, RequestRecord
 from apex.strategy import StrategyConfig
-from swiftllm.model.folder.hub import model_name
+from swiftllm.model.folder import model_name
 
 if TYPE_CHECKING:
     from swiftllm.engine.engine import Engine

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 from apex.cli.attention_host import AttentionHostCommand
 from apex.cli.bench import Bench
-from apex.cli.config_file import parse_command, unknown_name
 from apex.cli.doctor import Doctor
-from apex.cli.errors import InputError
 from apex.cli.generate import Generate
-from apex.cli.output import stdout_console, table
+from apex.cli.options import parse_command, unknown_name
+from apex.cli.output import InputError, stdout_console, table
 from apex.cli.profile import Profile
 from apex.cli.serve import Serve
 from apex.cli.simulate import Simulate

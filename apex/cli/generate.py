@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from apex.cli.config_file import ConfigFile
-from apex.cli.errors import InputError, input_errors
-from apex.cli.flags import (
+from apex.cli.options import (
+    ConfigFile,
     EngineFlags,
     ModelName,
     ProfileFile,
@@ -21,7 +20,8 @@ from apex.cli.flags import (
     SystemName,
     running_engine,
 )
-from apex.perf.progress import progress_bar
+from apex.cli.output import InputError, input_errors
+from apex.progress import progress_bar
 
 if TYPE_CHECKING:
     from swiftllm.core.request import RequestOutput

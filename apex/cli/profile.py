@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from apex.cli.config_file import ConfigFile
-from apex.cli.errors import input_errors
-from apex.cli.flags import EngineFlags, ModelName, ProfileFile, check_output_file
-from apex.cli.output import number, ratio, stdout_console, table
+from apex.cli.options import ConfigFile, EngineFlags, ModelName, ProfileFile, check_output_file
+from apex.cli.output import input_errors, number, ratio, stdout_console, table
 from apex.perf.model import PerfModel, ProfileTable, attention_rate
 from swiftllm.files import keep, save_result
 
@@ -40,9 +38,9 @@ class Profile(ConfigFile):
     def run(self) -> int:
         check_output_file("--output", self.output)
         with input_errors():
-            from apex.perf.profile_cache import measure_profile, profile_path
+            from apex.build import open_backend
+            from apex.perf.machine_profile import measure_profile, profile_path
             from apex.placement.measured import place_weights
-            from apex.systems import open_backend
 
             config = self.engine.config(self.model)
             backend = open_backend(config, place_weights(config).placement, measure_again=True)

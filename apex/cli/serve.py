@@ -11,21 +11,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from apex.cli.config_file import ConfigFile
-from apex.cli.errors import InputError, input_errors
-from apex.cli.flags import EngineFlags, ModelName, ProfileFile, StrategyFlags, SystemName, Unchecked, start_engine
+from apex.cli.options import (
+    ConfigFile,
+    EngineFlags,
+    ModelName,
+    ProfileFile,
+    StrategyFlags,
+    SystemName,
+    Unchecked,
+    start_engine,
+)
+from apex.cli.output import InputError, input_errors
 from apex.source_tree import SETUP
 from apex.strategy import StrategyConfig
-from swiftllm.ports import reserved_port
-from swiftllm.server.formats.calls import FORMATS
-from swiftllm.server.service.limits import ServiceLimits
+from swiftllm.machine import Share, take_share
+from swiftllm.processes import reserved_port
+from swiftllm.server.messages import ServiceLimits
 from swiftllm.server.settings import ServerSettings
-from swiftllm.share import Share, take_share
+from swiftllm.server.tool_calls import FORMATS
 
 if TYPE_CHECKING:
     from swiftllm.config import EngineConfig
-    from swiftllm.server.service.client import EngineClient
-    from swiftllm.server.service.service import EngineService
+    from swiftllm.server.client import EngineClient
+    from swiftllm.server.engine_process import EngineService
 
 
 @dataclass(frozen=True)
@@ -79,8 +87,8 @@ class Serve(ConfigFile):
             config, strategy = self.engine.config(self.model), self.strategy.config(self.system)
             defaults = settings.sampling_defaults(config.model)
         try:
+            from swiftllm.server.client import EngineNotBuilt
             from swiftllm.server.run import run_server
-            from swiftllm.server.service.client import EngineNotBuilt
         except ModuleNotFoundError as error:
             raise InputError(f"the server needs the package {error.name}: {SETUP}") from error
 
@@ -107,8 +115,8 @@ def build_service(
     Raises:
         ValueError: the engine cannot be built; the message says what to do.
     """
-    from apex.timeline.live import LiveTimeline
-    from swiftllm.server.service.service import EngineService
+    from apex.timeline.recorder import LiveTimeline
+    from swiftllm.server.engine_process import EngineService
 
     try:
         engine = start_engine(system, config, strategy, profile)
@@ -162,7 +170,7 @@ def start_message(client: EngineClient, settings: ServerSettings, defaults: Mapp
     return (
         f"{description['system']} serves {description['model']} ({description['dtype']}{weights}) "
         f"on {description['device']}\n"
-        f"limits: {ready.admission.longest_request:,} tokens a request, {ready.max_num_seqs} with KV cache at once, "
+        f"limits: {ready.request_limits.longest_request:,} tokens a request, {ready.max_num_seqs} with KV cache at once, "
         f"{limits.max_queued_requests} running or waiting, {limits.max_queued_best_effort} best-effort ones\n"
         f"{by_default if defaults else ''}"
         f"{no_text if tokenizer is None else ''}"

@@ -9,25 +9,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from apex.cli.errors import input_errors
-from apex.cli.flags import BestEffortFlags, OutputFile, StrategyFlags, SystemName, TimelineFlags
-from apex.cli.output import stdout_console
+from apex.cli.options import BestEffortFlags, OutputFile, StrategyFlags, SystemName, TimelineFlags
+from apex.cli.output import input_errors, stdout_console
 from apex.cli.systems_command import SystemsCommand
 from apex.replay.loop import check_requests
-from apex.replay.records import REFUSED, Replay, ReplayRequest
+from apex.replay.metrics import REFUSED, Replay, ReplayRequest
+from apex.simulator.backend import VLLM, VLLM_DEFAULTS, SimulatedBackend, vllm_runtime
+from apex.simulator.bound import decode_bound
 from apex.simulator.build import build_simulated
-from apex.simulator.prediction.bound import decode_bound
-from apex.simulator.virtual.backend import SimulatedBackend
-from apex.simulator.virtual.runtime import VLLM, VLLM_DEFAULTS, vllm_runtime
 from apex.strategy import StrategyConfig
 from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.core.request import Tier
-from swiftllm.kv.layer_groups import LayerGroups
+from swiftllm.kv.block_pool import LayerGroups
 from swiftllm.systems import find_system
 
 if TYPE_CHECKING:
-    from apex.simulator.prediction.placed_machine import PlacedMachine
-    from apex.simulator.prediction.predicted_machine import PredictedMachine
+    from apex.simulator.predicted_machine import PlacedMachine, PredictedMachine
     from swiftllm.engine.engine import Engine
 
 VOCABULARY = 1 << 20
@@ -111,7 +108,7 @@ class Simulate(SystemsCommand):
     def run(self) -> int:
         self.check_flags()
         with input_errors(of_engine=False):
-            from apex.simulator.prediction.predicted_machine import predict_machine
+            from apex.simulator.predicted_machine import predict_machine
 
             machine = predict_machine(
                 self.gpu,
@@ -198,8 +195,8 @@ class Simulate(SystemsCommand):
         """The machine with a placement of its weights for a system; None where all are on the GPU."""
         if self.weights_gpu_memory is None:
             return None
-        from apex.placement.budget import UniformLoad
-        from apex.simulator.prediction.placed_machine import WeightPlacer
+        from apex.placement.search import UniformLoad
+        from apex.simulator.predicted_machine import WeightPlacer
 
         most = min(self.max_num_seqs, self.num_requests)
         at_once = UniformLoad(most, self.input_len, self.output_len)

@@ -8,14 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from apex.cli.config_file import ConfigFile
-from apex.cli.errors import InputError, input_errors
-from apex.cli.flags import BestEffortFlags, TimelineFlags, check_output_file
-from apex.cli.output import number, ratio, stdout_console, strategy_mix, table
-from apex.perf.progress import progress_bar
+from apex.cli.options import BestEffortFlags, ConfigFile, TimelineFlags, check_output_file
+from apex.cli.output import InputError, input_errors, number, ratio, stdout_console, strategy_mix, table
+from apex.progress import progress_bar
 from apex.replay.loop import replay_requests
-from apex.replay.metrics import Targets, compute_metrics, predicted_over_actual
-from apex.replay.records import Replay, ReplayRequest
+from apex.replay.metrics import Replay, ReplayRequest, Targets, compute_metrics, predicted_over_actual
 from apex.strategy import StrategyConfig
 from swiftllm.config import check_at_least
 from swiftllm.core.request import ServiceClass

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
 
-from apex.cli.errors import InputError
+from apex.cli.output import InputError
 
 OPTIONAL_VERBS = {"validate": ("evaluation.validate", "Compare the simulator with real runs on this machine.")}
 """Verbs of a package above this one, which `apex` may not import directly: the module of each, and its summary."""

@@ -9,13 +9,19 @@ import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from itertools import pairwise
-from math import ceil
+from math import ceil, hypot, log
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from swiftllm.core.plan import GpuBatchItem, IterationPlan
+from swiftllm.core.request import Request, Tier
+from swiftllm.scheduling.scheduler import PlanBuilder
+
+# -- tables and predictions --------------------------------------------------------------------------------------------
 
 TABLE_VERSION = 6
 
@@ -130,7 +136,7 @@ class ProfileTable:
         GPU batch are no faster; ``linear`` does not include the wait. ``streamed_layers``: how many layers are
         streamed. ``shared_row_cost``: a further row's part of the time of a CPU block that rows share;
         ``rows_per_read``: how many rows the CPU kernel attends with one read of it. ``flat_from_tokens``: from so many
-        on, ``linear`` grows little until it is bound by multiplying; see :func:`apex.perf.experts.flat_from_tokens`.
+        on, ``linear`` grows little until it is bound by multiplying; see :func:`apex.perf.model.flat_from_tokens`.
     """
 
     identity: Mapping[str, str]
@@ -334,3 +340,121 @@ class PerfModel:
         if not covers(surface.firsts, first) or not covers(surface.curves[0].sizes, second):
             self.extrapolated.add(name)
         return surface(first, second)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+# How long an FFN of experts takes: the weights that are read depend on how many experts the rows pick.
+
+MOSTLY_TOUCHED = 0.95  # of the experts: from so many on, more rows read little more
+
+
+def touched_experts(rows: float, num_experts: int, per_token: int) -> float:
+    """Of a layer's experts, those that some row picks, on average if all are equally likely and rows independent."""
+    return num_experts * (1.0 - (1.0 - per_token / num_experts) ** rows)
+
+
+def flat_from_tokens(num_experts: int, per_token: int) -> float:
+    """Rows that touch :data:`MOSTLY_TOUCHED` of the experts; 1 where there are none, or all are computed for each."""
+    if per_token >= num_experts:
+        return 1.0
+    return max(1.0, log(1.0 - MOSTLY_TOUCHED) / log(1.0 - per_token / num_experts))
+
+
+@dataclass(frozen=True)
+class ExpertTimes:
+    """Of a layer's FFN of experts on one card.
+
+    Attributes:
+        fixed_s: sorting of rows and launches.
+        read_bytes_per_s, flops_per_s: at which weights are read and rows are multiplied.
+    """
+
+    fixed_s: float
+    read_bytes_per_s: float
+    flops_per_s: float
+
+    def seconds(self, touched: float, expert_bytes: float, pairs: float, expert_elements: float) -> float:
+        """Of ``touched`` experts of ``expert_bytes`` and ``expert_elements`` each, and so many pairs of a row and an
+        expert. Reading and multiplying are combined as for other matrices
+        (:func:`apex.simulator.predicted_profile.gemm_s`)."""
+        read_s = touched * expert_bytes / self.read_bytes_per_s
+        multiply_s = 2 * pairs * expert_elements / self.flops_per_s
+        return self.fixed_s + hypot(read_s, multiply_s)
+
+
+# -- the load of a GPU batch -------------------------------------------------------------------------------------------
+# The load of a GPU batch: the sizes from which its times are predicted and simulated.
+
+
+@dataclass(frozen=True)
+class GpuBatchLoad:
+    """The work of a GPU batch, in tokens and requests. ``decode_context`` is summed over the decodes, in tokens."""
+
+    tokens: int
+    requests: int
+    decodes: int
+    decode_context: int
+    chunks: tuple[tuple[int, int], ...]  # (new tokens, tokens cached before) of each prefill
+    open_chunks: int = 0  # those of the chunks after which their prompt goes on, so that they sample no token
+    longest_context: int = 0  # of the decodes; 0 where they count as equal
+    cpu_tier_chunks: tuple[tuple[int, int], ...] = ()  # those of the chunks whose K and V go to the CPU tier
+
+    @property
+    def sampled(self) -> int:
+        """Rows that get a token."""
+        return self.requests - self.open_chunks
+
+    @staticmethod
+    def from_items(gpu_batch: Sequence[GpuBatchItem]) -> GpuBatchLoad:
+        prefills = [item for item in gpu_batch if item.is_prefill]
+        starts = [item.start for item in gpu_batch if not item.is_prefill]
+        return GpuBatchLoad._from_parts(len(starts), sum(starts) + len(starts), prefills, max(starts, default=-1) + 1)
+
+    @staticmethod
+    def from_builder(builder: PlanBuilder | IterationPlan) -> GpuBatchLoad:
+        context = builder.decode_context if isinstance(builder, PlanBuilder) else context_tokens(builder.decodes)
+        return GpuBatchLoad._from_parts(len(builder.decodes), context, builder.prefills)
+
+    @staticmethod
+    def _from_parts(
+        num_decodes: int, decode_context: int, prefills: Sequence[GpuBatchItem], longest_context: int = 0
+    ) -> GpuBatchLoad:
+        return GpuBatchLoad(
+            tokens=num_decodes + sum([item.num_tokens for item in prefills]),
+            requests=num_decodes + len(prefills),
+            decodes=num_decodes,
+            decode_context=decode_context,
+            chunks=tuple([(item.num_tokens, item.start) for item in prefills]),
+            open_chunks=sum([not item.samples for item in prefills]),
+            longest_context=longest_context,
+            cpu_tier_chunks=tuple([(item.num_tokens, item.start) for item in prefills if item.tier is Tier.CPU]),
+        )
+
+    def without(self, chunk: GpuBatchItem) -> GpuBatchLoad:
+        """The load without one of its prefills."""
+        chunks, cpu_tier_chunks = list(self.chunks), list(self.cpu_tier_chunks)
+        for those in (chunks, cpu_tier_chunks) if chunk.tier is Tier.CPU else (chunks,):
+            those.remove((chunk.num_tokens, chunk.start))
+        return replace(
+            self,
+            tokens=self.tokens - chunk.num_tokens,
+            requests=self.requests - 1,
+            chunks=tuple(chunks),
+            cpu_tier_chunks=tuple(cpu_tier_chunks),
+            open_chunks=self.open_chunks - (not chunk.samples),
+        )
+
+    def gpu_attention_s(self, model: PerfModel) -> float:
+        """Seconds of one layer's attention in the GPU batch, prefills and decodes."""
+        return model.gpu_batch_attention_s(
+            self.decodes, self.decode_context, self.chunks, self.longest_context, self.cpu_tier_chunks
+        )
+
+    def prefill_attention_s(self, model: PerfModel) -> float:
+        """The same of the prefills alone."""
+        return model.prefill_attention_s(self.chunks, self.cpu_tier_chunks)
+
+
+def context_tokens(requests: Sequence[Request]) -> int:
+    """Tokens that a decode of all these requests attends to."""
+    return sum([request.num_tokens for request in requests])

@@ -2,22 +2,292 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from statistics import median
+from typing import Any
 
-from apex.perf.progress import progress_bar
-from apex.placement.budget import UniformLoad, best_budget, estimate_budget
-from apex.placement.costs import StageCost
-from apex.placement.memory import EngineMemory
-from apex.placement.search import PlacementProblem, TimedPlacement, refined_placement
-from apex.placement.timing import StageTimes, attention_bytes_per_s, time_stage
+import torch
+
+import pacpu
+from apex.perf.model import Curve
+from apex.placement.search import (
+    PlacementProblem,
+    Rates,
+    StageCost,
+    TimedPlacement,
+    UniformLoad,
+    best_budget,
+    estimate_budget,
+    refined_placement,
+    stage_costs,
+)
+from apex.progress import progress_bar
 from swiftllm.config import EngineConfig
-from swiftllm.device import open_device
-from swiftllm.kv.format import cpu_format
-from swiftllm.machine import GIB, usable_cores
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.stages.placement import Placement, all_resident
+from swiftllm.device import CONTEXT_BYTES, Device, open_device
+from swiftllm.kv.block_pool import LayerGroups
+from swiftllm.kv.tensors import KVFormat, cpu_format
+from swiftllm.machine import GIB, available_host_bytes, gib_rounded_up, usable_cores
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.llama import LlamaModel
+from swiftllm.model.placement import Place, Placement, all_resident
+from swiftllm.model.stages import LoadedWeights, host_memory
+from swiftllm.model.weight_memory import CHUNK_BYTES
+from swiftllm.model.weights import dummy_weights
+from swiftllm.ops.cpu import CpuOps
+from swiftllm.ops.interface import Ops
 from swiftllm.ops.select import select_ops
-from swiftllm.runtime.processors import resolve_dtype, resolve_kernel
+from swiftllm.runtime.cpu_tuning import read_limit
+from swiftllm.runtime.execution_context import resolve_dtype, resolve_kernel, resolve_residual_dtype
+from swiftllm.runtime.memory import CPU_TIER_SHARE, HOST_HEADROOM_BYTES, embedding_bytes, estimate_memory, stage_bytes
+
+# -- the memory there is -----------------------------------------------------------------------------------------------
+# The memory of GPU and host that an engine has for weights and KV cache, before the model is loaded.
+
+
+class EngineMemory:
+    """What fits where: a part of :class:`apex.placement.search.CostModel`. All sizes are bytes.
+
+    Attributes:
+        usable_bytes: GPU memory for weights and KV cache.
+        host_bytes: host memory for both, beside the embedding.
+        embedding_bytes: of an embedding that leaves the GPU before other weights do.
+    """
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free_bytes: int) -> None:
+        """``free_bytes``: the GPU's free memory."""
+        self.config, self.model, self.dtype = config, model, dtype
+        card_bytes = free_bytes + CONTEXT_BYTES  # the context has taken its memory already
+        host_bytes = available_host_bytes()
+        sizes = {"device_bytes": card_bytes, "host_bytes": host_bytes}
+        residual_dtype = resolve_residual_dtype(config.model, dtype)
+        budget = estimate_memory(config, model, dtype, residual_dtype=residual_dtype, **sizes)
+        self.stage_bytes = stage_bytes(model, dtype)
+        assert budget.weights is not None, "an estimate has them"
+        self.weight_bytes, self.other_bytes = budget.weight_bytes, budget.weights.staying
+        self.embedding_bytes = embedding_bytes(model, dtype)
+        self.block_bytes = budget.bytes_per_block
+        self.cpu_block_bytes = budget.host_block_bytes
+        self.layer_groups = LayerGroups.of(model, config.block_size)
+        self.kv_bytes_per_token = budget.bytes_per_block // config.block_size
+        self.cpu_kv_bytes_per_token = budget.host_block_bytes // config.block_size
+        self.usable_bytes = budget.usable_bytes
+        self.host_bytes = host_bytes - HOST_HEADROOM_BYTES - self.embedding_bytes
+
+    def given_bytes(self, memory_gib: float) -> float:
+        """Bytes for resident stages and slots, and an embedding beside all of them, where weights may use
+        ``memory_gib``.
+
+        Raises:
+            ValueError: it is too little, or the host does not hold the others.
+        """
+        gpu_bytes = memory_gib * GIB - self.other_bytes
+        if gpu_bytes < 0:
+            raise ValueError(
+                f"weights_gpu_memory={memory_gib:g} GiB is less than vocabulary and norms, which stay on the GPU: "
+                f"give at least {gib_rounded_up(self.other_bytes)}, or take a smaller model"
+            )
+        self._left_on_host(sum(self.stage_bytes) - gpu_bytes)
+        return gpu_bytes
+
+    def check_tiers(self) -> None:
+        """Check that GPU and host together hold the weights.
+
+        Raises:
+            ValueError: they do not.
+        """
+        gpu_bytes, host_bytes = max(0, self.usable_bytes), max(0, self.host_bytes)
+        if self.other_bytes > gpu_bytes or self.weight_bytes - self.embedding_bytes > gpu_bytes + host_bytes:
+            raise ValueError(
+                f"the weights take {self.weight_bytes / GIB:.1f} GiB, of which {self.other_bytes / GIB:.1f} stay on "
+                f"the GPU: it has {gpu_bytes / GIB:.1f} GiB for them and the host {host_bytes / GIB:.1f}: "
+                f"{self._remedy}"
+            )
+
+    def holds_all(self, workload: UniformLoad) -> bool:
+        """Whether the GPU has room for all weights and the KV cache of a workload: the blocks asked for, else all
+        requests at once at their full lengths."""
+        blocks = self.config.num_gpu_blocks
+        if blocks is None:
+            each = self.layer_groups.blocks_for(int(workload.input_len + workload.output_len))
+            blocks = workload.num_requests * each
+        return self.usable_bytes - self.weight_bytes >= blocks * self.block_bytes
+
+    def gpu_kv_bytes(self, weight_bytes: float) -> float:
+        """That of the blocks asked for, else what is left; see :class:`apex.placement.search.CostModel`."""
+        asked = (self.config.num_gpu_blocks or 0) * self.block_bytes
+        left = self.usable_bytes - weight_bytes
+        if left < asked:
+            raise ValueError(
+                f"{weight_bytes / GIB:.2f} GiB of weights leave {max(0.0, left) / GIB:.2f} GiB of GPU memory, and the "
+                f"KV blocks asked for take {asked / GIB:.2f}: lower num_gpu_blocks"
+            )
+        return left if self.config.num_gpu_blocks is None else asked
+
+    def cpu_kv_bytes(self, off_gpu_bytes: float) -> float:
+        """That of the blocks asked for, else a share of what is left."""
+        asked = (self.config.num_cpu_blocks or 0) * self.cpu_block_bytes
+        left = self._left_on_host(off_gpu_bytes, asked)
+        return left * CPU_TIER_SHARE if self.config.num_cpu_blocks is None else asked
+
+    def _left_on_host(self, off_gpu_bytes: float, kv_bytes: float = 0) -> float:
+        """Host memory beside so many bytes of weights, which must hold ``kv_bytes``."""
+        left = self.host_bytes - off_gpu_bytes
+        if left < kv_bytes:
+            blocks = f" and {kv_bytes / GIB:.1f} GiB of KV blocks" if kv_bytes else ""
+            raise ValueError(
+                f"{off_gpu_bytes / GIB:.1f} GiB of weights{blocks} would be the host's, which has "
+                f"{max(0, self.host_bytes) / GIB:.1f} GiB: {self._remedy}"
+            )
+        return left
+
+    @property
+    def _remedy(self) -> str:
+        remedy = "take 4-bit weights" if self.model.quantisation is None else "take a smaller model"
+        return f"{remedy}, a host with more memory, or a GPU that holds them"
+
+
+# -- times of one stage ------------------------------------------------------------------------------------------------
+# What placements cost on this machine, timed before the model is loaded: one stage of random weights in each place, and
+# attention in each tier.
+
+REPEATS = 5
+ENOUGH_S = 3.0  # of repetitions: a CPU takes seconds for hundreds of rows of a large stage
+SAMPLE_VOCABULARY = 16  # the sample's embedding need not be large
+ATTENDED_BYTES = 256 << 20  # of K and V: more than caches hold
+MOST_OF_DRAM = 0.9  # that a link takes: one as fast as DRAM would leave the CPU nothing
+SAMPLE_LAYER = 0  # the stage between the sample's two layers
+ATTENDING = 32  # requests, where attention is timed
+BLOCK_SIZE = 16  # of their KV cache
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one stage of ``weight_bytes``: on GPU and CPU over rows, and over PCIe.
+
+    ``read_bytes_per_s`` is the limit of the CPU's streaming reads.
+    """
+
+    weight_bytes: float
+    gpu: Curve
+    cpu: Curve
+    stream_s: float
+    read_bytes_per_s: float
+
+    def costs(self, sizes: Sequence[float], rows: float) -> list[StageCost]:
+        """Of stages of these sizes in bytes: each takes its share of the times."""
+        pcie_bytes_per_s = self.weight_bytes / self.stream_s
+        return stage_costs(sizes, self.weight_bytes, self.gpu(rows), self.cpu(rows), pcie_bytes_per_s)
+
+    def rates(self, cpu_attention_bytes_per_s: float = inf) -> Rates:
+        pcie_bytes_per_s = self.weight_bytes / self.stream_s
+        dram_bytes_per_s = max(self.read_bytes_per_s, pcie_bytes_per_s / MOST_OF_DRAM)
+        return Rates(pcie_bytes_per_s, cpu_attention_bytes_per_s, dram_bytes_per_s, CHUNK_BYTES)
+
+
+def time_stage(
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: Device,
+    ops: Ops,
+    rows: Sequence[int],
+    progress: Callable[[float, str], None] = lambda done, what: None,
+) -> StageTimes:
+    """Time one stage of a model in each place, with these numbers of rows, ascending, at least two."""
+    sample = replace(model, num_layers=2, vocab_size=SAMPLE_VOCABULARY)
+    seconds: dict[Place, list[float]] = {}
+    host_ops = CpuOps(num_threads=usable_cores())
+    for place in Place:
+        progress(len(seconds) / len(Place), f"one stage, {place.value}")
+        placement = Placement((Place.RESIDENT, place, Place.RESIDENT))
+        tensors = dummy_weights(sample, device.torch_device, dtype, on_host=host_memory(placement, device))
+        weights = LoadedWeights(sample, tensors, ops, placement, device, host_ops)
+        if place is Place.STREAMED:
+            seconds[place] = [_median_s(device, lambda weights=weights: _copy(weights))]
+        else:
+            llama = LlamaModel(sample, weights, ops)
+            seconds[place] = [_median_s(device, _crossing(llama, device, dtype, count)) for count in rows]
+    return StageTimes(
+        stage_bytes(sample, dtype)[SAMPLE_LAYER + 1],
+        Curve(tuple(rows), tuple(seconds[Place.RESIDENT])),
+        Curve(tuple(rows), tuple(seconds[Place.CPU])),
+        seconds[Place.STREAMED][0],
+        read_limit(usable_cores()),
+    )
+
+
+def attention_bytes_per_s(
+    model: ModelConfig, dtype: torch.dtype, device: Device, ops: Ops, kernel: str, threads: int, on_host: KVFormat
+) -> tuple[float, float]:
+    """Bytes of K and V a second that decode attention reads: on the device, and by the CPU in the host's memory, where
+    their format is ``on_host``."""
+
+    def on_cpu(*arguments: Any) -> None:
+        pacpu.paged_attention(*arguments, num_threads=threads, kernel=kernel)
+
+    exact, host = KVFormat.exact(dtype), torch.device("cpu")
+    return (
+        _attention_rate(model, dtype, device, device.torch_device, ops.decode_attention, exact),
+        _attention_rate(model, dtype, device, host, on_cpu, on_host),
+    )
+
+
+@torch.inference_mode()
+def _attention_rate(
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: Device,
+    where: torch.device,
+    attend: Callable[..., object],
+    kv_format: KVFormat,
+) -> float:
+    """Of :data:`ATTENDING` requests whose caches are more than the machine's caches hold."""
+    block = (model.num_kv_heads, *kv_format.head_shape(BLOCK_SIZE, model.head_dim))
+    block_bytes = math.prod(block) * kv_format.dtype.itemsize
+    blocks_each = max(1, ATTENDED_BYTES // block_bytes // ATTENDING)
+    pool = torch.zeros(ATTENDING * blocks_each, *block, dtype=kv_format.dtype, device=where)
+    counts = model.num_heads, model.num_kv_heads, model.num_kv_heads  # of Q, K and V
+    heads = [torch.zeros(ATTENDING, n, model.head_dim, dtype=dtype, device=where) for n in counts]
+    tables = torch.arange(ATTENDING * blocks_each, dtype=torch.int32, device=where).view(ATTENDING, blocks_each)
+    lens = torch.full((ATTENDING,), blocks_each * BLOCK_SIZE, dtype=torch.int32, device=where)
+    out = torch.zeros_like(heads[0])
+    seconds = _median_s(device, lambda: attend(*heads, pool, tables, lens, out, model.head_dim**-0.5))
+    return pool.nbytes / seconds
+
+
+def _copy(weights: LoadedWeights) -> None:
+    """Leave the only streamed stage, which sends it again, and wait for it."""
+    weights.enter(SAMPLE_LAYER + 1)
+    weights.enter(SAMPLE_LAYER)
+
+
+def _crossing(model: LlamaModel, device: Device, dtype: torch.dtype, rows: int) -> Callable[[], object]:
+    """Of random rows: equal ones would pick equal experts, and the weights of all others would not be read."""
+    config, where = model.config, {"device": device.torch_device, "dtype": dtype}
+    attention_out = torch.randn(rows, config.num_heads, config.head_dim, **where)
+    residual = torch.randn(rows, config.hidden_size, **where)
+    rotary_rows = model.rotary_table[torch.zeros(rows, dtype=torch.int64, device=device.torch_device)]
+    return lambda: model.stage(SAMPLE_LAYER, attention_out, residual, rotary_rows)
+
+
+@torch.inference_mode()
+def _median_s(device: Device, work: Callable[[], object]) -> float:
+    """Seconds until the device has done some work, after a first time that does not count."""
+    found: list[float] = []
+    for _ in range(1 + REPEATS):
+        start_s = time.perf_counter()
+        work()
+        device.compute.mark().synchronize()
+        found.append(time.perf_counter() - start_s)
+        if len(found) > 1 and sum(found) > ENOUGH_S:
+            break
+    return median(found[1:])
+
+
+# -- the placement -----------------------------------------------------------------------------------------------------
 
 ASSUMED_INPUT_LEN, ASSUMED_OUTPUT_LEN = 1000, 200
 """Of a request where lengths are not known: as `apex simulate` has them by default."""
@@ -111,7 +381,7 @@ def assumed_workload(config: EngineConfig, model: ModelConfig) -> UniformLoad:
 
 
 class MeasuredCosts:
-    """This machine's; see :class:`apex.placement.budget.CostModel`."""
+    """This machine's; see :class:`apex.placement.search.CostModel`."""
 
     def __init__(self, memory: EngineMemory, times: StageTimes, gpu_attention: float, cpu_attention: float) -> None:
         """Attention rates are bytes of K and V a second."""

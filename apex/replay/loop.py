@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from apex.replay.records import REFUSED, Replay, ReplayRequest, RequestRecord, record_of
-from swiftllm.core.request import Request, RequestRefused
-from swiftllm.core.sampling_params import SamplingParams
+from apex.replay.metrics import REFUSED, Replay, ReplayRequest, RequestRecord, record_of
+from swiftllm.core.request import Request, RequestRefused, SamplingParams
 
 if TYPE_CHECKING:
     from swiftllm.engine.engine import Engine

@@ -6,15 +6,22 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import attrgetter
 
-from apex.perf.gpu_batch_load import GpuBatchLoad, context_tokens
-from apex.perf.model import total_s
-from apex.schedulers.cpu_decodes import CpuDecodes, longest_run
-from apex.schedulers.hybrid import Hybrid, add_cpu_decodes, gpu_batch_s, gpu_only, pipelined, put_off_cpu_prompts
-from apex.schedulers.inequality import Inequality, mixed_cpu_window_s, overlap_rate, pipelining_pays
-from apex.schedulers.pipeline import Pipeline
+from apex.perf.model import GpuBatchLoad, context_tokens, total_s
+from apex.schedulers.formulas import Inequality, mixed_cpu_window_s, overlap_rate, pipelining_pays
+from apex.schedulers.hybrid import (
+    CpuDecodes,
+    Hybrid,
+    Pipeline,
+    add_cpu_decodes,
+    gpu_batch_s,
+    gpu_only,
+    longest_run,
+    pipelined,
+    put_off_cpu_prompts,
+)
 from swiftllm.core.plan import OVERLAPPED, CpuBatchPlan, IterationPlan
 from swiftllm.core.request import Request
-from swiftllm.scheduling.plan_builder import PlanBuilder
+from swiftllm.scheduling.scheduler import PlanBuilder
 
 
 class Apex(Hybrid):

@@ -1,28 +1,362 @@
 """What schedulers that decode on the CPU share: predictions, patience with requests left out, and plans of known
-form."""
+form.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 
-from apex.perf.gpu_batch_load import GpuBatchLoad
-from apex.perf.model import PerfModel
-from apex.perf.online import OnlineCorrection
-from apex.schedulers.cpu_decodes import CpuDecodes
-from apex.schedulers.pipeline import Pipeline
+import numpy as np
+
+from apex.perf.model import GpuBatchLoad, PerfModel, context_tokens
+from apex.perf.online_correction import OnlineCorrection
+from apex.schedulers.formulas import pipelined_layer_s
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import ALONE, JOINED, IterationPlan, StepResult
 from swiftllm.core.request import Request, Tier
-from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.arrival_queue import arrival_order
-from swiftllm.scheduling.cpu_batches import CpuBatch
-from swiftllm.scheduling.parts import one_tier, two_tiers
-from swiftllm.scheduling.plan_builder import PlanBuilder
-from swiftllm.scheduling.rules import SchedulingRules
-from swiftllm.scheduling.scheduler import Scheduler
-from swiftllm.scheduling.state import SchedulerState
+from swiftllm.kv.kv_cache_manager import KVCacheManager
+from swiftllm.scheduling.scheduler import PlanBuilder, Scheduler, one_tier, two_tiers
+from swiftllm.scheduling.state import CpuBatch, SchedulerState, SchedulingRules, arrival_order
+
+# -- the queue of CPU decodes ------------------------------------------------------------------------------------------
+# The queue of CPU decodes that fill the batches of a pipeline: which come next, and how many at once.
+
+MAX_GUESSES = 6  # interpolations of a search; 3 to 5 suffice where predictions are straight
+
+
+class CpuDecodes:
+    """CPU decodes, oldest first, and their lengths.
+
+    ``tokens`` is int64 ``[len(requests)]``. It is read once: reading the lengths of a thousand requests takes longer
+    than most of their uses. ``overdue`` is the request that must be served whatever the model predicts.
+    """
+
+    def __init__(self, requests: list[Request], overdue: Request | None = None) -> None:
+        self.requests = requests
+        self.overdue = overdue
+        self.tokens = np.fromiter([request.num_tokens for request in requests], np.int64, len(requests))
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def context_tokens(self) -> int:
+        return int(self.tokens.sum())
+
+    def requests_at(self, positions: Sequence[int]) -> list[Request]:
+        requests = self.requests
+        return [requests[position] for position in positions]
+
+
+class CpuDecodeQueue:
+    """CPU decodes that wait for a place in a batch, oldest first."""
+
+    def __init__(self, decodes: CpuDecodes) -> None:
+        self._decodes = decodes
+        self._start_with(np.arange(len(decodes)))
+
+    def _start_with(self, positions: np.ndarray) -> None:
+        """Restart the queue with the decodes at these positions."""
+        self._positions = positions
+        self._tokens = self._decodes.tokens[positions]
+        self._sums = [0, *self._tokens.cumsum().tolist()]
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._positions) - self._next
+
+    def context_of_next(self, count: int) -> int:
+        """Context of the next ``count`` requests, summed, in tokens."""
+        return self._sums[self._next + count] - self._sums[self._next]
+
+    def take_requests(self, count: int) -> list[Request]:
+        start, self._next = self._next, self._next + count
+        return self._decodes.requests_at(self._positions[start : self._next].tolist())
+
+    def skip_too_long(self, fits: Callable[[int], bool]) -> None:
+        """Go on to the next request whose length ``fits``; drop every request no shorter than one that does not fit.
+
+        Only a request shorter than all before it can be the next that fits, so only those are tested.
+        """
+        tokens = self._tokens[self._next :]
+        shortest_so_far = np.minimum.accumulate(tokens)
+        shorter = np.flatnonzero(shortest_so_far[1:] < shortest_so_far[:-1]) + 1
+        too_long = bisect_left(shorter, True, key=lambda position: fits(tokens.item(position)))
+        if too_long == len(shorter):
+            self._next += len(tokens)
+            return
+        first = shorter[too_long]
+        rest = np.flatnonzero(tokens[first:] < shortest_so_far[first - 1]) + first
+        self._start_with(self._positions[self._next + rest])
+
+
+def longest_run(seconds: Callable[[int], float], limit_s: float, most: int) -> int:
+    """The largest count up to ``most`` for which ``seconds(count) <= limit_s``; ``seconds`` must not decrease.
+
+    Predictions are expensive, and nearly linear in the count. So the search interpolates between the ends of the
+    remaining range, and bisects after ``MAX_GUESSES`` attempts.
+    """
+    if most < 1 or (low_s := seconds(1)) > limit_s:
+        return 0
+    if most == 1 or (high_s := seconds(most)) <= limit_s:
+        return most
+    low, high, guesses = 1, most, 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        if guesses < MAX_GUESSES:
+            guesses += 1
+            crossing = low + int((limit_s - low_s) / (high_s - low_s) * (high - low))
+            middle = min(max(crossing, low + 1), high - 1)
+        middle_s = seconds(middle)
+        if middle_s <= limit_s:
+            low, low_s = middle, middle_s
+        else:
+            high, high_s = middle, middle_s
+    return low
+
+
+# -- the two batches of asymmetric pipelining --------------------------------------------------------------------------
+# The two batches of asymmetric pipelining, and how CPU decodes are assigned to them (NEO section 3.2, step 4).
+
+Window = tuple[Callable[[int, int], float], float]
+"""The seconds of a batch by its size and its context, and the seconds into which they must fit."""
+
+
+@dataclass
+class PipelineBatch:
+    """CPU decodes of one batch, and the sum of their context in tokens."""
+
+    requests: list[Request] = field(default_factory=list)
+    context_tokens: int = 0
+    num_under_way: int = 0  # requests of CPU batches under way, which run alone beside the batch
+
+    @property
+    def size(self) -> int:
+        return len(self.requests) + self.num_under_way
+
+    def add_requests(self, requests: Sequence[Request], tokens: int) -> None:
+        """Add requests whose context is ``tokens`` in total."""
+        self.requests += requests
+        self.context_tokens += tokens
+
+
+class Pipeline:
+    """A GPU batch and two CPU batches, with the times that the model predicts for one layer."""
+
+    def __init__(self, model: PerfModel, load: GpuBatchLoad) -> None:
+        self.model = model
+        self.batches = (PipelineBatch(), PipelineBatch())
+        self.set_load(load)
+
+    def set_load(self, load: GpuBatchLoad) -> None:
+        self.load = load
+        self._gpu_batch_attention_s = load.gpu_attention_s(self.model)
+
+    def add_under_way(self, requests: Sequence[Request]) -> None:
+        """Add requests that are part of the way through their token; they run alone, with batch-1."""
+        self.batches[1].num_under_way += len(requests)
+        self.batches[1].context_tokens += context_tokens(requests)
+
+    @property
+    def num_requests(self) -> int:
+        return self.load.requests + self.batches[0].size + self.batches[1].size
+
+    def hides(self, batch: PipelineBatch, size: int, context: int) -> bool:
+        """Whether the CPU attention of a layer stays hidden if the batch has these sizes."""
+        return any(seconds(size, context) <= window_s for seconds, window_s in self._windows(batch))
+
+    def hides_cpu(self) -> bool:
+        """Whether the GPU batch never waits for CPU attention."""
+        return all(self.hides(batch, batch.size, batch.context_tokens) for batch in self.batches)
+
+    def _windows(self, batch: PipelineBatch) -> list[Window]:
+        """What must fit into what: T_c0 into T_l1 + T_ga0 for batch-0, T_c1 into T_l0 for batch-1.
+
+        Where weights are streamed, the GPU batch waits for a layer's before batch-0's stage. So batch-1's attention is
+        also hidden if it ends with the wait: T_c1 + T_l1 + T_ga0 within the time between layers. One window is enough.
+        """
+        model, (first, second) = self.model, self.batches
+        cpu_attention_s = model.cpu_attention_s
+        if batch is first:
+            return [(cpu_attention_s, model.linear_s(second.size) + self._gpu_batch_attention_s)]
+        windows: list[Window] = [(cpu_attention_s, model.linear_s(self.load.tokens + first.size))]
+        if model.stream_s:
+
+            def with_stage_s(size: int, context: int) -> float:
+                return cpu_attention_s(size, context) + model.linear_s(size)
+
+            windows.append((with_stage_s, model.stream_s - self._gpu_batch_attention_s))
+        return windows
+
+    def iteration_s(self) -> float:
+        """All layers and the end stages of GPU batch and batch-1; the host's fixed work counts once."""
+        model, (first, second) = self.model, self.batches
+        layer_s = pipelined_layer_s(
+            linear_0_s=model.linear_s(self.load.tokens + first.size),
+            linear_1_s=model.linear_s(second.size),
+            gpu_attention_0_s=self._gpu_batch_attention_s,
+            cpu_attention_0_s=model.cpu_attention_s(first.size, first.context_tokens),
+            cpu_attention_1_s=model.cpu_attention_s(second.size, second.context_tokens),
+        )
+        gpu_batch_rows = self.num_requests - second.size
+        ends_s = model.outside_layers_s(gpu_batch_rows) + model.outside_layers_s(second.size)
+        if gpu_batch_rows and second.size:
+            ends_s -= model.host_work_s(0)
+        return model.num_layers * model.layer_s(layer_s) + ends_s
+
+    def add_hidden(self, ready: CpuDecodes) -> None:
+        """Add each request to batch-1 or batch-0 if the CPU stays hidden there; leave it out otherwise.
+
+        One more request makes its batch's CPU time longer. It also makes the batch's linear time longer, which hides
+        more of the other batch. So only its own batch's inequality can break. The batches alternate: each takes the
+        longest run that keeps its inequality, until neither can take the next request. Batches never shrink, so any
+        request as long as one left out is left out too.
+        """
+        queue = CpuDecodeQueue(ready)
+        while queue:
+            runs = [self._take_hidden_run(batch, queue) for batch in reversed(self.batches)]
+            if not any(runs):
+                queue.skip_too_long(self._fits_a_batch())
+
+    def _take_hidden_run(self, batch: PipelineBatch, queue: CpuDecodeQueue) -> int:
+        """Add as many of the next requests to a batch as stay hidden there; returns how many."""
+        context, size, tokens, run = queue.context_of_next, batch.size, batch.context_tokens, 0
+        for seconds, window_s in self._windows(batch):
+            longest = longest_run(lambda n, s=seconds: s(size + n, tokens + context(n)), window_s, len(queue))
+            run = max(run, longest)
+        if run:
+            run_tokens = context(run)
+            batch.add_requests(queue.take_requests(run), run_tokens)
+        return run
+
+    def _fits_a_batch(self) -> Callable[[int], bool]:
+        """A test of lengths: whether a request of n tokens stays hidden in either batch."""
+        grown = [
+            (seconds, batch.size + 1, batch.context_tokens, window_s)
+            for batch in self.batches
+            for seconds, window_s in self._windows(batch)
+        ]
+        return lambda n: any(seconds(size, tokens + n) <= window_s for seconds, size, tokens, window_s in grown)
+
+    def add_overdue(self, request: Request) -> None:
+        """Add a request to batch-1 unless a batch has it, hidden or not."""
+        if not any(request in batch.requests for batch in self.batches):
+            self.batches[1].add_requests([request], request.num_tokens)
+
+    def split_evenly(self, ready: CpuDecodes) -> None:
+        """Add every request, the longest first, to the batch with less context, hidden or not."""
+        first, second = self.batches
+        ahead = first.context_tokens - second.context_tokens
+        longest_first = np.argsort(-ready.tokens, kind="stable")
+        to_first: list[int] = []
+        to_second: list[int] = []
+        for position, tokens in zip(longest_first.tolist(), ready.tokens[longest_first].tolist(), strict=True):
+            if ahead <= 0:
+                to_first.append(position)
+                ahead += tokens
+            else:
+                to_second.append(position)
+                ahead -= tokens
+        first.requests += ready.requests_at(to_first)
+        second.requests += ready.requests_at(to_second)
+        total = first.context_tokens + second.context_tokens + ready.context_tokens
+        first.context_tokens = (total + ahead) // 2  # their sum and their difference are known
+        second.context_tokens = (total - ahead) // 2
+
+
+# -- lengths of prompts and outputs ------------------------------------------------------------------------------------
+# How many prompt tokens belong to an output token in the long run, estimated from the requests so far.
+#
+# Early on, those that have finished are the short ones. So unfinished requests count too, by the survival estimate of
+# statistics: at each length, how many of the requests that got so far ended there.
+
+PRIOR_OUTPUT_TOKENS = 512
+"""Mean output assumed of requests about which nothing is known."""
+ENOUGH_FINISHED = 8
+MEMORY = 512
+"""Requests after which the older ones count half, so that a change of the workload is noticed."""
+EDGES = np.unique(np.concatenate(([0], np.round(1.2 ** np.arange(80))))).astype(float)
+"""Output lengths between which requests are taken to end at a constant rate, in tokens."""
+WIDTHS = np.diff(EDGES)
+
+
+class LengthsSeen:
+    """Prompt and output lengths of the requests so far. A request's own limit of output tokens tells nothing."""
+
+    def __init__(self) -> None:
+        self.num_finished = 0
+        self._num_prompts = self._prompt_tokens = 0.0
+        intervals = len(EDGES) - 1
+        self._ended = np.zeros(intervals)  # requests that ended in each interval of lengths
+        self._tokens = np.zeros(intervals)  # output tokens in each interval, of all requests, ended or not
+        self._counted = np.zeros(intervals)  # those counted so far, without forgetting
+        self._of_gone = np.zeros(intervals)  # those of requests that have finished or were aborted
+
+    def add_prompt(self, tokens: int) -> None:
+        self._prompt_tokens += tokens
+        self._num_prompts += 1
+        if self._num_prompts > MEMORY:
+            self._prompt_tokens /= 2
+            self._num_prompts /= 2
+
+    def add_output(self, tokens: int, *, aborted: bool = False) -> None:
+        """Count a request with an output of ``tokens``, which has finished by itself or was ``aborted``."""
+        self._of_gone += _tokens_between_edges(np.array([tokens]))
+        if aborted:
+            return
+        self.num_finished += 1
+        self._ended[min(int(EDGES.searchsorted(tokens)), len(self._ended)) - 1] += 1
+        if self._ended.sum() > MEMORY:
+            self._ended /= 2
+            self._tokens /= 2
+
+    @property
+    def mean_prompt(self) -> float:
+        """Mean prompt of all requests, in tokens."""
+        return self._prompt_tokens / self._num_prompts if self._num_prompts else 0.0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether enough requests have finished to tell the mean output from them."""
+        return self.num_finished >= ENOUGH_FINISHED
+
+    def mean_output(self, unfinished: Sequence[int]) -> float:
+        """Expected output of a request in tokens; ``unfinished`` are the outputs so far of those that go on.
+
+        A request that outlives all others so far is expected to double its length, and to reach the prior mean.
+        """
+        running = np.array(unfinished)
+        counted = self._of_gone + _tokens_between_edges(running)
+        self._tokens += counted - self._counted
+        self._counted = counted
+        tokens = np.maximum(self._tokens, self._ended)  # each that ended in an interval had a token there
+        seen = np.flatnonzero(tokens > WIDTHS / 2)  # beyond, there is less than half a request
+        reached = int(seen[-1]) + 1 if len(seen) else 0
+        widths = WIDTHS[:reached]
+        exponents = self._ended[:reached] / np.maximum(tokens[:reached], 1e-9) * widths
+        alive = np.exp(-np.concatenate(([0.0], np.cumsum(exponents))))
+        shares = np.where(exponents > 1e-9, -np.expm1(-exponents) / np.maximum(exponents, 1e-9), 1.0)
+        longest = EDGES[reached]
+        beyond = max(PRIOR_OUTPUT_TOKENS - longest, longest)
+        if reached:  # with hardly anyone left who could go on beyond, the longest output has been seen
+            going_on = np.count_nonzero(running > EDGES[reached - 1])
+            beyond *= going_on / max(1.0, going_on + self._ended[reached - 1])
+        return max(1.0, float((alive[:-1] * widths * shares).sum() + alive[-1] * beyond))
+
+
+def _tokens_between_edges(lengths: np.ndarray) -> np.ndarray:
+    """Of outputs of these lengths together, the tokens in each interval between two edges; float64 [intervals]."""
+    ordered = np.sort(lengths)
+    sums = np.concatenate(([0.0], np.cumsum(ordered)))
+    below = ordered.searchsorted(EDGES)
+    up_to = sums[below] + EDGES * (len(ordered) - below)  # the tokens at most as far in as each edge
+    return np.diff(up_to)
+
+
+# -- predicting schedulers ---------------------------------------------------------------------------------------------
 
 MOST_COPIES = 4096  # cached blocks that a plan copies to the CPU tier at most, however fast PCIe is
 

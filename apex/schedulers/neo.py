@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from apex.perf.gpu_batch_load import GpuBatchLoad
-from apex.perf.model import PerfModel
-from apex.schedulers.cpu_decodes import CpuDecodes
+from apex.perf.model import GpuBatchLoad, PerfModel
 from apex.schedulers.hybrid import (
+    CpuDecodes,
     Hybrid,
+    Pipeline,
     Predicting,
     add_cpu_decodes,
     gpu_batch_s,
@@ -14,14 +14,11 @@ from apex.schedulers.hybrid import (
     pipelined,
     put_off_cpu_prompts,
 )
-from apex.schedulers.pipeline import Pipeline
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import Tier
-from swiftllm.scheduling.parts import two_tiers
-from swiftllm.scheduling.plan_builder import PlanBuilder
-from swiftllm.scheduling.rules import SchedulingRules
-from swiftllm.scheduling.state import SchedulerState
+from swiftllm.scheduling.scheduler import PlanBuilder, two_tiers
+from swiftllm.scheduling.state import SchedulerState, SchedulingRules
 
 
 class Neo(Hybrid):

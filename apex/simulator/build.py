@@ -8,18 +8,15 @@ from functools import partial
 
 from apex.perf.model import PerfModel, ProfileTable
 from apex.perf.operator_tables import model_of
-from apex.simulator.virtual.backend import SimulatedBackend
-from apex.simulator.virtual.cpu_hosts import RemoteHosts, SeveralHostsModel
-from apex.simulator.virtual.cpu_path import Interconnect
-from apex.simulator.virtual.runtime import OWN_ENGINE, Runtime
-from apex.simulator.virtual.weight_path import SimulatedWeights
+from apex.simulator.backend import OWN_ENGINE, Runtime, SimulatedBackend
+from apex.simulator.links import Interconnect, RemoteHosts, SeveralHostsModel, SimulatedWeights
 from apex.strategy import StrategyConfig
 from swiftllm.core.request import Tier
 from swiftllm.engine.engine import Engine
-from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.kv.layer_groups import LayerGroups
-from swiftllm.scheduling.admission import SchedulerLimits
-from swiftllm.scheduling.gpu_only import Vllm
+from swiftllm.kv.block_pool import LayerGroups
+from swiftllm.kv.kv_cache_manager import KVCacheManager
+from swiftllm.scheduling.scheduler import Vllm
+from swiftllm.scheduling.validation import SchedulerLimits
 from swiftllm.systems import Platform, build, find_system
 
 
@@ -49,7 +46,7 @@ def build_simulated(
 ) -> Engine:
     """An engine of a named system whose time is predicted from ``table``.
 
-    Its backend is a :class:`~apex.simulator.virtual.backend.SimulatedBackend`: a virtual clock from 0, placeholder
+    Its backend is a :class:`~apex.simulator.backend.SimulatedBackend`: a virtual clock from 0, placeholder
     tokens, requests that end by ``max_tokens``. Scheduler and backend predict from the same table, unless
     ``scheduler_table`` is given.
 
@@ -57,12 +54,12 @@ def build_simulated(
         system: one of :func:`swiftllm.systems.systems`.
         num_gpu_blocks, num_cpu_blocks: KV blocks of ``block_size`` tokens in each tier, on all GPUs and all hosts.
         max_num_batched_tokens, max_num_seqs, max_model_len: as in :class:`swiftllm.config.EngineConfig`.
-        synchronous, whole_swaps: what does not overlap, see :mod:`apex.simulator.virtual.backend`.
-        launch_s, interconnect: costs that the table leaves out, see :mod:`apex.simulator.virtual.backend`.
-        remote_hosts: CPU hosts beside the GPUs' own, see :mod:`apex.simulator.virtual.cpu_hosts`.
+        synchronous, whole_swaps: what does not overlap, see :mod:`apex.simulator.backend`.
+        launch_s, interconnect: costs that the table leaves out, see :mod:`apex.simulator.backend`.
+        remote_hosts: CPU hosts beside the GPUs' own, see :mod:`apex.simulator.links`.
         weights: where the weights are, if not all on the GPU; needs ``interconnect``.
         cached_tiers: where prefixes are cached; by default nowhere, since simulated prompts are placeholders.
-        windows: see :attr:`swiftllm.model.config.model_config.ModelConfig.windows`. With any, no prefix is cached.
+        windows: see :attr:`swiftllm.model.config.ModelConfig.windows`. With any, no prefix is cached.
         scheduler_table: what the scheduler predicts from in place of ``table``, to see what a wrong one costs.
         runtime: what runs the iterations; with the default `vllm` is what the papers compared with.
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from apex.cli.output import stdout_console, table
 from apex.perf.model import Curve
-from apex.simulator.hardware.files import (
+from apex.simulator.hardware_files import (
     HARDWARE_DIR,
     POWER_FIGURES,
     Figure,
@@ -27,7 +27,7 @@ from apex.simulator.hardware.files import (
     load_gpu,
     read_measured_layer,
 )
-from apex.simulator.prediction.calibrated_profile import gemm_s
+from apex.simulator.predicted_profile import gemm_s
 
 ITEMSIZE = 2
 SIZES = (1, 2, 4, *range(8, 1025, 8), *range(1040, 2049, 16), *range(2080, 4097, 32))

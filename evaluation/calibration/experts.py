@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from apex.perf.experts import ExpertTimes
+from apex.perf.model import ExpertTimes
 from apex.source_tree import configs_folder
 
 HIDDEN, FFN, PER_TOKEN, ITEMSIZE = 2048, 768, 8, 2  # Qwen3-30B-A3B in bfloat16

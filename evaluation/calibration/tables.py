@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from apex.simulator.hardware.files import LayerShape, MeasuredLayer
+from apex.simulator.hardware_files import LayerShape, MeasuredLayer
 from evaluation.calibration.curve_fit import compact_curve
 
 GEMMS = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")

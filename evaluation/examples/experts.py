@@ -65,7 +65,7 @@ def main(model: str, folder: Path) -> None:
     text = FigureText(
         f"{example.title}, on a {example.card}",
         "SIMULATED; 400 requests of 200 in, 1,000 out, all at once",
-        "Bound: decodes alone, GPU and CPU fully overlapped. Experts by the formula of apex/perf/experts.py; codes are "
+        "Bound: decodes alone, GPU and CPU fully overlapped. Experts by the formula of apex/perf/model.py; codes are "
         "assumed to be read and multiplied at 0.8 of the rates of 16 bits.",
     )
     save_figure(line_figure([panel], text), folder, example.figure)

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from apex.perf.online.correction import scaled_table
-from apex.simulator.hardware.files import LayerShape, load_host
+from apex.perf.online_correction import scaled_table
+from apex.simulator.backend import VLLM
+from apex.simulator.hardware_files import LayerShape, load_host
 from apex.simulator.paper_settings import PaperSetting
-from apex.simulator.prediction.host_times import cpu_attention_gb_s
-from apex.simulator.prediction.host_times import host_read_gb_s as read_gb_s
-from apex.simulator.virtual.runtime import VLLM
+from apex.simulator.predicted_profile import cpu_attention_gb_s
+from apex.simulator.predicted_profile import host_read_gb_s as read_gb_s
 from apex.strategy import StrategyConfig
 from evaluation.experiments.paper_settings import with_hand_over
 from evaluation.experiments.simulated_point import SimulatedTask

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
+from apex.cli.options import parse_options
 from apex.cli.output import stdout_console
-from apex.cli.parser import parse_options
 from evaluation.experiments.identity import identity
 from evaluation.experiments.options import RunOptions
 from evaluation.experiments.points import run_point

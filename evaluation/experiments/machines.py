@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from apex.simulator.hardware.files import GpuLink, Host, load_gpu, load_host, load_link, load_model_config
-from apex.simulator.prediction.calibrated_profile import hardware_profile
-from apex.simulator.prediction.predicted_machine import PredictedMachine
+from apex.simulator.hardware_files import GpuLink, Host, load_gpu, load_host, load_link, load_model_config
+from apex.simulator.predicted_machine import PredictedMachine
+from apex.simulator.predicted_profile import hardware_profile
 from evaluation.experiments.grid import Grid, Place
 from evaluation.experiments.places import lengths_of, possible_points
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import bases, frame_of, over, with_columns
-from swiftllm.scheduling.admission import SchedulerLimits
+from swiftllm.scheduling.validation import SchedulerLimits
 
 BLOCK_SIZE = 16
 MAX_TOKENS = 2048  # in the GPU batch in one iteration

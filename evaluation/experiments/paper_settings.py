@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from apex.perf.model import Curve, ProfileTable
-from apex.simulator.hardware.files import load_gpu, load_host, load_link, load_model_config
+from apex.simulator.hardware_files import load_gpu, load_host, load_link, load_model_config
 from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting
-from apex.simulator.prediction.calibrated_profile import hardware_profile
+from apex.simulator.predicted_profile import hardware_profile
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask
 from evaluation.traces.workloads import Lengths
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
 from swiftllm.config import EngineConfig
-from swiftllm.scheduling.admission import SchedulerLimits
+from swiftllm.scheduling.validation import SchedulerLimits
 
 if TYPE_CHECKING:
     from swiftllm.runtime.torch_backend import TorchBackend
@@ -65,8 +65,8 @@ class MachineProfiles:
 @contextmanager
 def idle_backend(config: EngineConfig) -> Iterator[TorchBackend]:
     """A backend that does nothing, with the worker thread of a serving engine."""
+    from swiftllm.runtime.cpu_tier import CpuWorker  # torch is loaded only where something really runs
     from swiftllm.runtime.torch_backend import open_torch_backend
-    from swiftllm.runtime.workers import CpuWorker  # torch is loaded only where something really runs
 
     backend = open_torch_backend(config, CpuWorker)
     try:
@@ -76,8 +76,8 @@ def idle_backend(config: EngineConfig) -> Iterator[TorchBackend]:
 
 
 def measure_machine(config: EngineConfig) -> ProfiledMachine:
-    from apex.perf.profile_cache import measure_profile
-    from swiftllm.runtime.build import scheduler_limits
+    from apex.perf.machine_profile import measure_profile
+    from swiftllm.build import scheduler_limits
 
     with idle_backend(config) as backend:
         table, limits = measure_profile(config, backend), scheduler_limits(config, backend)
@@ -114,7 +114,7 @@ def _mean(
 
 def operation_errors(config: EngineConfig) -> list[OperationError]:
     """Profile the machine at the table's sizes and at held-out sizes in the same rounds; predict the held-out ones."""
-    from apex.perf.profile_cache import make_workbench, profile_identity
+    from apex.perf.machine_profile import make_workbench, profile_identity
     from apex.perf.profiler import SizeGrid, measure_seconds, table_from_seconds
 
     others = SizeGrid(

@@ -11,20 +11,17 @@ from rich.console import Console
 
 from apex.perf.model import ProfileTable
 from apex.replay.loop import STALL_TIMEOUT_S, replay_requests
-from apex.replay.metrics import Targets, compute_metrics
-from apex.replay.records import RequestRecord
+from apex.replay.metrics import RequestRecord, Targets, compute_metrics
+from apex.simulator.backend import OWN_ENGINE, VLLM, vllm_runtime
 from apex.simulator.build import build_simulated
-from apex.simulator.virtual.cpu_hosts import RemoteHosts
-from apex.simulator.virtual.cpu_path import Interconnect
-from apex.simulator.virtual.runtime import OWN_ENGINE, VLLM, vllm_runtime
-from apex.simulator.virtual.weight_path import SimulatedWeights
+from apex.simulator.links import Interconnect, RemoteHosts, SimulatedWeights
 from apex.strategy import StrategyConfig
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import open_loop_requests, workload_values
 from evaluation.results.progress import TokenProgress
 from evaluation.traces.workloads import Lengths, PromptTokens, with_prompts
 from swiftllm.core.request import ServiceClass, Tier
-from swiftllm.scheduling.admission import SchedulerLimits
+from swiftllm.scheduling.validation import SchedulerLimits
 
 if TYPE_CHECKING:
     from swiftllm.engine.engine import Engine

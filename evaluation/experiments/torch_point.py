@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from apex.replay.loop import STALL_TIMEOUT_S, replay_requests
-from apex.replay.metrics import compute_metrics
-from apex.replay.records import ReplayRequest
+from apex.replay.metrics import ReplayRequest, compute_metrics
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.results.other_work import OtherWork
 from evaluation.results.progress import TokenProgress
@@ -45,7 +44,7 @@ class TorchTask:
 
 
 def build_engine(system: str, config: EngineConfig) -> Engine:
-    from apex.systems import build_system  # imported late: it loads torch, which only running points need
+    from apex.build import build_system  # imported late: it loads torch, which only running points need
 
     return build_system(system, config)
 

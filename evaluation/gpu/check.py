@@ -30,8 +30,7 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from apex.perf.model import ProfileTable
 from apex.replay.loop import check_requests, replay_requests
-from apex.replay.metrics import compute_metrics
-from apex.replay.records import ReplayRequest
+from apex.replay.metrics import ReplayRequest, compute_metrics
 from apex.source_tree import CONFIGS
 from evaluation.gpu.report import SYSTEMS
 from swiftllm.config import EngineConfig
@@ -103,8 +102,8 @@ def run_case(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[
     end_s = time.monotonic() + limit_s
     import torch
 
-    from apex.perf.profile_cache import profile_identity, profile_path
-    from apex.systems import build_system
+    from apex.build import build_system
+    from apex.perf.machine_profile import profile_identity, profile_path
 
     def part_of_rest_s(share: float) -> float:
         return share * (end_s - time.monotonic())
@@ -155,7 +154,7 @@ def run_case(system: str, case: Case, folder: Path, limit_s: float) -> Iterator[
 
 def most_cpu_blocks(model: Path) -> int:
     """Blocks of 16-bit values that half of this machine's memory holds."""
-    from swiftllm.model.config.model_config import ModelConfig  # loads torch
+    from swiftllm.model.config import ModelConfig  # loads torch
 
     return host_memory_bytes() // 2 // (ModelConfig.from_folder(model).kv_bytes_per_token(2) * EngineConfig.block_size)
 
@@ -191,7 +190,7 @@ def replay_case(engine: Engine, case: Case, name: str, limit_s: float) -> dict[s
 def trace(engine: Engine, case: Case, folder: Path, limit_s: float) -> str | None:
     """The name of a picture of some iterations, None where none of them moved CPU requests. Requests that fill the GPU
     tier one and a half times are enough for that."""
-    from apex.timeline.files import write_timeline
+    from apex.timeline.figure import write_timeline
     from apex.timeline.recorder import recording
 
     output_len = max(4, case.output_len // 4)

@@ -145,7 +145,7 @@ def lacking() -> str | None:
 def gpu_name() -> tuple[str | None, str]:
     """The GPU as a folder's name, or None and the reason. In a process of its own, which takes its CUDA with it."""
     ask = (
-        "import torch\nfrom swiftllm.device.driver import NvidiaDriver\n"
+        "import torch\nfrom swiftllm.device import NvidiaDriver\n"
         "print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')\n"
         "print(NvidiaDriver().why_no_gpu() or 'torch sees no GPU here')"
     )

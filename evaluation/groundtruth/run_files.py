@@ -4,7 +4,7 @@
 - ``timeseries.csv``: t in seconds from the start, running and waiting requests.
 - ``meta.json``: model and engine_kwargs; kv_cache with num_gpu_blocks and block_size where the pool was recorded;
   optional: link, a name in ``configs/hardware`` or a .yaml file: what joins the GPUs.
-- the files of :mod:`apex.simulator.hardware.operator_files`. Each file may be compressed, with ``.gz``.
+- the files of :mod:`apex.simulator.hardware_files`. Each file may be compressed, with ``.gz``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from apex.simulator.hardware.operator_files import number, read_table, table_file
+from apex.simulator.hardware_files import number, read_table, table_file
 from apex.source_tree import CONFIGS, configs_folder
 
 RUNS = CONFIGS / "groundtruth"

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from apex.perf.model import FREE, Curve, ProfileTable, Surface
 from apex.perf.operator_tables import OperatorTable, TimeGrid
-from apex.simulator.hardware.files import (
+from apex.simulator.backend import OWN_ENGINE, Runtime, vllm_runtime
+from apex.simulator.hardware_files import (
     ASSUMPTIONS_FILE,
     Gpu,
     GpuLink,
@@ -18,16 +19,9 @@ from apex.simulator.hardware.files import (
     load_link,
     load_model_config,
     read_figures,
+    read_operators,
 )
-from apex.simulator.hardware.operator_files import read_operators
-from apex.simulator.prediction.calibrated_profile import (
-    ITEMSIZES,
-    all_gather_s,
-    all_reduce_s,
-    hardware_profile,
-    with_all_reduces,
-)
-from apex.simulator.virtual.runtime import OWN_ENGINE, Runtime, vllm_runtime
+from apex.simulator.predicted_profile import ITEMSIZES, all_gather_s, all_reduce_s, hardware_profile, with_all_reduces
 from evaluation.groundtruth.models import RunModel
 from evaluation.groundtruth.run_files import RealRun
 

@@ -180,9 +180,9 @@ def profile_of(config: EngineConfig) -> tuple[ProfiledMachine, float]:
     These seconds are those of the first start with this profile. A plan rests on them, and so does the identity of the
     run that it describes.
     """
-    from apex.perf.profile_cache import load_or_measure, profile_identity, profile_path  # loads torch
-    from apex.systems import open_backend
-    from swiftllm.runtime.build import closed_on_failure, scheduler_limits
+    from apex.build import open_backend
+    from apex.perf.machine_profile import load_or_measure, profile_identity, profile_path  # loads torch
+    from swiftllm.build import closed_on_failure, scheduler_limits
 
     start = time.monotonic()
     backend = open_backend(config)

@@ -33,7 +33,7 @@ def explained(config: EngineConfig) -> Iterator[None]:
 
 def advice(message: str, config: EngineConfig) -> str:
     """What to do about torch's message, for an engine of this configuration with a pool of known size."""
-    from swiftllm.model.config.model_config import ModelConfig
+    from swiftllm.model.config import ModelConfig
 
     first_line = message.strip().splitlines()[0] if message.strip() else "CUDA out of memory"
     blocks = config.num_gpu_blocks

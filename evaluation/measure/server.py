@@ -21,7 +21,7 @@ import httpx
 from rich.console import Console
 
 from evaluation.measure.sessions import describe_status, end_session, session_stats, start_session
-from swiftllm.ports import reserved_port
+from swiftllm.processes import reserved_port
 
 PROBE_TIMEOUT_S = 5.0
 POLL_EVERY_S = 0.25

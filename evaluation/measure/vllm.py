@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from apex.simulator.prediction.calibrated_profile import ITEMSIZES
+from apex.simulator.predicted_profile import ITEMSIZES
 from evaluation.measure.server import ServerCommand
 from swiftllm.files import cache_dir, write_atomically
-from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.config import ModelConfig
 
 INSTALL_SCRIPT = "scripts/install_vllm.sh"
 BUILDS = {"cuda": "gpu", "cpu": "cpu"}

@@ -10,19 +10,17 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from apex.simulator.hardware.files import MODELS_DIR
+from apex.simulator.hardware_files import MODELS_DIR
 from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting, gpu_kind
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.results.provenance import model_identity
 from swiftllm.config import EngineConfig
 from swiftllm.files import cache_dir, write_atomically
-from swiftllm.kv.budget import MemoryBudget, blocks_in
 from swiftllm.machine import GIB, Card, InsufficientMemory
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.folder.files import DamagedFile, weight_files
-from swiftllm.model.folder.hub import model_folder
-from swiftllm.runtime.memory_estimate import estimate_memory
-from swiftllm.runtime.processors import resolve_residual_dtype
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.folder import DamagedFile, model_folder, weight_files
+from swiftllm.runtime.execution_context import resolve_residual_dtype
+from swiftllm.runtime.memory import MemoryBudget, blocks_in, estimate_memory
 
 GB = 1e9
 USABLE_SHARE = 0.97

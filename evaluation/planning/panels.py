@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from apex.simulator.hardware.files import load_host
+from apex.simulator.hardware_files import load_host
 from apex.simulator.paper_settings import gpu_kind, load_setting, nearest_setting
 from evaluation.experiments.grid import Grid, Panel, values_of
 from evaluation.experiments.places import workload_of

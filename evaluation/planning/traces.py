@@ -18,7 +18,7 @@ from evaluation.traces.apart import fetch_apart
 from evaluation.traces.catalogue import fetchable, load_catalogue
 from evaluation.traces.sources import LIVEBENCH_MODEL, MAX_ROWS, Source, TextOptions
 from swiftllm.files import is_kept, keep
-from swiftllm.model.folder.hub import HUB_NAME
+from swiftllm.model.folder import HUB_NAME
 
 FAILED = ".failed"
 """Suffix of the file that remembers a trace which could not be fetched."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from apex.simulator.virtual.runtime import PAPERS_VLLM, VLLM, VLLM_DEFAULTS
+from apex.simulator.backend import PAPERS_VLLM, VLLM, VLLM_DEFAULTS
 from evaluation.results.folder import FlatRecord
 from evaluation.results.kinds import is_simulated
 
@@ -15,8 +15,8 @@ def known_notes(records: Iterable[FlatRecord]) -> list[str]:
 
     Cards and models that are not in ``configs``, such as the machine's own or a folder that is gone, have no note.
     """
-    from apex.simulator.hardware.files import known_hardware, known_models, load_gpu, load_model_config
-    from apex.simulator.prediction.calibrated_profile import how_known  # late: reading models imports torch
+    from apex.simulator.hardware_files import known_hardware, known_models, load_gpu, load_model_config
+    from apex.simulator.predicted_profile import how_known  # late: reading models imports torch
 
     simulated = [record for record in records if is_simulated(record)]
     cards, models, notes = {gpu.name: gpu for gpu in map(load_gpu, known_hardware("gpu"))}, known_models(), []

@@ -99,7 +99,7 @@ def token_counter(tokenizer: Path) -> CountTokens:
     Raises:
         RuntimeError: there is no tokenizer.json.
     """
-    from swiftllm.model.folder.tokenizer import read_tokenizer
+    from swiftllm.model.tokenizer import read_tokenizer
 
     file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     if not file.exists():

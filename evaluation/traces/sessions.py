@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from apex.simulator.virtual.backend import PLACEHOLDER_TOKEN
+from apex.simulator.backend import PLACEHOLDER_TOKEN
 from evaluation.traces.files import Segments, TraceRow
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from evaluation.traces.conversions import (
 )
 from evaluation.traces.downloads import download, open_url, read_parquet
 from evaluation.traces.files import TraceRow, write_rows
-from swiftllm.model.folder.hub import model_name
+from swiftllm.model.folder import model_name
 
 LIVEBENCH_MODEL = "meta-llama-3.1-8b-instruct-turbo"
 """Model whose LiveBench answers are the outputs, unless another is chosen."""

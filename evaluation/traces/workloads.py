@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from apex.replay.records import ReplayRequest
+from apex.replay.metrics import ReplayRequest
 from evaluation.traces.catalogue import Origin, Trace, TraceRow
 from evaluation.traces.corpus import load_corpus
 from swiftllm.core.request import ServiceClass
@@ -199,7 +199,7 @@ def load_prompt_tokens(model: Path) -> PromptTokens:
     tokenizer_file = model / "tokenizer.json"
     if not tokenizer_file.is_file():
         return PromptTokens(vocab_size)
-    from swiftllm.model.folder.tokenizer import read_tokenizer  # slow to import, and only needed here
+    from swiftllm.model.tokenizer import read_tokenizer  # slow to import, and only needed here
 
     ids = read_tokenizer(tokenizer_file).encode(load_corpus(), add_special_tokens=False).ids
     return PromptTokens(vocab_size, tuple(ids))

@@ -10,17 +10,16 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swiftllm.core.plan import IterationPlan, StepResult
-from swiftllm.core.request import Request, RequestOutput, ServiceClass, Tier
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import Request, RequestOutput, SamplingParams, ServiceClass, Tier
 from swiftllm.engine.backend import Backend, HostDied
 from swiftllm.engine.executor import Executor
-from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.admission import Admission, as_token_ids
+from swiftllm.kv.kv_cache_manager import KVCacheManager
 from swiftllm.scheduling.scheduler import Scheduler
 from swiftllm.scheduling.state import SchedulerState
+from swiftllm.scheduling.validation import RequestLimits, as_token_ids
 
 if TYPE_CHECKING:
-    from swiftllm.model.folder.tokenizer import Tokenizer
+    from swiftllm.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -131,12 +130,12 @@ class Engine:
         return self.state.kv
 
     @property
-    def admission(self) -> Admission:
+    def request_limits(self) -> RequestLimits:
         """All by which :meth:`make_request` refuses requests. Constant."""
         state, kv = self.state, self.kv
         num_blocks = {tier: kv.capacity(tier) for tier in Tier}
         tiers = {service_class: state.rules.tiers_of(service_class) for service_class in ServiceClass}
-        return Admission(self.vocab_size, state.limits.max_model_len, kv.groups, num_blocks, tiers)
+        return RequestLimits(self.vocab_size, state.limits.max_model_len, kv.groups, num_blocks, tiers)
 
     def make_request(
         self,
@@ -151,7 +150,7 @@ class Engine:
         """A checked request for :meth:`add`. Reads only what never changes, so any thread may call this.
 
         ``arrival_s`` is a time of the engine's clock, by default :meth:`now`. Only requests with one ``cache_salt``
-        share cached prefixes. ``is_checked``: :attr:`admission` has let it pass, maybe elsewhere; its prompt is
+        share cached prefixes. ``is_checked``: :attr:`request_limits` has let it pass, maybe elsewhere; its prompt is
         kept as it is.
 
         Raises:
@@ -170,7 +169,7 @@ class Engine:
             cache_salt=cache_salt,
         )
         if not is_checked:
-            self.admission.check(request)
+            self.request_limits.check(request)
         self.kv.name_prompt(request)
         return request
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.config.rope import rotary_table
-from swiftllm.model.stages.loaded_weights import LoadedWeights
-from swiftllm.model.stages.providers import FfnWeights, StageWeights
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.rope import rotary_table
+from swiftllm.model.stages import FfnWeights, LoadedWeights, StageWeights
 from swiftllm.ops.interface import Ops
 
 FFN_ELEMENTS_AT_ONCE = 1 << 27  # of gate and up: some thousand rows, enough for efficient GEMMs, in 256 MiB of 16 bits
@@ -25,7 +24,7 @@ class LlamaModel:
         residual_dtype: of residuals.
 
     The caller enters a stage's ``weights`` before it computes one; see
-    :class:`~swiftllm.model.stages.loaded_weights.LoadedWeights`.
+    :class:`~swiftllm.model.stages.LoadedWeights`.
     """
 
     def __init__(

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 
 import pacpu
 from pacpu import rows
-from swiftllm.ops.experts import Experts, ExpertWeights, Router
 from swiftllm.ops.interface import ChunkLens, ContextBlocks, Crossing, CrossingParts, Linear, Ops, concatenate
-from swiftllm.ops.quantised_matrix import BLOCK_WORDS, QuantisedMatrix
+from swiftllm.ops.matrices import BLOCK_WORDS, Experts, ExpertWeights, QuantisedMatrix, Router
 
 PACKING_ROWS = 32  # oneDNN packs for a row count: this one is best for decodes and no slower for prefills
 WRITE_OUT_ROWS = 128  # with more, writing a 4-bit matrix out for a matrix unit takes less than that unit saves

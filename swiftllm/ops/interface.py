@@ -13,9 +13,77 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from swiftllm.ops.experts import ClampedSwiGLU, ExpertByExpert, Experts, ExpertWeights
-from swiftllm.ops.int8_blocks import pack, unpack
-from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from pacpu import int8
+from swiftllm.ops.matrices import ClampedSwiGLU, ExpertByExpert, Experts, ExpertWeights, QuantisedMatrix
+
+# -- what all draws of tokens have in common ---------------------------------------------------------------------------
+# What all draws of tokens have in common, in torch and in Triton: their weights, and the numbers of an attempt.
+
+# The weights of 2**18 tokens sum to at most 2**52, and float64 holds every integer up to 2**53. A token 2**34 times
+# less likely than the likeliest has weight zero and is never drawn.
+WEIGHT_BITS = 34
+WEIGHT_OF_THE_LIKELIEST = 2.0**WEIGHT_BITS
+LEAST_EXPONENT = -40.0  # weights are zero from -34 ln 2 on
+
+UNIFORM_BITS = 53  # of a uniform number in [0, 1): float64 holds them all
+# SplitMix64 (Steele, Lea and Flood, 2014): numbers in a row become independent ones.
+STEP, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+BITS_64 = (1 << 64) - 1
+
+
+def uniform_of(first: float, attempt: int) -> float:
+    """The uniform number in [0, 1) of an attempt at a token, from that of the first one, which is attempt 0."""
+    if attempt == 0:
+        return first
+    bits = (int(first * 2.0**UNIFORM_BITS) + attempt * STEP) & BITS_64
+    bits = (bits ^ (bits >> 30)) * FIRST_FACTOR & BITS_64
+    bits = (bits ^ (bits >> 27)) * SECOND_FACTOR & BITS_64
+    return ((bits ^ (bits >> 31)) >> (64 - UNIFORM_BITS)) / 2.0**UNIFORM_BITS
+
+
+# -- int8 codes of KV blocks -------------------------------------------------------------------------------------------
+# int8 codes of whole KV blocks, by torch: the slow twin of pacpu's and Triton's; :mod:`pacpu.int8` has the layout.
+
+TILE = int8.TILE_TOKENS
+
+
+def codes_and_scales(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int8 ``[..., head_dim]`` and scales float32 ``[...]`` of rows."""
+    largest = x.float().abs().amax(-1)
+    scales = torch.clamp(largest * torch.tensor(1 / 127, dtype=torch.float32), min=2.0**-23)
+    scales = ((scales.view(torch.int32) + 0x80) & ~0xFF).view(torch.float32)
+    scales = torch.where(largest.isfinite(), scales, torch.nan)
+    codes = (x.float() * (1 / scales)[..., None]).round()
+    return torch.where(scales.isfinite()[..., None], codes, 0).to(torch.int8), scales
+
+
+def pack(blocks: torch.Tensor) -> torch.Tensor:
+    """Blocks ``[..., 2, block_size, head_dim]`` as uint8 ``[..., head_bytes]``."""
+    codes, scales = codes_and_scales(blocks)
+    *outer, _, block_size, head_dim = codes.shape
+    tiles = block_size // TILE
+    keys, values = codes.unbind(-3)
+    keys = (keys.int() + 128).to(torch.uint8).view(*outer, tiles, TILE, head_dim // 4, 4).transpose(-3, -2)
+    values = values.reshape(*outer, tiles, 4, 4, head_dim).transpose(-2, -1).contiguous().view(torch.uint8)
+    scales = scales.view(*outer, 2, tiles, TILE).transpose(-3, -2).contiguous().view(torch.uint8)
+    parts = [part.reshape(*outer, tiles, -1) for part in (keys, values, scales)]
+    return torch.cat(parts, -1).view(*outer, int8.head_bytes(block_size, head_dim))
+
+
+def unpack(blocks: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """The reverse of :func:`pack`, in float32."""
+    *outer, _ = blocks.shape
+    tiles = blocks.view(*outer, -1, int8.tile_bytes(head_dim))
+    keys, values, scales = tiles.split([TILE * head_dim, TILE * head_dim, 8 * TILE], -1)
+    keys = keys.reshape(*tiles.shape[:-1], head_dim // 4, TILE, 4).transpose(-3, -2).flatten(-2).float() - 128
+    values = values.contiguous().view(torch.int8).view(*tiles.shape[:-1], 4, head_dim, 4).transpose(-2, -1)
+    values = values.flatten(-3, -2).float()
+    scales = scales.contiguous().view(torch.float32).view(*tiles.shape[:-1], 2, TILE, 1)
+    both = torch.stack([keys, values], -3) * scales  # [..., tiles, 2, 16, head_dim]
+    return both.transpose(-4, -3).flatten(-3, -2)
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
 
 Linear = Callable[..., torch.Tensor]
 """From ``x [rows, in]`` to ``[rows, out]``. Where graphs are captured, it also accepts ``out=``."""
@@ -153,7 +221,7 @@ class Ops:
         return lambda x, out=None: multiply(x, matrix.dequantise().t(), bias, out)
 
     def make_experts(self, weights: ExpertWeights) -> Experts:
-        """A function of rows; see :data:`~swiftllm.ops.experts.Experts`."""
+        """A function of rows; see :data:`~swiftllm.ops.matrices.Experts`."""
 
         def make_linear(matrix: torch.Tensor | QuantisedMatrix, bias: torch.Tensor | None) -> Linear:
             is_plain = isinstance(matrix, torch.Tensor)
@@ -181,7 +249,7 @@ class Ops:
         A function of ``logits [rows, vocab_size]``; ``chosen``, int64 ``[n]``: the rows to draw from; ``likeliest``,
         int64 ``[rows]``: the first highest logit of each row; and ``settings``, float64 ``[3, n]``: uniform number of
         the first attempt, temperature and top_p. Returns tokens, int64 ``[n]``, as the torch functions of
-        :mod:`swiftllm.sampling.draws` draw them from the same weights.
+        :mod:`swiftllm.sampling.sampler` draw them from the same weights.
         """
         return None
 

@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 
-from swiftllm.ops.experts import Experts, ExpertWeights
 from swiftllm.ops.interface import Linear
-from swiftllm.ops.quantised_matrix import BITS, CODES_PER_WORD, MXFP4_GROUP, QuantisedMatrix
+from swiftllm.ops.matrices import BITS, CODES_PER_WORD, MXFP4_GROUP, Experts, ExpertWeights, QuantisedMatrix
 
 PACKAGE, VERSION = "humming-kernels", "0.1.19"  # its interface differs from version to version
 # Of a product with new kernels. These differ by their tiles of rows, and none may be loaded in a capture: all numbers

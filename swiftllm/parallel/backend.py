@@ -24,21 +24,17 @@ from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request
 from swiftllm.device import open_device
 from swiftllm.engine.backend import AttentionFuture, AttentionTimes, RankFailed
-from swiftllm.kv.budget import plan_blocks
-from swiftllm.kv.format import check_kv
+from swiftllm.kv.tensors import check_kv
 from swiftllm.machine import available_host_bytes
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.parallel.group import Group
-from swiftllm.parallel.launch import SpawnedRanks
-from swiftllm.parallel.loading import load_rank
-from swiftllm.parallel.peer import Peer
-from swiftllm.parallel.shards import Shard
-from swiftllm.parallel.team import Team
-from swiftllm.runtime.batch import CpuBatchTensors, GpuBatchTensors, Rows
-from swiftllm.runtime.cores import CoreDivision
-from swiftllm.runtime.description import cpu_batch_input, gpu_batch_input
+from swiftllm.model.config import ModelConfig
+from swiftllm.parallel.communication import Group
+from swiftllm.parallel.shards import Shard, load_rank
+from swiftllm.parallel.team import Peer, SpawnedRanks, Team
+from swiftllm.runtime.cpu_tier import InlineWorker, MakeWorker
+from swiftllm.runtime.execution_context import CoreDivision
+from swiftllm.runtime.memory import plan_blocks
+from swiftllm.runtime.model_input import CpuBatchTensors, GpuBatchTensors, Rows, cpu_batch_input, gpu_batch_input
 from swiftllm.runtime.torch_backend import TorchBackend, serve_loaded
-from swiftllm.runtime.workers import InlineWorker, MakeWorker
 
 logger = logging.getLogger(__name__)
 

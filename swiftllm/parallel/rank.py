@@ -11,17 +11,15 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.device import open_device
 from swiftllm.engine.backend import AttentionFuture
-from swiftllm.kv.pools import KVPlan
+from swiftllm.kv.tensors import KVPlan
 from swiftllm.machine import InsufficientMemory
-from swiftllm.parallel.group import Group
-from swiftllm.parallel.loading import load_rank
-from swiftllm.parallel.pipe import Pipe, PipeClosed
-from swiftllm.runtime.attention_choices import use_fastest_attention
-from swiftllm.runtime.batch import CpuBatchTensors, GpuBatchTensors, Rows
-from swiftllm.runtime.cores import CoreDivision
-from swiftllm.runtime.description import CpuBatchInput, GpuBatchInput
+from swiftllm.parallel.communication import Group, Pipe, PipeClosed
+from swiftllm.parallel.shards import load_rank
+from swiftllm.runtime.cpu_tier import AttentionTask, CpuTask, CpuWorker, InlineWorker, RunsTasks
+from swiftllm.runtime.cpu_tuning import use_fastest_attention
+from swiftllm.runtime.execution_context import CoreDivision
+from swiftllm.runtime.model_input import CpuBatchInput, CpuBatchTensors, GpuBatchInput, GpuBatchTensors, Rows
 from swiftllm.runtime.torch_backend import TorchBackend, serve_loaded
-from swiftllm.runtime.workers import AttentionTask, CpuTask, CpuWorker, InlineWorker, RunsTasks
 
 AFTER_FAILURE = ("reset", "rejoin")  # the commands that a rank still obeys after one that failed
 

@@ -15,13 +15,20 @@ from dataclasses import replace
 
 import torch
 
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.stages.loaded_weights import LoadedWeights
-from swiftllm.model.stages.providers import StageWeights
-from swiftllm.model.weights.llama_weights import LlamaWeights, ModelPart
-from swiftllm.model.weights.quantised.readers import IN, OUT, Axis
+from swiftllm.config import EngineConfig
+from swiftllm.device import Device
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.placement import all_resident
+from swiftllm.model.quantised_weights import IN, OUT, Axis
+from swiftllm.model.stages import LoadedWeights, StageWeights, read_weights
+from swiftllm.model.weights import LlamaWeights, ModelPart
 from swiftllm.ops.interface import Linear, Ops
-from swiftllm.parallel.group import Group
+from swiftllm.parallel.communication import Group
+from swiftllm.runtime.execution_context import ExecutionContext
+from swiftllm.runtime.loaded_model import LoadedModel
+from swiftllm.runtime.memory import check_weights
+
+# -- what a rank holds -------------------------------------------------------------------------------------------------
 
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 BY_COLUMNS = ("o_proj", "down_proj")
@@ -30,7 +37,7 @@ BY_TOKENS = ("embed_tokens", "lm_head")
 
 
 class Shard(ModelPart):
-    """See :class:`swiftllm.model.weights.llama_weights.ModelPart`."""
+    """See :class:`swiftllm.model.weights.ModelPart`."""
 
     def __init__(self, model: ModelConfig, rank: int, size: int) -> None:
         """``model``: the whole one.
@@ -98,3 +105,28 @@ class ShardedWeights(LoadedWeights):
     def _gathered(self, linear: Linear) -> Linear:
         """Logits ``[rows, vocab_size]`` on rank 0; elsewhere those of the rank's own tokens, which nobody reads."""
         return lambda x: self._group.gather(linear(x), self._vocab_size)
+
+
+# -- loading it --------------------------------------------------------------------------------------------------------
+# Loads a rank's part of the model. A rank loads alone, and all load at the same time.
+
+
+def load_rank(config: EngineConfig, hardware: Device, group: Group) -> LoadedModel:
+    """The part of the model that is this rank's, all of it on its device.
+
+    Raises:
+        ValueError: the model cannot be divided among so many ranks.
+        InsufficientMemory: the part does not fit.
+    """
+    processors, model = ExecutionContext(config, hardware), ModelConfig.from_folder(config.model)
+    shard = Shard(model, group.rank, group.size)
+    device, dtype, free_bytes = hardware.torch_device, processors.dtype, hardware.free_bytes()
+    if device.type == "cpu":  # a host's memory is that of all ranks
+        free_bytes //= group.size
+    check_weights(shard.sizes, dtype, free_bytes)
+    tensors = read_weights(config, model, device, dtype, shard)
+    weights = ShardedWeights(shard.sizes, tensors, processors.ops, group, model.vocab_size)
+    placement = all_resident(model.num_layers)
+    loaded = LoadedModel(config, processors, model, shard.sizes, weights, placement, group.all_agree)
+    group.graphs = loaded.graphs
+    return loaded

@@ -10,26 +10,230 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import socket
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from swiftllm import device
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.engine.backend import RankFailed
-from swiftllm.kv.pools import KVPlan
-from swiftllm.machine import allowed_cores, bind_to, unbind, usable_cores
-from swiftllm.parallel.group import Group
-from swiftllm.parallel.launch import SpawnedRanks
-from swiftllm.parallel.peer import LAST_WORDS_S, Peer
-from swiftllm.runtime.cores import CoreDivision, core_divisions, most_gpu_batch_threads
-from swiftllm.topology import cores_of_ranks, describe_cores, node_of_device, numa_nodes
+from swiftllm.kv.tensors import KVPlan
+from swiftllm.machine import (
+    allowed_cores,
+    bind_to,
+    cores_of_ranks,
+    describe_cores,
+    node_of_device,
+    numa_nodes,
+    unbind,
+    usable_cores,
+)
+from swiftllm.parallel.communication import Group, Message, Pipe, PipeClosed
+from swiftllm.processes import DeviceThread
+from swiftllm.runtime.execution_context import CoreDivision, core_divisions, most_gpu_batch_threads
+
+# -- start and end of a rank's process ---------------------------------------------------------------------------------
+# How the processes of the other ranks begin and end.
+
+STANDARD_ERROR = 2  # also for what ranks print: a command's output is the driver's alone
+ENTRY = "swiftllm.parallel.rank:rank_main"
+
+
+class SpawnedRanks:
+    """Starts each rank as a fresh Python of this machine, which ends when its end of the pipe closes."""
+
+    def __init__(self, entry: str = ENTRY) -> None:
+        """``entry``: the function that the process runs, ``module:name``, called with the pipe."""
+        self._entry = entry
+
+    def start(self, rank: int, threads: int, cores: Collection[int] = ()) -> tuple[subprocess.Popen[bytes], Pipe]:
+        """Start rank ``rank``, which computes with ``threads`` threads, and connect to it.
+
+        ``cores``: those that it is bound to; without any, to none.
+        """
+        module, _, name = self._entry.partition(":")
+        own, its = socket.socketpair()
+        bind = f"os.sched_setaffinity(0, {set(cores)}); " if cores else ""  # before torch starts threads
+        program = (  # ends without Python's clean-up, which takes a second
+            f"import os, socket; {bind}from swiftllm.parallel.communication import Pipe; from {module} import {name}; "
+            f"{name}(Pipe(socket.socket(fileno={its.fileno()}))); os._exit(0)"
+        )
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": str(threads),  # read when torch is imported
+        }
+        with its:
+            process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                pass_fds=[its.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=STANDARD_ERROR,
+            )
+        return process, Pipe(own)
+
+
+# -- a rank as the driver sees it --------------------------------------------------------------------------------------
+# Another rank as the driver sees it: its process, what it reports, and how it ends.
 
 logger = logging.getLogger(__name__)
+
+FINISH_S = 5.0  # that a rank gets to end by itself
+LAST_WORDS_S = 0.2  # after a collective has failed: for the reports of the ranks, which say why
+
+
+class Peer:
+    """Another rank.
+
+    Attributes:
+        finished: CPU attentions that it has finished since it was last reset.
+        failure: why it cannot go on; None if it can.
+        is_dead: its process has ended.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        launcher: SpawnedRanks,
+        threads: int,
+        cores: Collection[int],
+        on_death: Callable[[], None],
+    ) -> None:
+        """See :meth:`SpawnedRanks.start`. A thread of its own calls ``on_death`` if the process ends unasked."""
+        self.rank = rank
+        self.finished = 0
+        self.failure: str | None = None
+        self.is_dead = threading.Event()
+        self._answers: list[Message] = []
+        self._is_ending = False
+        self._on_death = on_death
+        self.process, self.pipe = launcher.start(rank, threads, cores)
+        DeviceThread(self._watch, name=f"rank-{rank}").start()
+
+    def _watch(self) -> None:
+        status = self.process.wait()
+        self.is_dead.set()
+        if not self._is_ending:
+            logger.error("rank %d (process %d) has ended with status %d", self.rank, self.process.pid, status)
+            self._on_death()
+
+    def send(self, *message: Any) -> None:
+        """
+        Raises:
+            RankFailed: the rank is gone.
+        """
+        try:
+            self.pipe.send(*message)
+        except PipeClosed:
+            self._fail("has died")
+
+    def take_in(self, timeout_s: float | None = 0.0) -> bool:
+        """Take in the next report; see :meth:`Pipe.receive`. Returns whether there was one.
+
+        Raises:
+            RankFailed: the rank is gone, or reports a failure.
+        """
+        try:
+            message = self.pipe.receive(timeout_s)
+        except PipeClosed:
+            self._fail("has died")
+        match message:
+            case None:
+                return False
+            case ("attention",):
+                self.finished += 1
+            case ("failed", why):
+                self._fail(f"failed: {why}")
+            case _:
+                self._answers.append(message)
+        return True
+
+    def _fail(self, why: str) -> NoReturn:
+        self.failure = self.failure or f"rank {self.rank} {why}"
+        raise RankFailed(self.failure)
+
+    def has_finished(self, count: int) -> bool:
+        """Whether it has finished so many CPU attentions; never blocks."""
+        while self.finished < count and self.take_in():
+            pass
+        return self.finished >= count
+
+    def wait_until_finished(self, count: int) -> None:
+        """
+        Raises:
+            RankFailed: it is gone, reports a failure, or finishes nothing for ``ANSWER_S``.
+        """
+        while self.finished < count:
+            if self.failure is not None:
+                raise RankFailed(self.failure)
+            if not self.take_in(device.ANSWER_S):
+                self._fail(f"has finished no CPU attention for {device.ANSWER_S:g} s")
+
+    def answer(self, name: str, timeout_s: float | None = None) -> Message:
+        """What it answers by this name, without the name.
+
+        Raises:
+            RankFailed: it is gone, reports a failure, or does not answer in time.
+        """
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._answers:
+            if not self.take_in(None if end_s is None else max(0.0, end_s - time.monotonic())):
+                self._fail(f"does not answer within {timeout_s:g} s")
+        found, *values = self._answers.pop(0)
+        if found != name:
+            self._fail(f"answers {found} instead of {name}")
+        return tuple(values)
+
+    def reset(self, epoch: int, timeout_s: float, *, leaves: bool = False) -> bool:
+        """Have it drop all work, and leave the group if it ``leaves``. Returns whether it is still in the group.
+
+        Raises:
+            RankFailed: it is gone, or does not answer in time.
+        """
+        self.send("reset", epoch, leaves)
+        end_s = time.monotonic() + timeout_s
+        while True:
+            self.failure = None  # of before the reset
+            try:
+                answered, is_well = self.answer("done", max(0.0, end_s - time.monotonic()))
+            except RankFailed:
+                if self.is_gone() or time.monotonic() >= end_s:
+                    raise
+                continue
+            if answered == epoch:
+                self.finished = 0
+                return is_well
+
+    def is_gone(self) -> bool:
+        """Whether it has died, or has no way to answer any more."""
+        return self.is_dead.is_set() or (self.failure or "").endswith("has died")
+
+    def end(self, *, at_once: bool = False) -> None:
+        """End the process; returns when it has ended."""
+        self._is_ending = True
+        if not at_once:
+            try:
+                self.pipe.send("finish")
+                self.process.wait(FINISH_S)
+            except (PipeClosed, subprocess.TimeoutExpired):
+                pass
+        if not self.is_dead.wait(0.0 if at_once else 0.1):
+            self.process.kill()
+            self.is_dead.wait()
+        self.pipe.close()
+
+
+# -- all other ranks ---------------------------------------------------------------------------------------------------
 
 RESET_S = 5.0  # that a rank gets to drop its work before it is replaced
 RESTART_S = 600.0  # that a rank gets to load its weights again, and to capture its graphs

@@ -21,11 +21,9 @@ from typing import Any
 import torch
 
 import pacpu
-from swiftllm.kv.budget import HOST_HEADROOM_BYTES
-from swiftllm.kv.pools import host_tensor
+from swiftllm.kv.tensors import host_tensor
 from swiftllm.machine import GIB, available_host_bytes, cpu_model, usable_cores
-from swiftllm.read_limit import read_limit
-from swiftllm.remote.frames import (
+from swiftllm.remote.protocol import (
     HANDSHAKE_S,
     HEARTBEAT_S,
     NONCE_BYTES,
@@ -46,9 +44,7 @@ from swiftllm.remote.frames import (
     set_silence_limit,
     set_up,
 )
-from swiftllm.runtime.attention_choices import use_fastest_attention
-from swiftllm.runtime.processors import default_kernel
-from swiftllm.runtime.workers import (
+from swiftllm.runtime.cpu_tier import (
     AttentionTask,
     BlocksRead,
     BlocksWrite,
@@ -58,6 +54,9 @@ from swiftllm.runtime.workers import (
     RowsWrite,
     TaskRunner,
 )
+from swiftllm.runtime.cpu_tuning import read_limit, use_fastest_attention
+from swiftllm.runtime.execution_context import default_kernel
+from swiftllm.runtime.memory import HOST_HEADROOM_BYTES
 
 logger = logging.getLogger(__name__)
 

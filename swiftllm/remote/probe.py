@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from swiftllm.remote.channel import Channel
-from swiftllm.remote.frames import FrameKind, Header, as_bytes, connect
 from swiftllm.remote.host import MEASURED_JSON_BYTES
+from swiftllm.remote.protocol import FrameKind, Header, as_bytes, connect
+from swiftllm.remote.tier import Channel
 
 ROUND_TRIPS = 100
 TRANSFER_BYTES = 32 << 20

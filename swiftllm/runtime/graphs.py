@@ -26,12 +26,12 @@ from typing import NamedTuple
 
 import torch
 
-from swiftllm.device.device import Device, Graph
-from swiftllm.kv.layer_groups import LayerGroups
+from swiftllm.device import Device, Graph
+from swiftllm.kv.block_pool import LayerGroups
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.stages.placement import Place, Placement
-from swiftllm.runtime.batch import GpuBatchTensors, Rows
-from swiftllm.sampling.draws import most_likely
+from swiftllm.model.placement import Place, Placement
+from swiftllm.runtime.model_input import GpuBatchTensors, Rows
+from swiftllm.sampling.sampler import most_likely
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)  # with more rows launching is a small part of the work
 BLOCK_BUCKETS = (16, 64, 256, 1024)  # widths of block tables; a program beyond a context does nothing, yet is launched

@@ -25,14 +25,42 @@ import torch
 
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Tier
-from swiftllm.device.device import Device, Event
+from swiftllm.device import Device, Event, Stream
 from swiftllm.engine.backend import AttentionFuture
-from swiftllm.kv.pools import KVPools
+from swiftllm.kv.tensors import KVPools
 from swiftllm.ops.interface import Ops
-from swiftllm.runtime.batch import ContextLoad, GpuBatchTensors, PrefillGroup
-from swiftllm.runtime.cpu_tier import CpuTier
-from swiftllm.runtime.pacing import Pacer
-from swiftllm.runtime.workers import BlocksRead, BlocksWrite, ContextRead, RowsWrite
+from swiftllm.runtime.cpu_tier import BlocksRead, BlocksWrite, ContextRead, CpuTier, RowsWrite
+from swiftllm.runtime.model_input import ContextLoad, GpuBatchTensors, PrefillGroup
+
+# -- pacing the host ---------------------------------------------------------------------------------------------------
+# How far the host may launch work ahead of the device.
+
+STAGES_AHEAD = 1
+
+
+class Pacer:
+    """Keeps the host's launches at most ``ahead`` stages beyond the one the device works on.
+
+    Launching takes a tenth of the time of the work. A host far ahead would poll for CPU results long before the device
+    can use them, and find none ready.
+    """
+
+    def __init__(self, stream: Stream, ahead: int = STAGES_AHEAD) -> None:
+        self._stream = stream
+        self._ahead = ahead
+        self._marks: deque[Event] = deque()
+
+    def launched(self) -> None:
+        """Note that a stage has been launched."""
+        self._marks.append(self._stream.mark())
+
+    def wait(self) -> None:
+        """Sleep until the device is close enough."""
+        while len(self._marks) > self._ahead:
+            self._marks.popleft().synchronize()
+
+
+# -- transfers ---------------------------------------------------------------------------------------------------------
 
 CHUNK_BYTES = 4 << 20  # of one transfer of blocks
 SNAPSHOTS = 2  # most copies of a layer's K and V that wait on the device for their way to the host

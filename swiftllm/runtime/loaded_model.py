@@ -6,17 +6,16 @@ from collections.abc import Callable
 from functools import partial
 
 from swiftllm.config import EngineConfig
-from swiftllm.kv.format import block_bytes, tier_formats
-from swiftllm.kv.layer_groups import LayerGroups
-from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.kv.block_pool import LayerGroups
+from swiftllm.kv.tensors import block_bytes, tier_formats
+from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.stages.loaded_weights import LoadedWeights
-from swiftllm.model.stages.placement import Placement
+from swiftllm.model.placement import Placement
+from swiftllm.model.stages import LoadedWeights
+from swiftllm.runtime.execution_context import ExecutionContext
 from swiftllm.runtime.graphs import LayerGraphs
-from swiftllm.runtime.processors import ExecutionContext
-from swiftllm.runtime.widest_iteration import widest_iteration
-from swiftllm.sampling.logprobs import PromptScorer
-from swiftllm.sampling.sampler import Sampler
+from swiftllm.runtime.memory import widest_iteration
+from swiftllm.sampling.sampler import PromptScorer, Sampler
 
 
 class LoadedModel:

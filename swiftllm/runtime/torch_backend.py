@@ -11,30 +11,34 @@ import torch
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
-from swiftllm.device import open_device
-from swiftllm.device.device import Device
+from swiftllm.device import Device, open_device
 from swiftllm.engine.backend import AttentionFuture
-from swiftllm.kv.budget import check_weights, plan_blocks
-from swiftllm.kv.format import check_kv
-from swiftllm.kv.pools import KVPlan, KVPools
+from swiftllm.kv.tensors import KVPlan, KVPools, check_kv
 from swiftllm.machine import available_host_bytes
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.stages.loaded_weights import open_weights
-from swiftllm.model.stages.placement import Placement, all_resident
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.placement import Placement, all_resident
+from swiftllm.model.stages import open_weights
 from swiftllm.ops.interface import concatenate
-from swiftllm.runtime.batch import BatchBuilder, CpuBatchTensors, GpuBatchTensors, PrefillGroup, Rows
-from swiftllm.runtime.cores import CoreDivision
-from swiftllm.runtime.cpu_tier import CpuTier, LocalCpuTier
-from swiftllm.runtime.description import CpuBatchInput, GpuBatchInput, cpu_batch_input, gpu_batch_input
-from swiftllm.runtime.kv_transfers import KVTransfers
+from swiftllm.runtime.cpu_tier import AttentionTask, CpuTier, InlineWorker, LocalCpuTier, MakeWorker, TaskRunner
+from swiftllm.runtime.execution_context import CoreDivision, ExecutionContext, device_name
+from swiftllm.runtime.kv_transfers import KVTransfers, Pacer
 from swiftllm.runtime.loaded_model import LoadedModel
-from swiftllm.runtime.pacing import Pacer
-from swiftllm.runtime.processors import ExecutionContext, device_name
-from swiftllm.runtime.workers import AttentionTask, InlineWorker, MakeWorker, TaskRunner
-from swiftllm.sampling.logprobs import PromptRows
+from swiftllm.runtime.memory import check_weights, plan_blocks
+from swiftllm.runtime.model_input import (
+    BatchBuilder,
+    CpuBatchInput,
+    CpuBatchTensors,
+    GpuBatchInput,
+    GpuBatchTensors,
+    PrefillGroup,
+    Rows,
+    cpu_batch_input,
+    gpu_batch_input,
+)
+from swiftllm.sampling.sampler import PromptRows
 
 if TYPE_CHECKING:
-    from swiftllm.remote.hosts import AttentionHosts
+    from swiftllm.remote.tier import AttentionHosts
 
 
 class TorchBackend:
@@ -97,7 +101,7 @@ class TorchBackend:
         self._local_tier.runner.num_threads = division.cpu_threads
 
     def write_blocks(self, num_blocks: int, progress: Callable[[float, str], None]) -> None:
-        """See :meth:`~swiftllm.kv.pools.KVPools.write`."""
+        """See :meth:`~swiftllm.kv.tensors.KVPools.write`."""
         self.kv_pools.write(num_blocks, self.cores.cpu_threads, progress)
 
     @property

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from swiftllm.sampling.grammar import MAX_CACHED, Kind, Progress, compiled, text_of, vocabulary_of
 
 if TYPE_CHECKING:
-    from swiftllm.model.folder.tokenizer import Tokenizer
+    from swiftllm.model.tokenizer import Tokenizer
 
 MAX_CPU_S = 1.0
 """Of the process that tries a grammar, for compiling it and for its first mask."""

@@ -1,15 +1,108 @@
-"""What a scheduler is: a scheduler makes plans for the scheduler state, and is told what becomes of them."""
+"""What a scheduler is, the plan builder and parts it is made of, and the schedulers that decode on the GPU only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from swiftllm.core.plan import IterationPlan, StepResult
-from swiftllm.core.request import Request
-from swiftllm.core.slo import Slo
-from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.rules import SchedulingRules
-from swiftllm.scheduling.state import SchedulerState
+from swiftllm.core.plan import CpuBatchPlan, GpuBatchItem, IterationPlan, StepResult
+from swiftllm.core.request import Request, ServiceClass, Slo, Tier
+from swiftllm.kv.kv_cache_manager import KVCacheManager
+from swiftllm.scheduling.state import SchedulerState, SchedulingRules
+from swiftllm.scheduling.validation import can_hold
+
+# -- the plan builder --------------------------------------------------------------------------------------------------
+# The plan builder of a plan: what the next iteration contains so far, and the token budget left.
+
+
+class PlanBuilder:
+    """An iteration plan that a scheduler is still adding to.
+
+    ``tokens_left`` limits what is added. ``prompt_limit`` limits prompt tokens beside that; schedulers may lower it.
+    """
+
+    def __init__(self, state: SchedulerState) -> None:
+        """Begins a plan: what ``state`` move from now on is part of it."""
+        state.begin_plan()
+        self.state = state
+        self.decodes: list[Request] = []
+        self.prefills: list[GpuBatchItem] = []
+        self.tokens_left = self.prompt_limit = state.limits.max_num_batched_tokens
+        self._started: set[str] = set()
+        self._computed_blocks: set[bytes] = set()  # names of those that are full after this plan
+        self._decode_context = self._num_counted = 0
+
+    def add_decodes(self, requests: Sequence[Request]) -> None:
+        self.decodes += requests
+        self.tokens_left -= len(requests)
+
+    @property
+    def decode_context(self) -> int:
+        """Tokens that the decodes attend to. Each decode is counted once, since there may be a thousand of them."""
+        self._decode_context += sum([request.num_tokens for request in self.decodes[self._num_counted :]])
+        self._num_counted = len(self.decodes)
+        return self._decode_context
+
+    @property
+    def prompt_tokens_left(self) -> int:
+        return min(self.tokens_left, self.prompt_limit)
+
+    def tokens_to_hold(self, request: Request, num_found: int = 0) -> int:
+        """Tokens for which a prompt needs blocks: all, or with ``by_chunk`` as many as the budget allows, beside those
+        in ``num_found`` cached blocks."""
+        if not self.state.rules.by_chunk:
+            return request.num_tokens
+        num_computed = request.num_computed_tokens + num_found * self.state.kv.block_size
+        return min(request.num_tokens, num_computed + self.prompt_tokens_left)
+
+    def computes_block(self, request: Request, index: int) -> bool:
+        """Whether this plan computes this block of a request's tokens for another request."""
+        names = request.block_hashes or ()
+        return bool(self._computed_blocks) and index < len(names) and names[index] in self._computed_blocks
+
+    def add_prefill(self, request: Request, *, starts: bool = False) -> None:
+        """Add a chunk: all uncomputed tokens of the request, or as many as the budget allows.
+
+        ``starts``: the request waited until this plan.
+        """
+        num_tokens, tier = min(request.num_uncomputed, self.prompt_tokens_left), request.tier
+        assert tier is not None, "a prompt without blocks"
+        if num_tokens > 0:
+            start, size = request.num_computed_tokens, self.state.kv.block_size
+            self.prefills.append(GpuBatchItem(request, start, num_tokens, tier, True))
+            if request.block_hashes is not None:
+                self._computed_blocks.update(request.block_hashes[start // size : (start + num_tokens) // size])
+            self.tokens_left -= num_tokens
+            self.prompt_limit -= num_tokens
+        if starts:
+            self._started.add(request.request_id)
+
+    def put_off(self, item: GpuBatchItem) -> None:
+        """Take a chunk out again. A request that starts with it goes back to those that wait."""
+        self.prefills.remove(item)
+        self.tokens_left += item.num_tokens
+        self.prompt_limit += item.num_tokens
+        if item.request.request_id in self._started:
+            self.state.requeue(item.request)
+
+    def plan(
+        self,
+        cpu_batches: Sequence[CpuBatchPlan] = (),
+        predicted: Mapping[str, float] | None = None,
+        time_limit_s: float | None = None,
+    ) -> IterationPlan:
+        state = self.state
+        return IterationPlan(
+            tuple(self.decodes),
+            tuple(self.prefills),
+            tuple(cpu_batches),
+            tuple(state.kv.swaps),
+            frozenset(state.cpu_batches.leaving),
+            dict(predicted or {}),
+            time_limit_s,
+        )
+
+
+# -- the interface -----------------------------------------------------------------------------------------------------
 
 
 class Scheduler:
@@ -55,3 +148,165 @@ class Scheduler:
         """Measured seconds over profiled seconds of each operation, by name; empty for schedulers that predict
         nothing."""
         return {}
+
+
+# -- parts of schedulers -----------------------------------------------------------------------------------------------
+# Parts of schedulers: functions that add requests of one service class to a plan builder, in order of arrival.
+
+
+def gpu_decodes(builder: PlanBuilder, service_class: ServiceClass) -> None:
+    """The GPU decodes, as many as the budget allows; younger requests are preempted for their blocks."""
+    builder.add_decodes(builder.state.grow_on_gpu(service_class, builder.tokens_left))
+
+
+def swap_in(builder: PlanBuilder, service_class: ServiceClass) -> None:
+    """Move the oldest CPU requests back to the GPU while there is room, and decode them in this iteration.
+
+    One with CPU attention under way is recalled first, one of another host fetched; its GPU blocks are reserved.
+    """
+    state, kv = builder.state, builder.state.kv
+    if Tier.GPU not in state.open_tiers or state.kv.move_source is Tier.GPU:  # pushed some out: the GPU is full
+        return
+    for request in state.running[Tier.CPU].of_class(service_class):
+        if builder.tokens_left < 1 or not state.finds_room(Tier.GPU, request, num_blocks=1):
+            break
+        if not can_hold(kv, Tier.GPU, request):
+            continue
+        num_blocks = kv.blocks_for(request.num_tokens)
+        if not state.finds_room(Tier.GPU, request, num_blocks):
+            break
+        if not state.recall_to_gpu(request, num_blocks):
+            continue
+        num_new = num_blocks - kv.num_shared(request, Tier.GPU)
+        if not state.has_room(Tier.GPU, num_new):  # others make way first; it follows in the next iteration
+            if state.kv.move_source is None:
+                state.make_way(Tier.GPU, request, num_blocks)
+            break
+        state.move(request, Tier.GPU)
+        kv.allocate_slots(request, request.num_tokens)
+        if not request.is_prefilling:
+            builder.add_decodes([request])
+
+
+def running_prompts(builder: PlanBuilder, service_class: ServiceClass) -> None:
+    """The next chunks of prompts that have blocks already, those of the preferred tier first."""
+    state = builder.state
+    by_chunk = state.rules.by_chunk
+    for tier in state.open_tiers:
+        for request in state.prefilling.of_class(service_class):
+            if request.tier is not tier or request in state.fetches:  # or preempted for an older one meanwhile
+                continue
+            if not by_chunk or state.hold_on_gpu(request, builder.tokens_to_hold(request)):
+                builder.add_prefill(request)
+
+
+def new_prompts(
+    builder: PlanBuilder, service_class: ServiceClass, made_way: Callable[[PlanBuilder], None] | None = None
+) -> None:
+    """Start waiting requests, oldest first. The first one without room blocks those behind it.
+
+    ``made_way`` is called where others moved to the CPU tier for a request, before its prompt is added.
+    """
+    waiting = builder.state.waiting
+    while waiting and waiting[0].service_class is service_class and start_prompt(builder, waiting[0], made_way):
+        pass
+
+
+def start_prompt(builder: PlanBuilder, request: Request, made_way: Callable[[PlanBuilder], None] | None = None) -> bool:
+    """Start a waiting request with the first chunk of its prompt. False: it has no room, no token is left for it, or
+    this plan computes blocks that the next one will find for it."""
+    state = builder.state
+    if builder.prompt_tokens_left <= 0 or not state.look_ahead.knows(request):
+        return False
+    num_found = state.kv.num_findable(request)
+    if builder.computes_block(request, num_found):
+        return False
+    num_tokens = builder.tokens_to_hold(request, num_found)
+    num_blocks = state.kv.blocks_for(request.num_tokens if state.rules.whole_prompts else num_tokens)
+    tier = state.find_tier(request, num_blocks)
+    if tier is None:
+        return False
+    num_moves = len(state.kv.moves)
+    state.make_way(tier, request, num_blocks)
+    if made_way is not None and len(state.kv.moves) > num_moves:
+        made_way(builder)
+    state.start(request, tier, num_tokens)
+    builder.add_prefill(request, starts=True)
+    return True
+
+
+def one_tier(state: SchedulerState) -> IterationPlan:
+    """A plan that decodes on the GPU only. The CPU tier stores preempted requests, which come back before others start:
+    those of a class are older than its waiting ones."""
+    builder = PlanBuilder(state)
+    for service_class in ServiceClass:
+        gpu_decodes(builder, service_class)
+        swap_in(builder, service_class)
+        running_prompts(builder, service_class)
+        stored = state.running[Tier.CPU]
+        if not stored or stored[0].service_class.rank > service_class.rank:
+            new_prompts(builder, service_class)
+    return builder.plan()
+
+
+def two_tiers(builder: PlanBuilder, before_prompts: Callable[[PlanBuilder], None] | None = None) -> list[Request]:
+    """Fill a plan builder of a system that decodes in both tiers. Returns the CPU requests that may start their next
+    token.
+
+    ``before_prompts`` is called once, before the first prompt is added.
+    """
+    ready: list[Request] = []
+    for service_class in ServiceClass:
+        gpu_decodes(builder, service_class)
+        swap_in(builder, service_class)
+        ready += builder.state.grow_on_cpu(service_class)
+        if before_prompts is not None and service_class is ServiceClass.LATENCY_SENSITIVE:
+            before_prompts(builder)
+        running_prompts(builder, service_class)
+        new_prompts(builder, service_class)
+    return ready
+
+
+# -- GPU only: SwiftLLM and vLLM ---------------------------------------------------------------------------------------
+# Schedulers that decode on the GPU only: SwiftLLM's, and that of vLLM's V1 engine, the baseline most people run.
+#
+# Modelled of vLLM 0.19:
+#
+# - Requests are served in order of arrival.
+# - One token budget serves decodes first, then prompt chunks.
+# - A prompt starts only where all of it has room. Blocks are allocated for the tokens of this step only.
+# - If blocks are missing, the newest request is preempted: its blocks are freed and it is computed again later.
+# - A step that preempts admits no request of the class that it preempts.
+#
+# The papers' baselines are older and reserve nothing. A simulation can also plan ahead, use graphs and hide the host's
+# work, as vLLM does (``apex/simulator/backend.py``). Its prefix cache is that of all systems. Not modelled:
+# speculative decoding, priorities. Service classes are this project's own and the same in every scheduler.
+
+
+class SwiftLLM(Scheduler):
+    """Continuous batching with chunked prefill. The CPU tier only stores preempted requests."""
+
+    rules = SchedulingRules(stores_by_age=False)
+
+    def plan(self, state: SchedulerState) -> IterationPlan:
+        return one_tier(state)
+
+
+class Vllm(Scheduler):
+    """Continuous batching that never uses the CPU tier."""
+
+    rules = SchedulingRules(spills=(), reserve=0, by_chunk=True, whole_prompts=True)
+
+    def __init__(self, rules: SchedulingRules | None = None) -> None:
+        """``rules``: in place of the usual ones."""
+        if rules is not None:
+            self.rules = rules
+
+    def plan(self, state: SchedulerState) -> IterationPlan:
+        builder = PlanBuilder(state)
+        for service_class in ServiceClass:
+            gpu_decodes(builder, service_class)
+            running_prompts(builder, service_class)
+            if all(request.service_class is not service_class for request in state.recomputed):
+                new_prompts(builder, service_class)
+        return builder.plan()

@@ -11,9 +11,13 @@ the best-effort requests, with what is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 
-from swiftllm.core.plan import IterationPlan, StepResult, Swap
+from swiftllm.core.plan import CpuBatchMode, CpuBatchPlan, IterationPlan, StepResult, Swap
 from swiftllm.core.request import (
     FinishReason,
     Request,
@@ -23,13 +27,229 @@ from swiftllm.core.request import (
     Tier,
     append_tokens,
 )
-from swiftllm.kv.blocks import KVCacheManager, out_of_blocks
-from swiftllm.scheduling.admission import SchedulerLimits, can_hold, check_tiers
-from swiftllm.scheduling.arrival_queue import ArrivalQueue, arrival_order
-from swiftllm.scheduling.cpu_batches import CpuBatches
-from swiftllm.scheduling.host_pools import Fetches, pool_has_room, victims_for
-from swiftllm.scheduling.look_ahead import LookAhead
-from swiftllm.scheduling.rules import SchedulingRules
+from swiftllm.kv.kv_cache_manager import Fetches, KVCacheManager, out_of_blocks, pool_has_room, victims_for
+from swiftllm.scheduling.validation import SchedulerLimits, can_hold, check_tiers
+
+# -- rules of a system -------------------------------------------------------------------------------------------------
+# Where the requests of a system decode, and who may be preempted for whom: data, which never changes.
+
+
+@dataclass(frozen=True)
+class SchedulingRules:
+    """What a system lets its requests do. Their order is the same in all systems: by class, then by arrival."""
+
+    tiers: tuple[Tier, ...] = (Tier.GPU,)
+    """Where requests start and decode, the preferred tier first."""
+    urgent_tiers: tuple[Tier, ...] | None = None
+    """Where latency-sensitive requests do; None: in all of ``tiers``."""
+    spills: tuple[ServiceClass, ...] = tuple(ServiceClass)
+    """Classes whose requests move to the CPU tier when they are preempted on the GPU. Others are computed again."""
+    stores_by_age: bool = True
+    """Whether the blocks of younger requests in the CPU tier make way for older ones; else only of less urgent ones."""
+    reserve: int = 1
+    """How often ``block_size`` tokens are left to each request of a tier, in all layers, when another one enters.
+    Without them a decode of the next iteration could preempt the request just added."""
+    withheld: float = 0.0
+    """Share of a tier's blocks that best-effort requests leave free when they start."""
+    by_chunk: bool = False
+    """Whether prompts get blocks chunk by chunk; else for all of their tokens when they start."""
+    whole_prompts: bool = False
+    """With ``by_chunk``: whether a prompt starts only where all of its tokens have room. vLLM 0.19 reserves so."""
+    plans_ahead: bool = False
+    """Whether an iteration is planned while the one before it runs, as vLLM's asynchronous scheduler does: it starts no
+    request that arrives meanwhile, and what ends meanwhile keeps its blocks and its seat."""
+
+    def tiers_of(self, service_class: ServiceClass) -> tuple[Tier, ...]:
+        is_urgent = service_class is ServiceClass.LATENCY_SENSITIVE
+        return self.urgent_tiers if is_urgent and self.urgent_tiers is not None else self.tiers
+
+
+# -- requests in order of arrival --------------------------------------------------------------------------------------
+# Requests in order of arrival, the latency-sensitive before the best-effort ones.
+#
+# All schedulers serve in this order and preempt in the reverse order.
+
+arrival_order = attrgetter("arrival_order")
+
+
+class ArrivalQueue(list[Request]):
+    """A list of requests, sorted by class and arrival."""
+
+    def insert_request(self, request: Request) -> None:
+        insort(self, request, key=arrival_order)
+
+    def remove_request(self, request: Request) -> None:
+        index = bisect_left(self, request.arrival_order, key=arrival_order)
+        assert self[index] is request, f"{request.request_id} is not in this queue"
+        del self[index]
+
+    def younger_than(self, request: Request) -> list[Request]:
+        return self[bisect_right(self, request.arrival_order, key=arrival_order) :]
+
+    def of_class(self, service_class: ServiceClass, most: int | None = None) -> list[Request]:
+        """The requests of one class, in order; of these the first ``most``."""
+        if most is None and (not self or self[0].service_class is self[-1].service_class is service_class):
+            return self[:]
+        start, stop = self._range_of(service_class)
+        return self[start : stop if most is None else min(stop, start + most)]
+
+    def num_of_class(self, service_class: ServiceClass) -> int:
+        """The number of requests of one class, without a copy of them."""
+        start, stop = self._range_of(service_class)
+        return stop - start
+
+    def _range_of(self, service_class: ServiceClass) -> tuple[int, int]:
+        rank = service_class.rank
+        start = bisect_left(self, (rank,), key=arrival_order)
+        return start, bisect_left(self, (rank + 1,), start, key=arrival_order)
+
+    def above_class(self, service_class: ServiceClass) -> list[Request]:
+        """The requests of more urgent classes, in order."""
+        return self[: bisect_left(self, (service_class.rank,), key=arrival_order)] if service_class.rank else []
+
+    def below_class(self, service_class: ServiceClass) -> list[Request]:
+        """The requests of less urgent classes, in order."""
+        if not self or self[-1].arrival_order[0] <= service_class.rank:  # the usual case: there are none
+            return []
+        return self[bisect_left(self, (service_class.rank + 1,), key=arrival_order) :]
+
+
+# -- CPU batches between iterations ------------------------------------------------------------------------------------
+# CPU batches between iterations: CPU requests that are part of the way through their token.
+
+
+@dataclass(eq=False)
+class CpuBatch:
+    """Requests that move together; ``stage`` is the one they run next (-1 is the embedding)."""
+
+    cpu_batch_id: int
+    members: list[Request]
+    stage: int = -1
+
+    def plan(self, mode: CpuBatchMode) -> CpuBatchPlan:
+        return CpuBatchPlan(self.cpu_batch_id, tuple(self.members), mode)
+
+
+class CpuBatches:
+    """Those under way, and the requests that leave theirs: aborted, or recalled to the GPU.
+
+    An attention task may still use the blocks of a request that leaves. Ids are never used twice, not even after a
+    failure.
+    """
+
+    def __init__(self) -> None:
+        self._ids = itertools.count()
+        self._by_id: dict[int, CpuBatch] = {}
+        self.leaving: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def start(self, requests: list[Request]) -> CpuBatch:
+        """A CPU batch that may take several iterations."""
+        cpu_batch = CpuBatch(next(self._ids), requests)
+        self._by_id[cpu_batch.cpu_batch_id] = cpu_batch
+        for request in requests:
+            request.cpu_batch_id = cpu_batch.cpu_batch_id
+        return cpu_batch
+
+    def batch(self, requests: Sequence[Request], mode: CpuBatchMode) -> CpuBatchPlan:
+        """A CPU batch that the GPU batch waits for, so that it ends with the iteration."""
+        return CpuBatchPlan(next(self._ids), tuple(requests), mode)
+
+    def under_way(self) -> list[CpuBatch]:
+        """Those with a member that stays, the most advanced first."""
+        alive = [c for c in self._by_id.values() if any(r.request_id not in self.leaving for r in c.members)]
+        return sorted(alive, key=lambda cpu_batch: -cpu_batch.stage)
+
+    def stages(self) -> Mapping[int, int]:
+        """The stage that each CPU batch runs next, by its id."""
+        return {cpu_batch_id: cpu_batch.stage for cpu_batch_id, cpu_batch in self._by_id.items()}
+
+    def detach(self, request: Request) -> None:
+        """Let a request leave its CPU batch as soon as its blocks may be moved. The work on its token is lost: waiting
+        for the CPU batch would take an iteration for each layer that remains."""
+        self.leaving[request.request_id] = request
+
+    def advance(self, result: StepResult) -> tuple[list[Request], list[Request]]:
+        """Move on. Returns the members of CPU batches that have their token, and the requests that left, which are
+        idle.
+
+        Whoever is to leave is out before the CPU batch's next stage, so none of them is a member at the end.
+        """
+        # a set's order differs by process
+        left = [self.leaving.pop(request_id) for request_id in sorted(result.detached)]
+        done: list[Request] = []
+        for cpu_batch_id, cpu_batch in list(self._by_id.items()):
+            if result.detached:
+                cpu_batch.members = [
+                    request for request in cpu_batch.members if request.request_id not in result.detached
+                ]
+            if cpu_batch_id in result.stages:
+                cpu_batch.stage = result.stages[cpu_batch_id]
+                continue
+            del self._by_id[cpu_batch_id]
+            done += cpu_batch.members
+        return done, left
+
+    def dissolve(self) -> list[Request]:
+        """End all CPU batches; each begins its token anew. Returns the requests that were leaving, which are idle."""
+        left = list(self.leaving.values())
+        for cpu_batch in self._by_id.values():
+            for request in cpu_batch.members:
+                request.cpu_batch_id = None
+        self._by_id.clear()
+        self.leaving.clear()
+        return left
+
+
+# -- plans made one iteration ahead ------------------------------------------------------------------------------------
+# What a plan does not know that is made while the iteration before it runs, as vLLM's asynchronous scheduler does.
+
+
+class LookAhead:
+    """Requests that arrive or end during an iteration: the plan of the next one begins without knowing it.
+
+    So what arrives starts one iteration later, and what ends keeps its blocks and its seat for one more iteration. An
+    idle engine knows all.
+    """
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self._arriving: set[str] = set()  # since the last plan
+        self._arrived: set[str] = set()  # since the one before it
+        self._ending: list[Request] = []
+        self._ended: list[Request] = []
+
+    @property
+    def num_seats(self) -> int:
+        """Seats of requests that have ended, and are not known to."""
+        return len(self._ended)
+
+    def arrives(self, request: Request) -> None:
+        """A request is queued while others run."""
+        self._arriving.add(request.request_id)
+
+    def ends(self, request: Request) -> None:
+        """A request ends; its blocks are freed later."""
+        self._ending.append(request)
+
+    def begin_plan(self, *, is_running: bool) -> None:
+        """A plan begins; ``is_running``: beside an iteration, since there are running requests."""
+        gone, self._ended, self._ending = self._ended, self._ending, []
+        self._arrived, self._arriving = self._arriving, set()
+        if not is_running:
+            gone, self._ended = gone + self._ended, []
+            self._arrived.clear()
+        for request in gone:
+            self._kv.free_blocks(request)
+
+    def knows(self, request: Request) -> bool:
+        """Whether the plan being made can start the request."""
+        return request.request_id not in self._arrived
+
+
+# -- the state ---------------------------------------------------------------------------------------------------------
 
 
 class SchedulerState:
@@ -74,7 +294,7 @@ class SchedulerState:
     # -- adding and removing requests -------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request that :class:`Admission` has let pass. Raises RequestRefused: its id is in use."""
+        """Queue a request that :class:`RequestLimits` has let pass. Raises RequestRefused: its id is in use."""
         if request.request_id in self.requests:
             raise RequestRefused(f"request id {request.request_id!r} is already in use; ids must be unique")
         self.requests[request.request_id] = request

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swiftllm.files import expand
-from swiftllm.model.folder.generation import sampling_defaults
-from swiftllm.model.folder.tokenizer import Tokenizer
-from swiftllm.server.formats.calls import FORMATS, format_of, has_tools
-from swiftllm.server.formats.formats import Formats
-from swiftllm.server.formats.harmony import is_harmony
-from swiftllm.server.formats.reasoning import reasons
+from swiftllm.model.config import sampling_defaults
+from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.server.answer_formats import Formats, is_harmony, reasons
+from swiftllm.server.tool_calls import FORMATS, format_of, has_tools
 
 ORIGIN = re.compile("[a-z-]+://[^/]+")  # browser extensions have their own schemes
 

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from apex.systems import build_system
+from apex.build import build_system
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import Request
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import Request, SamplingParams
 from swiftllm.engine.engine import Engine
 from swiftllm.parallel.backend import open_sharded_backend
-from swiftllm.parallel.peer import Peer
-from swiftllm.runtime.workers import CpuWorker
+from swiftllm.parallel.team import Peer
+from swiftllm.runtime.cpu_tier import CpuWorker
 from tests.apex.test_end_to_end import MADE_UP_PROFILE, VARIANTS, judge
 from tests.reference.ranks import LAUNCHER, fill_with_nan
 
@@ -47,7 +46,7 @@ class Group:
     def engine(self, variant: str) -> Engine:
         system, strategy, _ = VARIANTS[variant]
         with pytest.MonkeyPatch.context() as patch:
-            for module in ("apex.systems", "swiftllm.runtime.build"):
+            for module in ("apex.build", "swiftllm.build"):
                 patch.setattr(f"{module}.make_backend", lambda *_, **__: self.backend)
             return build_system(system, self.config, strategy, profile=MADE_UP_PROFILE)
 

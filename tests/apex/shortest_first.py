@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import ServiceClass
-from swiftllm.scheduling.parts import gpu_decodes, running_prompts, start_prompt
-from swiftllm.scheduling.plan_builder import PlanBuilder
-from swiftllm.scheduling.rules import SchedulingRules
-from swiftllm.scheduling.scheduler import Scheduler
-from swiftllm.scheduling.state import SchedulerState
+from swiftllm.scheduling.scheduler import PlanBuilder, Scheduler, gpu_decodes, running_prompts, start_prompt
+from swiftllm.scheduling.state import SchedulerState, SchedulingRules
 
 
 class ShortestFirst(Scheduler):

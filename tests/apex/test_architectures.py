@@ -13,7 +13,7 @@ from quantise import write_folder
 from transformers import PreTrainedModel
 
 from swiftllm.config import EngineConfig
-from swiftllm.model.stages.placement import Place, Placement
+from swiftllm.model.placement import Place, Placement
 from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.apex.rank_group import TOKENS, Group, run
 from tests.apex.test_end_to_end import VARIANTS, serve

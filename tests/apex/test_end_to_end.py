@@ -14,15 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3Config
 
 import swiftllm
+from apex.build import build_system
 from apex.strategy import StrategyConfig
-from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import Strategy
-from swiftllm.core.request import Request, ServiceClass, TokenLogprob
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import Request, SamplingParams, ServiceClass, TokenLogprob
 from swiftllm.engine.engine import EngineStats
 from swiftllm.files import cache_dir
-from swiftllm.model.folder.tokenizer import Tokenizer
+from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import GrammarCompiler
 from swiftllm.sampling.sampler import Sampler
 from tests.reference.fake_engine import flat_table

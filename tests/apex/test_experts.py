@@ -12,12 +12,12 @@ import torch
 from quantise import write_folder
 from safetensors.torch import load_file, save_file
 
-from apex.systems import build_system
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.folder.checkpoint import WeightsError
-from swiftllm.model.stages.placement import Place
-from swiftllm.model.weights.llama_weights import load_weights
-from swiftllm.ops import experts
+from apex.build import build_system
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.folder import WeightsError
+from swiftllm.model.placement import Place
+from swiftllm.model.weights import load_weights
+from swiftllm.ops import matrices
 from tests.apex.placement.placements import give_times
 from tests.apex.placement.test_measured import config_for
 from tests.apex.rank_group import Group
@@ -105,7 +105,7 @@ def test_planted_faults_change_the_tokens(models, monkeypatch) -> None:
         folder, prompts, _ = models[name]
         return serve(folder, "vllm", prompts, TOKENS, num_gpu_blocks=80, num_cpu_blocks=0)[0]
 
-    choose, exchange = experts.choose_experts, experts.ExpertWeights._part
+    choose, exchange = matrices.choose_experts, matrices.ExpertWeights._part
 
     def after_top_k(logits, per_token, normalises):
         ids, _ = choose(logits, per_token, normalises)
@@ -124,7 +124,7 @@ def test_planted_faults_change_the_tokens(models, monkeypatch) -> None:
     for (name, where), fault in faults.items():
         assert tokens(name) == models[name][2]
         with monkeypatch.context() as patch:
-            patch.setattr(f"swiftllm.ops.experts.{where}", fault)
+            patch.setattr(f"swiftllm.ops.matrices.{where}", fault)
             assert tokens(name) != models[name][2], where
 
 

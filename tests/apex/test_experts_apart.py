@@ -9,11 +9,10 @@ import pytest
 import torch
 from quantise import write_folder
 
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.weights.llama_weights import LayerWeights, load_weights
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.weights import LayerWeights, load_weights
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.ops.experts import ExpertWeights
-from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.ops.matrices import ExpertWeights, QuantisedMatrix
 from swiftllm.parallel.shards import Shard
 from tests.apex.test_end_to_end import judge
 from tests.reference.tiny_experts import make_tiny_experts

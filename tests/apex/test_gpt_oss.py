@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from swiftllm.config import EngineConfig
-from swiftllm.model.stages.placement import Place, Placement
+from swiftllm.model.placement import Place, Placement
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime import torch_backend
+from swiftllm.runtime.cpu_tier import AttentionTask
 from swiftllm.runtime.torch_backend import open_torch_backend
-from swiftllm.runtime.workers import AttentionTask
 from tests.apex.rank_group import Group, run
 from tests.apex.test_architectures import greedy, some_prompts
 from tests.apex.test_end_to_end import VARIANTS, serve

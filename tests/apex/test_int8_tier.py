@@ -14,10 +14,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from apex.systems import build_system
+from apex.build import build_system
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import FinishReason, Request, ServiceClass
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import FinishReason, Request, SamplingParams, ServiceClass
 from swiftllm.engine.backend import WorkerDied
 from swiftllm.engine.engine import Engine
 from tests.apex.rank_group import Group, run

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import tests.apex.shortest_first
+from apex.build import build_system
 from apex.simulator.build import build_simulated
-from apex.simulator.virtual.cpu_hosts import RemoteHosts
-from apex.systems import build_system
+from apex.simulator.links import RemoteHosts
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Request, SamplingParams, ServiceClass
 from swiftllm.engine.engine import Engine

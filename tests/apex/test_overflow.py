@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from swiftllm.config import EngineConfig
-from swiftllm.model.stages.placement import Place, Placement
+from swiftllm.model.placement import Place, Placement
 from swiftllm.runtime.torch_backend import open_torch_backend
 from swiftllm.sampling.sampler import LogitsNotFinite
 from tests.apex.rank_group import TOKENS, Group, run

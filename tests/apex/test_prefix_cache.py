@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import pacpu
-from apex.systems import build_system
+from apex.build import build_system
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import Request, ServiceClass, Tier
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import Request, SamplingParams, ServiceClass, Tier
 from swiftllm.engine.engine import Engine
 from tests.apex.test_end_to_end import FOR_BEST_EFFORT, MADE_UP_PROFILE, VARIANTS
 from tests.reference.int8_tier import poison_of

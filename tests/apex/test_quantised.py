@@ -13,14 +13,14 @@ from types import SimpleNamespace
 import pytest
 from quantise import write_folder
 
+from apex.build import build_system
 from apex.cli.serve import start_message
-from apex.perf.profile_cache import profile_identity
-from apex.systems import build_system
+from apex.perf.machine_profile import profile_identity
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.files import cache_dir
 from swiftllm.runtime.torch_backend import open_torch_backend
-from swiftllm.server.service.service import EngineService
+from swiftllm.server.engine_process import EngineService
 from swiftllm.server.settings import ServerSettings
 from tests.apex.test_end_to_end import judge, serve
 from tests.reference.backend_driver import BackendDriver

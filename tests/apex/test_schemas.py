@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from apex.systems import build_system
+from apex.build import build_system
 from swiftllm.config import EngineConfig
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import SamplingParams
 from swiftllm.engine.engine import Engine
-from swiftllm.model.folder.tokenizer import Tokenizer
+from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import GrammarCompiler
 from swiftllm.sampling.trial import TriedGrammar
-from swiftllm.server.service.limits import NewRequest, ServiceLimits
-from swiftllm.server.service.service import EngineService
+from swiftllm.server.engine_process import EngineService
+from swiftllm.server.messages import NewRequest, ServiceLimits
 from tests.apex.test_end_to_end import MADE_UP_PROFILE, VARIANTS
 from tests.reference.random_schemas import Schema, random_schema
 from tests.reference.tiny_model import make_tiny_llama

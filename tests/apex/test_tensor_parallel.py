@@ -15,21 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from apex.systems import build_system
-from swiftllm.core.request import FinishReason
-from swiftllm.core.sampling_params import SamplingParams
+from apex.build import build_system
+from swiftllm.core.request import FinishReason, SamplingParams
 from swiftllm.engine.backend import RankFailed
-from swiftllm.machine import allowed_cores
+from swiftllm.machine import allowed_cores, describe_cores
 from swiftllm.model.llama import LlamaModel
 from swiftllm.parallel.backend import ShardedFuture, open_sharded_backend
-from swiftllm.parallel.group import Group as RankGroup
-from swiftllm.parallel.launch import SpawnedRanks
-from swiftllm.runtime.batch import CpuBatchTensors
+from swiftllm.parallel.communication import Group as RankGroup
+from swiftllm.parallel.team import SpawnedRanks
+from swiftllm.runtime.cpu_tier import CpuWorker
+from swiftllm.runtime.model_input import CpuBatchTensors
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
-from swiftllm.runtime.workers import CpuWorker
-from swiftllm.server.service.limits import NewRequest
-from swiftllm.server.service.service import EngineService
-from swiftllm.topology import describe_cores
+from swiftllm.server.engine_process import EngineService
+from swiftllm.server.messages import NewRequest
 from tests.apex.rank_group import TOKENS, Group, run, run_on
 from tests.apex.test_end_to_end import (
     FOR_BEST_EFFORT,
@@ -291,7 +289,7 @@ def test_a_rank_that_fails_says_why_and_goes_on(llama: Group) -> None:
 
 @pytest.mark.skipif(not SLOW, reason="set APEX_SLOW_TESTS=1")
 def test_a_rank_that_freezes_is_replaced(llama: Group, monkeypatch) -> None:
-    monkeypatch.setattr("swiftllm.parallel.group.TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr("swiftllm.parallel.communication.TIMEOUT", timedelta(seconds=2))
     llama.backend.regroup()  # with this timeout
     engine = llama.engine("apex-overlap")
     requests = llama.add(engine)

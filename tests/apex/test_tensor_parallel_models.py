@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from apex.systems import build_system
+from apex.build import build_system
 from swiftllm.config import EngineConfig
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import SamplingParams
 from swiftllm.files import cache_dir
 from tests.apex.rank_group import POOLS, TOKENS, Group, run, run_on
 from tests.apex.test_end_to_end import (

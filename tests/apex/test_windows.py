@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import MistralConfig, Qwen2Config, Qwen3Config
 
-from apex.systems import build_system
+from apex.build import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import FinishReason, SamplingParams, Tier
 from swiftllm.runtime.torch_backend import open_torch_backend

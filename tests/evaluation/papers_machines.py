@@ -22,7 +22,7 @@ from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec
 from swiftllm.config import EngineConfig
 from swiftllm.machine import GIB, Card
-from swiftllm.scheduling.admission import SchedulerLimits
+from swiftllm.scheduling.validation import SchedulerLimits
 
 T4 = Card("Tesla T4", 15360 << 20, (7, 5))
 A10 = Card("NVIDIA A10", 23028 << 20, (8, 6))

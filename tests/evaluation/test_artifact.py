@@ -45,10 +45,8 @@ def few_figures(tmp_path, monkeypatch) -> Path:
     def load(config, backend, path=None):
         return profile(config).table
 
-    monkeypatch.setattr(
-        "apex.systems.load_or_measure", load
-    )  # first: it is loaded here, with the function of that time
-    monkeypatch.setattr("apex.perf.profile_cache.load_or_measure", load)
+    monkeypatch.setattr("apex.build.load_or_measure", load)  # first: it is loaded here, with the function of that time
+    monkeypatch.setattr("apex.perf.machine_profile.load_or_measure", load)
     monkeypatch.setattr(artifact, "LiveSystems", partial(LiveSystems, make_engine=EngineHere))
     monkeypatch.setattr("evaluation.measure.vllm.vllm_program", lambda device: None)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from apex.simulator.hardware.files import HARDWARE_DIR, load_gpu, read_measured_layer
+from apex.simulator.hardware_files import HARDWARE_DIR, load_gpu, read_measured_layer
 from evaluation.calibrate import Options, attention_errors, held_out, layer_errors, main, transfer_errors, write_curves
 from evaluation.calibration.curve_fit import compact_curve, fit_terms
 from evaluation.calibration.tables import ATTENTION_TABLES, ELEMENTWISE, GEMMS, LAYER_TABLES, read_layer_tables

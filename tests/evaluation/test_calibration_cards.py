@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from apex.perf.model import Curve
-from apex.simulator.hardware.files import (
+from apex.simulator.hardware_files import (
     ASSUMPTIONS_FILE,
     HARDWARE_DIR,
     POWER_ERRORS,
@@ -18,7 +18,7 @@ from apex.simulator.hardware.files import (
     load_model_config,
     read_figures,
 )
-from apex.simulator.prediction.calibrated_profile import gemm_s, how_known, linear_curve, sheet_linear_s
+from apex.simulator.predicted_profile import gemm_s, how_known, linear_curve, sheet_linear_s
 from evaluation.calibration.cards import SIZES, CardTable, card_tables, fit, leave_one_out, own_share
 
 LLAMA = LayerShape(4096, 14336, 32, 8, 128)

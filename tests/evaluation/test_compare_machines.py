@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from apex.simulator.hardware.files import LayerShape, load_host, load_model_config
-from apex.simulator.prediction.host_times import cpu_attention_gb_s
+from apex.simulator.hardware_files import LayerShape, load_host, load_model_config
+from apex.simulator.predicted_profile import cpu_attention_gb_s
 from evaluation import compare_machines
 from evaluation.experiments.machines import IDEAL, machine_points, share_of_host, with_machine_totals
 from evaluation.experiments.options import experiment_settings

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from apex.simulator.hardware.files import load_host
+from apex.simulator.hardware_files import load_host
 from evaluation.expected_aws import HOURS, Options, appendix, expectations, points
 from evaluation.experiments.options import experiment_settings
 

@@ -51,8 +51,8 @@ def with_profiles(patch: pytest.MonkeyPatch) -> None:
     def load(config, backend, path=None):
         return profile(config).table
 
-    patch.setattr("apex.systems.load_or_measure", load)  # first: it is loaded here, with the function of that time
-    patch.setattr("apex.perf.profile_cache.load_or_measure", load)
+    patch.setattr("apex.build.load_or_measure", load)  # first: it is loaded here, with the function of that time
+    patch.setattr("apex.perf.machine_profile.load_or_measure", load)
 
 
 @dataclass(frozen=True)

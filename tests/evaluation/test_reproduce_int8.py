@@ -12,7 +12,7 @@ import yaml
 from rich.console import Console
 
 from apex.simulator.paper_settings import load_setting
-from apex.simulator.prediction.predicted_machine import predict_machine
+from apex.simulator.predicted_machine import predict_machine
 from evaluation import reproduce_int8
 from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.simulated_point import run_simulated_point

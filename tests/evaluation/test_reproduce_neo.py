@@ -13,7 +13,7 @@ import yaml
 from matplotlib import pyplot as plt
 from rich.console import Console
 
-from apex.simulator.hardware.files import load_host
+from apex.simulator.hardware_files import load_host
 from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.papers.latency import crossing, with_rates_at_latency

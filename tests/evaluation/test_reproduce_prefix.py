@@ -11,7 +11,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from apex.systems import build_system
+from apex.build import build_system
 from evaluation import reproduce_prefix
 from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.prefix import measured as prefix_measured

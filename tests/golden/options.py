@@ -11,8 +11,7 @@ from typing import NamedTuple
 import tyro
 
 from apex.cli.commands import COMMANDS
-from apex.cli.config_file import MARKERS
-from apex.cli.parser import HINTS
+from apex.cli.options import HINTS, MARKERS
 from evaluation.validate import Options
 from tests.golden import help
 

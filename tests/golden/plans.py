@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from apex.perf.model import Curve, ProfileTable, Surface
+from apex.simulator.backend import OWN_ENGINE, PLACEHOLDER_TOKEN, Runtime, vllm_runtime
 from apex.simulator.build import build_simulated
-from apex.simulator.virtual.backend import PLACEHOLDER_TOKEN
-from apex.simulator.virtual.runtime import OWN_ENGINE, Runtime, vllm_runtime
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass, Tier

@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import Any
 from unittest import mock
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_point import SimulatedTask
 from tests.golden import record

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from apex.perf.model import ProfileTable
-from apex.perf.online.correction import scaled_table
+from apex.perf.online_correction import scaled_table
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
-from swiftllm.core.request import ServiceClass
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import SamplingParams, ServiceClass
 from swiftllm.engine.backend import HostDied
-from swiftllm.remote.channel import Channel
-from swiftllm.remote.frames import FrameKind, Header
+from swiftllm.remote.protocol import FrameKind, Header
+from swiftllm.remote.tier import Channel
 from tests.apex.simulator.machines import profile
 from tests.golden.plans import SYSTEMS, TABLE, WORKLOADS, run
 from tests.golden.record import used_blocks
@@ -105,7 +104,7 @@ def test_calibrated_cpu_attention_rises_with_requests_as_computed_by_hand() -> N
 
 
 def test_a_host_that_is_silent_ends_its_channel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftllm.remote.channel.SILENCE_S", 0.2)
+    monkeypatch.setattr("swiftllm.remote.tier.SILENCE_S", 0.2)
     here, there = socket.socketpair()
     channel = Channel(here, "host")
     try:

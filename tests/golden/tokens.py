@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from apex.build import build_system
 from apex.strategy import StrategyConfig
-from apex.systems import build_system
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import ServiceClass
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import SamplingParams, ServiceClass
 from tests.golden.plans import GPU_ONLY
 from tests.golden.record import all_used_blocks_are_freed, offloading_iterations
 from tests.reference.fake_engine import flat_table

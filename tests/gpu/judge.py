@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.stages.loaded_weights import LoadedWeights
-from swiftllm.model.weights.llama_weights import dummy_weights
+from swiftllm.model.stages import LoadedWeights
+from swiftllm.model.weights import dummy_weights
 from swiftllm.ops.interface import Ops
 from tests.reference.paged_attention import attend_chunk
 

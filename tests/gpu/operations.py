@@ -16,8 +16,7 @@ import torch
 from pacpu.int8 import head_bytes
 from swiftllm.core.request import Request, SamplingParams
 from swiftllm.device import open_device
-from swiftllm.model.weights.quantised.readers import sort_into_runs
-from swiftllm.ops.experts import ClampedSwiGLU, ExpertWeights, choose_experts
+from swiftllm.model.quantised_weights import sort_into_runs
 from swiftllm.ops.interface import ContextBlocks, Ops
 from swiftllm.ops.library import (
     CHECKED_ROWS,
@@ -27,7 +26,7 @@ from swiftllm.ops.library import (
     installed_version,
     largest_difference,
 )
-from swiftllm.ops.quantised_matrix import MXFP4_GROUP, QuantisedMatrix
+from swiftllm.ops.matrices import MXFP4_GROUP, ClampedSwiGLU, ExpertWeights, QuantisedMatrix, choose_experts
 from swiftllm.ops.select import TRITON_CAPABILITY, select_ops, why_no_triton
 from swiftllm.sampling.sampler import Sampler
 from tests.reference.paged_attention import attend_chunk, chunk_attention, paged_attention, store_new_tokens
@@ -350,8 +349,7 @@ def check_sort_pairs(device: torch.device) -> None:
     """Pairs of rows and experts are sorted by expert, those of an expert in their order; padding has no expert."""
     if device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
         raise NotHere("a GPU")
-    from swiftllm.ops.triton.experts import sort_pairs_kernel
-    from swiftllm.ops.triton.grouped import pairs_tile
+    from swiftllm.ops.triton.matrices import pairs_tile, sort_pairs_kernel
     from swiftllm.ops.triton.ops import launch
 
     for experts, num_pairs in PAIRS:

@@ -11,16 +11,16 @@ from unittest.mock import patch
 
 import torch
 
+from apex.build import build_system
 from apex.placement.measured import WeightsPlan
 from apex.placement.search import TimedPlacement
 from apex.strategy import StrategyConfig
-from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.device import CudaDevice, Device, open_device
 from swiftllm.engine.engine import Engine
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.stages.placement import spread
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.placement import spread
 from tests.gpu.judge import CODED, CONFIG, GPT_OSS, SEED, WINDOWS, Judge, tiny_model
 from tests.reference.fake_engine import flat_table
 
@@ -96,7 +96,7 @@ def check_streamed_tokens(device: torch.device) -> None:
     with tiny_model() as model:
         count = ModelConfig.from_folder(str(model)).num_layers + 1
     streamed = WeightsPlan(TimedPlacement(spread(count, count, 0), 0.0, 0.0, 0.0, 0.0))
-    with patch("apex.systems.place_weights", lambda *_, **__: streamed):
+    with patch("apex.build.place_weights", lambda *_, **__: streamed):
         check_tokens(device, "float32", near_tie=ROUNDING)
 
 

@@ -1,11 +1,11 @@
-"""Caches in eight bits for the tests. :mod:`swiftllm.ops.int8_blocks` has layout and arithmetic as plain indexing."""
+"""Caches in eight bits for the tests. :mod:`swiftllm.ops.interface` has layout and arithmetic as plain indexing."""
 
 from dataclasses import dataclass, replace
 
 import torch
 
 from pacpu import int8
-from swiftllm.ops.int8_blocks import pack, unpack
+from swiftllm.ops.interface import pack, unpack
 from tests.pacpu.cases import Case, make_case
 from tests.reference import paged_attention as reference
 

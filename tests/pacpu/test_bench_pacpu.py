@@ -15,9 +15,9 @@ from benchmarks.pacpu_peers import prepare_vllm
 from benchmarks.pacpu_report import draw_kernels, markdown_rows, median_cells, print_ratios, verdicts
 from evaluation.report import Section
 from evaluation.results.claims import load_claims, overview
-from swiftllm.runtime import attention_choices
+from swiftllm.runtime import cpu_tuning
 
-KINDS = [f"{dtype} {heads}" for dtype in attention_choices.DTYPES for heads in pacpu.HEADS]
+KINDS = [f"{dtype} {heads}" for dtype in cpu_tuning.DTYPES for heads in pacpu.HEADS]
 RATES = {kind: dict.fromkeys(pacpu.prefetches(*kind.split()), 1.0) for kind in KINDS}
 COSTS = {kind: 1 / 4 if kind.endswith("MHA") else 0.99 for kind in KINDS}
 
@@ -135,10 +135,10 @@ def test_figure_shows_every_contender_once():
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(attention_choices, "MIN_BYTES", 8 << 20)
-    monkeypatch.setattr(attention_choices, "SAMPLE_BYTES", 4 << 20)
-    monkeypatch.setattr(attention_choices, "last_level_cache_bytes", lambda: 0)
-    monkeypatch.setattr(attention_choices, "SETTLED_S", 0)
+    monkeypatch.setattr(cpu_tuning, "MIN_BYTES", 8 << 20)
+    monkeypatch.setattr(cpu_tuning, "SAMPLE_BYTES", 4 << 20)
+    monkeypatch.setattr(cpu_tuning, "last_level_cache_bytes", lambda: 0)
+    monkeypatch.setattr(cpu_tuning, "SETTLED_S", 0)
     monkeypatch.setattr(bench_pacpu, "QUICK_SHAPES", (Shape(2, 40), Shape(3, 20, ragged=True)))
     monkeypatch.setattr(bench_pacpu, "MIN_ROTATION_BYTES", 4 << 20)
     monkeypatch.setattr(bench_pacpu, "MIN_TIMED_BYTES", 1 << 20)
@@ -156,7 +156,7 @@ def test_a_run_writes_rows_for_every_kernel(tiny, tmp_path, capsys, monkeypatch)
         return read(array, num_threads=num_threads)
 
     monkeypatch.setattr(pacpu, "read_bandwidth", noted)
-    monkeypatch.setattr(attention_choices, "fastest", lambda by_way: "L2")
+    monkeypatch.setattr(cpu_tuning, "fastest", lambda by_way: "L2")
     before = pacpu.isa()
     bench_pacpu.main(bench_pacpu.Options(quick=True, seconds=0.1, threads=(1, 2), results_dir=tmp_path))
     assert pacpu.isa() == before and sizes == {4 << 20}
@@ -190,7 +190,7 @@ def test_a_run_writes_rows_for_every_kernel(tiny, tmp_path, capsys, monkeypatch)
 def test_shared_blocks_are_measured_in_both_ways(tiny, monkeypatch, tmp_path, capsys):
     """A cost that shares nothing is not the way of the second call."""
     monkeypatch.setattr(pacpu_shared, "QUICK_SHAPES", [Shape(4, 700, shared=640)])
-    monkeypatch.setattr(attention_choices, "measure", lambda *_: attention_choices.Measured(RATES, COSTS))
+    monkeypatch.setattr(cpu_tuning, "measure", lambda *_: cpu_tuning.Measured(RATES, COSTS))
     attended, costs = pacpu.paged_attention, []
 
     def noted(q: torch.Tensor, *arguments: Any, **options: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 import pacpu
 from pacpu import int8, rows
 from swiftllm.machine import cpu_flags
-from swiftllm.ops.int8_blocks import codes_and_scales, pack, unpack
+from swiftllm.ops.interface import codes_and_scales, pack, unpack
 from tests.pacpu.cases import DTYPES, HALF_DTYPES, check_at_the_same_time, every_dtype, make_case, shared_case, use
 from tests.pacpu.int8_cases import as_int8, make_int8_case, relative_error
 from tests.reference import paged_attention as reference

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import pacpu
 from pacpu import _pacpu, int8, rows
-from swiftllm.ops.int8_blocks import pack, unpack
+from swiftllm.ops.interface import pack, unpack
 from tests.pacpu.cases import DTYPES, USABLE_ISAS, VARIANTS, Case, make_case
 from tests.pacpu.int8_cases import as_int8
 from tests.pacpu.packed_codes import random_matrix

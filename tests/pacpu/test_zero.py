@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pacpu
-from swiftllm.kv.pools import host_tensor
+from swiftllm.kv.tensors import host_tensor
 
 PIECE = 2 << 20
 

@@ -9,9 +9,9 @@ import torch
 
 from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.device.host import HostDevice
+from swiftllm.device import HostDevice
+from swiftllm.runtime.cpu_tier import BlocksWrite
 from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers import BlocksWrite
 from tests.reference.int8_tier import poison_of
 
 

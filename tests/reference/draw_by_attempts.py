@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from swiftllm.ops.draw_rules import uniform_of
-from swiftllm.sampling.draws import draw_from_nucleus
+from swiftllm.ops.interface import uniform_of
+from swiftllm.sampling.sampler import draw_from_nucleus
 
 
 def draw_by_attempts(

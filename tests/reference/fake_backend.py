@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
-from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.kv.kv_cache_manager import KVCacheManager
 
 EOS = 1
 VOCABULARY = 50

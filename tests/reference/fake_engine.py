@@ -8,8 +8,8 @@ from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
 from apex.strategy import StrategyConfig
 from swiftllm.core.request import Tier
 from swiftllm.engine.engine import Engine
-from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.admission import SchedulerLimits
+from swiftllm.kv.kv_cache_manager import KVCacheManager
+from swiftllm.scheduling.validation import SchedulerLimits
 from swiftllm.systems import Platform, build, find_system
 from tests.reference.fake_backend import EOS, VOCABULARY, FakeBackend
 from tests.reference.fake_hosts import BackendOfHosts, FakeHosts

@@ -10,18 +10,18 @@ from itertools import pairwise
 import pytest
 import torch
 
+import apex.build
 import apex.placement.measured
-import apex.systems
 import swiftllm.ops.triton.ops as triton_ops
 import swiftllm.parallel.backend
-import swiftllm.runtime.processors
+import swiftllm.runtime.execution_context
 import swiftllm.runtime.torch_backend
-from swiftllm.device.cuda import CudaDevice
+from swiftllm.device import CudaDevice
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.ops.experts import Experts
 from swiftllm.ops.interface import Draw, Linear, Ops
-from swiftllm.ops.varlen import efficient_attention, flash_attention, takes_flash
-from swiftllm.runtime.cores import core_divisions
+from swiftllm.ops.matrices import Experts
+from swiftllm.ops.triton.ops import efficient_attention, flash_attention, takes_flash
+from swiftllm.runtime.execution_context import core_divisions
 from tests.reference.draw_by_attempts import draw_by_attempts
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_kernels import CAPABILITY, with_triton
@@ -157,13 +157,13 @@ def fake_gpu(
 
         for module in (swiftllm.runtime.torch_backend, swiftllm.parallel.backend, apex.placement.measured):
             patch.setattr(module, "open_device", open_device)
-        for module in (swiftllm.runtime.processors, apex.placement.measured):
+        for module in (swiftllm.runtime.execution_context, apex.placement.measured):
             patch.setattr(module, "select_ops", lambda *_: FakeOps(cuda))
-        patch.setattr(apex.systems, "CpuWorker", partial(FakeWorker, cuda))
+        patch.setattr(apex.build, "CpuWorker", partial(FakeWorker, cuda))
         patch.setattr(triton_ops, "launch", cuda.kernels.launch)
         if not measure_cores:
             patch.setattr(
-                apex.systems, "core_divisions", lambda *about, **gpu_batch: core_divisions(*about, **gpu_batch)[:1]
+                apex.build, "core_divisions", lambda *about, **gpu_batch: core_divisions(*about, **gpu_batch)[:1]
             )
         yield cuda
         if cuda.cards.contexts != {OWN_CARD}:

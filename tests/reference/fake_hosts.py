@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Request, Tier
 from swiftllm.engine.backend import HostDied
-from swiftllm.kv.allocator import HostPools
+from swiftllm.kv.block_pool import HostPools
 from tests.reference.fake_backend import FakeBackend, FakeBatch, FakeFuture
 
 

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from swiftllm.ops.experts import ExpertWeights
 from swiftllm.ops.interface import Ops
-from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.ops.matrices import ExpertWeights, QuantisedMatrix
 from swiftllm.ops.triton.ops import TritonOps
 from tests.reference.fake_streams import DEVICE
 from tests.reference.trees import replaced

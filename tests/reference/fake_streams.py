@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swiftllm.device.device import Event
-from swiftllm.runtime.workers import CpuTask, TaskFuture, TaskRunner
+from swiftllm.device import Event
+from swiftllm.runtime.cpu_tier import CpuTask, TaskFuture, TaskRunner
 
 if TYPE_CHECKING:
     from tests.reference.fake_cards import FakeNccl

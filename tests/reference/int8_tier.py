@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from swiftllm.ops.int8_blocks import codes_and_scales
-from swiftllm.runtime.workers import AttentionTask, BlocksWrite, CpuTask, RowsWrite, TaskRunner
+from swiftllm.ops.interface import codes_and_scales
+from swiftllm.runtime.cpu_tier import AttentionTask, BlocksWrite, CpuTask, RowsWrite, TaskRunner
 from tests.reference.paged_attention import paged_attention, store_new_tokens
 
 

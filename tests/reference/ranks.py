@@ -7,15 +7,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from swiftllm.device.host import HostDevice
+from swiftllm.device import HostDevice
 from swiftllm.machine import InsufficientMemory
 from swiftllm.parallel.backend import ShardedBackend
-from swiftllm.parallel.group import Group
-from swiftllm.parallel.launch import SpawnedRanks
-from swiftllm.parallel.pipe import Pipe
+from swiftllm.parallel.communication import Group, Pipe
 from swiftllm.parallel.rank import Rank, rank_main
+from swiftllm.parallel.team import SpawnedRanks
+from swiftllm.runtime.cpu_tier import AttentionTask
 from swiftllm.runtime.torch_backend import TorchBackend
-from swiftllm.runtime.workers import AttentionTask
 from tests.reference.int8_tier import poison_of
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swiftllm.ops.quantised_matrix import MXFP4_GROUP
+from swiftllm.ops.matrices import MXFP4_GROUP
 from tests.gpu import operations
 
 SIZES = {

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from benchmarks.bench_server_overhead import COLUMNS, Options, TooFewTokens, main, summarise
 from benchmarks.overhead_clients import ClientStream
 from evaluation.results.folder import markdown_table

@@ -24,7 +24,7 @@ from evaluation.gpu import report as gpu_report
 from evaluation.gpu.check import CASES
 from swiftllm.config import EngineConfig
 from swiftllm.machine import InsufficientMemory
-from swiftllm.runtime import processors, torch_backend
+from swiftllm.runtime import execution_context, torch_backend
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu
@@ -184,7 +184,7 @@ def test_a_system_is_measured_on_a_gpu_that_is_late_and_out_of_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("apex.systems.load_or_measure", lambda *_: flat_table(cpu_token_s=2e-6))
+    monkeypatch.setattr("apex.build.load_or_measure", lambda *_: flat_table(cpu_token_s=2e-6))
     monkeypatch.setattr("swiftllm.runtime.graphs.ROW_BUCKETS", (1, 4, 16))
     sizes = {"num_requests": 5, "input_len": 12, "output_len": 4, "num_gpu_blocks": 4, "num_cpu_blocks": 24}
     case = replace(CASES["rehearsal"], max_model_len=48, **sizes)
@@ -208,7 +208,7 @@ def test_the_benchmark_captures_beside_a_backend(monkeypatch: pytest.MonkeyPatch
         backend = open_torch_backend(EngineConfig(str(model), dtype="float32", load_format="dummy", **options))
         captured = cuda.captures
         monkeypatch.setattr(gpu_parts, "open_device", torch_backend.open_device)
-        monkeypatch.setattr(gpu_parts, "select_ops", processors.select_ops)
+        monkeypatch.setattr(gpu_parts, "select_ops", execution_context.select_ops)
         monkeypatch.setattr(gpu_parts, "ATTENTION_SHAPES", ((4, 64),))
         monkeypatch.setattr(gpu_parts, "GIB", 1 << 20)
         gc.disable()

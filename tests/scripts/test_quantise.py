@@ -12,7 +12,7 @@ from perplexity import perplexity
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from swiftllm.model.folder.tokenizer import Tokenizer
+from swiftllm.model.tokenizer import Tokenizer
 from tests.reference.tiny_model import make_tiny_llama
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 

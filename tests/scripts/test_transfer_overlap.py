@@ -10,14 +10,12 @@ import torch
 
 import benchmarks.bench_transfer_overlap as bench
 import swiftllm.runtime.kv_transfers
-from apex.cli.parser import parse_options
+from apex.cli.options import parse_options
 from evaluation.results.kinds import SIMULATED, kind_of
 from swiftllm.core.plan import Swap
-from swiftllm.core.request import Request, Tier
-from swiftllm.core.sampling_params import SamplingParams
-from swiftllm.device.host import HostDevice
-from swiftllm.kv.format import KVFormat
-from swiftllm.kv.pools import KVPlan, KVPools
+from swiftllm.core.request import Request, SamplingParams, Tier
+from swiftllm.device import HostDevice
+from swiftllm.kv.tensors import KVFormat, KVPlan, KVPools
 from swiftllm.ops.interface import Ops
 from swiftllm.runtime.kv_transfers import KVTransfers
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from apex.cli import doctor
-from swiftllm.device import HostDevice, open_device
-from swiftllm.device.driver import NvidiaDriver
+from swiftllm.device import HostDevice, NvidiaDriver, open_device
 
 PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\nGCC version\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs-builder@U22)\n"

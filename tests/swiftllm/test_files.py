@@ -16,7 +16,7 @@ import pytest
 
 from swiftllm import files
 from swiftllm.files import cache_dir, check_writable, expand, is_kept, keep, save_result
-from swiftllm.model.folder.hub import model_folder
+from swiftllm.model.folder import model_folder
 
 NOWHERE = Path(os.devnull)
 WITHOUT_HOME = (

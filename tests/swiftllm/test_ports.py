@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from swiftllm.ports import reserved_port
+from swiftllm.processes import reserved_port
 
 
 def test_a_reserved_port_is_the_servers_alone() -> None:

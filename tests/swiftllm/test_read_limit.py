@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import pacpu
-from swiftllm import read_limit as module
-from swiftllm.read_limit import read_limit, read_limit_bytes
+from swiftllm.runtime import cpu_tuning as module
+from swiftllm.runtime.cpu_tuning import read_limit, read_limit_bytes
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from apex.cli import main
-from swiftllm import machine, share
-from swiftllm.share import Share, take_share
+from swiftllm import machine
+from swiftllm.machine import Share, take_share
 
 
 @pytest.mark.parametrize("cores, parts", [(8, 4), (7, 3), (4, 4), (64, 5), (2, 1)])
@@ -46,7 +46,7 @@ def test_a_share_follows_numa_nodes_and_limits_memory(monkeypatch: pytest.Monkey
         folder.mkdir(parents=True)
         (folder / "cpulist").write_text(cores)
     pinned = []
-    monkeypatch.setattr(share, "SYSTEM", tmp_path)
+    monkeypatch.setattr(machine, "SYSTEM", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: pinned.append(cores))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
@@ -65,7 +65,7 @@ def test_a_process_keeps_to_its_share() -> None:
     if len(cores) < 2:
         pytest.skip("one core cannot be shared")
     code = (
-        "import os, sys; from swiftllm.share import Share, take_share; from swiftllm.machine import usable_cores\n"
+        "import os, sys; from swiftllm.machine import Share, take_share; from swiftllm.machine import usable_cores\n"
         "take_share(Share.parse('2/2')); assert 'torch' not in sys.modules\n"
         "print(sorted(os.sched_getaffinity(0)), usable_cores())"
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from swiftllm import machine
-from swiftllm.topology import cores_of_ranks, count_physical, describe_cores, node_of_device, numa_nodes, parse_cores
+from swiftllm.machine import cores_of_ranks, count_physical, describe_cores, node_of_device, numa_nodes, parse_cores
 
 
 def tree(folder: Path, nodes: Mapping[int, str], cards: Sequence[int] = (), siblings: Sequence[str] = ()) -> Path:

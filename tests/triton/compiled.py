@@ -22,9 +22,9 @@ from triton.runtime.jit import JITFunction
 from pacpu import int8
 from swiftllm.ops.interface import ContextBlocks
 from swiftllm.ops.triton import attention as triton_attention
-from swiftllm.ops.triton import cache as triton_cache
-from swiftllm.ops.triton import draws as triton_draws
-from swiftllm.ops.triton import int8_blocks as triton_int8
+from swiftllm.ops.triton import kv_cache as triton_cache
+from swiftllm.ops.triton import kv_cache as triton_int8
+from swiftllm.ops.triton import rows as triton_draws
 from swiftllm.ops.triton import rows as triton_rows
 from swiftllm.ops.triton.ops import DOT_SHARED_BYTES, LANES_SHARED_BYTES, TritonOps
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from triton.runtime import driver
 
-from swiftllm.ops.experts import ClampedSwiGLU, ExpertWeights
-from swiftllm.ops.quantised_matrix import QuantisedMatrix
-from swiftllm.ops.triton import experts as triton_experts
+from swiftllm.ops.matrices import ClampedSwiGLU, ExpertWeights, QuantisedMatrix
+from swiftllm.ops.triton import matrices as triton_experts
 from swiftllm.ops.triton.ops import TritonOps
 from tests.triton.compiled import HOST, NUM_MULTIPROCESSORS, SHARED_KIB, PretendGPU, compiled, resource_usage
 

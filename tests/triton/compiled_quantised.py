@@ -8,8 +8,8 @@ import pytest
 import torch
 from triton.runtime import driver
 
-from swiftllm.ops.quantised_matrix import QuantisedMatrix
-from swiftllm.ops.triton import quantised as triton_quantised
+from swiftllm.ops.matrices import QuantisedMatrix
+from swiftllm.ops.triton import matrices as triton_quantised
 from swiftllm.ops.triton.ops import MOST_QUANTISED_ROWS, QUANTISED_SHARED_BYTES, TritonOps
 from tests.triton.compiled import (
     HOST,

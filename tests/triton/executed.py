@@ -17,10 +17,9 @@ from ttsem import harness, minimize, sanitize, validate
 
 import swiftllm.ops.triton.ops as triton_ops
 from pacpu import int8
-from swiftllm.core.request import Request
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import Request, SamplingParams
 from swiftllm.ops.interface import ContextBlocks, Ops
-from swiftllm.ops.triton import attention, cache, draws, experts, int8_blocks, quantised, rows
+from swiftllm.ops.triton import attention, kv_cache, matrices, rows
 from swiftllm.ops.triton.ops import TritonOps
 from swiftllm.sampling.sampler import Sampler
 from tests.reference.paged_attention import paged_attention, store_new_tokens
@@ -179,7 +178,7 @@ OF_A_CAPABILITY = {  # kernels that only some launch
 
 
 def all_kernels() -> set[str]:
-    modules = attention, cache, draws, experts, int8_blocks, quantised, rows
+    modules = attention, kv_cache, rows, matrices, kv_cache, matrices, rows
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 
 

@@ -10,8 +10,7 @@ import torch
 
 import swiftllm.ops.triton.ops as triton_ops
 from pacpu import int8, rows
-from swiftllm.ops.int8_blocks import unpack
-from swiftllm.ops.interface import ContextBlocks, Ops
+from swiftllm.ops.interface import ContextBlocks, Ops, unpack
 from swiftllm.ops.triton.ops import TritonOps
 from swiftllm.ops.triton.tiles import MAX_SPLIT_TOKENS, MIN_SPLIT_TOKENS, tokens_per_split
 from tests.reference.paged_attention import attend_chunk, chunk_attention, paged_attention, store_new_tokens

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 import swiftllm.ops.triton.ops as triton_ops
-from swiftllm.core.request import Request
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import Request, SamplingParams
 from swiftllm.ops.triton.ops import TritonOps
-from swiftllm.sampling.draws import most_likely
-from swiftllm.sampling.sampler import LogitsNotFinite, Sampler
+from swiftllm.sampling.sampler import LogitsNotFinite, Sampler, most_likely
 from tests.triton.interpreter import lend_libdevice, repair_bfloat16
 from tests.triton.memory_check import watch_memory
 

@@ -10,11 +10,19 @@ import pytest
 import torch
 
 from swiftllm.ops import library
-from swiftllm.ops.experts import ClampedSwiGLU, ExpertByExpert, ExpertLinear, ExpertWeights, add_slots, choose_experts
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.library import LibraryProducts
-from swiftllm.ops.quantised_matrix import MXFP4_GROUP, QuantisedMatrix
-from swiftllm.ops.triton.grouped import GroupedExperts, most_tiles, tile_rows
+from swiftllm.ops.matrices import (
+    MXFP4_GROUP,
+    ClampedSwiGLU,
+    ExpertByExpert,
+    ExpertLinear,
+    ExpertWeights,
+    QuantisedMatrix,
+    add_slots,
+    choose_experts,
+)
+from swiftllm.ops.triton.matrices import GroupedExperts, most_tiles, tile_rows
 from swiftllm.ops.triton.ops import TritonOps, launch
 from tests.reference.fake_humming import install_fake_humming
 from tests.reference.tolerances import TOLERANCES, assert_close

@@ -46,7 +46,7 @@ def generate(model_folder, monkeypatch) -> Callable[..., list[Request]]:
     """Requests join one by one, in chunks, while the others decode, join and change tiers at random."""
 
     def run(ops: Ops, dtype: str, model_folder: Path = model_folder, most: int | None = None) -> list[Request]:
-        monkeypatch.setattr("swiftllm.runtime.processors.select_ops", lambda *_: ops)
+        monkeypatch.setattr("swiftllm.runtime.execution_context.select_ops", lambda *_: ops)
         config = EngineConfig(str(model_folder), device="cpu", dtype=dtype, num_gpu_blocks=20, num_cpu_blocks=20)
         driver, rng = BackendDriver(open_torch_backend(config)), random.Random(3)
         sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swiftllm.model.weights.quantised.readers import sort_into_runs
+from swiftllm.model.quantised_weights import sort_into_runs
 from swiftllm.ops.interface import Ops
-from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.ops.matrices import QuantisedMatrix
 from swiftllm.ops.triton.ops import MOST_QUANTISED_ROWS, TritonOps
 from swiftllm.ops.triton.tiles import MIN_SPLIT_BLOCKS, blocks_per_split
 from tests.reference.tolerances import assert_close

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from apex.cli.profile import attention_rate
-from apex.schedulers.inequality import offload_bound_tokens_per_s
+from apex.schedulers.formulas import offload_bound_tokens_per_s
 from evaluation.experiments.ablation.options import Options
 from evaluation.experiments.ablation.rows import BASELINE, AblationRow, chosen_rows, with_mix
 from evaluation.experiments.runner import Point, PointResult
@@ -66,7 +66,7 @@ def run_row(point: Point, label: str, console: Console) -> PointResult:
     predictions: dict[str, float | None] = {}
 
     def build(system: str, config: EngineConfig) -> Engine:
-        from apex.systems import build_system
+        from apex.build import build_system
 
         engine = build_system(system, config, row.strategy)
         predictions.update(figures_of_bound(engine, task.lengths.spec.num_requests))

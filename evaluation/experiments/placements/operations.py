@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from apex.simulator.hardware.files import Figure, LayerShape, load_gpu, load_host
-from apex.simulator.prediction.calibrated_profile import gemm_s
-from apex.simulator.prediction.host_times import cpu_attention_gb_s, effective_pcie_gb_s, host_read_gb_s
+from apex.simulator.hardware_files import Figure, LayerShape, load_gpu, load_host
+from apex.simulator.predicted_profile import cpu_attention_gb_s, effective_pcie_gb_s, gemm_s, host_read_gb_s
 from evaluation.experiments.placements.split import Operation
 
 ITEMSIZE = 2  # bfloat16

@@ -19,7 +19,7 @@ from evaluation.results.paths import model_folder
 from evaluation.results.provenance import model_identity
 from evaluation.traces.workloads import load_prompt_tokens
 from swiftllm.config import EngineConfig
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import SamplingParams
 
 if TYPE_CHECKING:
     from swiftllm.core.request import Request

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from apex.simulator.backend import PLACEHOLDER_TOKEN, VLLM
 from apex.simulator.paper_settings import PaperSetting, load_setting
-from apex.simulator.virtual.backend import PLACEHOLDER_TOKEN
-from apex.simulator.virtual.runtime import VLLM
 from evaluation.experiments.grid import Grid, Place
 from evaluation.experiments.paper_settings import clip_lengths, simulated_task
 from evaluation.experiments.places import simulated_point

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.experiments.quality.text import read_text, token_sequences
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import SamplingParams
 from swiftllm.llm import LLM
-from swiftllm.model.folder.tokenizer import Tokenizer
+from swiftllm.model.tokenizer import Tokenizer
 
 SYSTEM = "fastdecode"
 """Decodes all requests on the CPU."""

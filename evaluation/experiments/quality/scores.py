@@ -17,12 +17,12 @@ from evaluation.experiments.quality.formats import EXACT, TierCache
 from evaluation.experiments.quality.text import read_text, token_sequences
 from swiftllm.config import EngineConfig
 from swiftllm.device import open_device
-from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.stages.loaded_weights import open_weights
-from swiftllm.model.stages.placement import all_resident
-from swiftllm.runtime.attention_choices import use_fastest_attention
-from swiftllm.runtime.processors import ExecutionContext
+from swiftllm.model.placement import all_resident
+from swiftllm.model.stages import open_weights
+from swiftllm.runtime.cpu_tuning import use_fastest_attention
+from swiftllm.runtime.execution_context import ExecutionContext
 
 
 @dataclass(frozen=True)

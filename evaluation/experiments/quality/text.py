@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from swiftllm.model.folder.tokenizer import Tokenizer
+from swiftllm.model.tokenizer import Tokenizer
 
 DEFAULT_TEXT = "Python's language reference (pydoc_data.topics)"
 

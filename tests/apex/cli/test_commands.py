@@ -19,7 +19,7 @@ import swiftllm
 from apex.cli import main
 from apex.cli.bench import correction_line
 from apex.cli.commands import COMMANDS
-from apex.cli.flags import SystemName
+from apex.cli.options import SystemName
 from apex.cli.profile import attention_rate, key_figures
 from apex.cli.systems_command import figures_table
 from apex.cli.validate import OPTIONAL_VERBS
@@ -261,7 +261,7 @@ def test_chat_puts_the_prompt_into_the_template(capsys, model):
 
 
 def test_bench_measures_each_system(capsys, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("swiftllm.runtime.cores.usable_cores", lambda: 2)
+    monkeypatch.setattr("swiftllm.runtime.execution_context.usable_cores", lambda: 2)
     path, results = tmp_path / "bench.json", tmp_path / "results"
     sizes = ["--num-requests", "5", "--input-len", "40", "--output-len", "6"]
     files = ["--output", str(path), "--results-dir", str(results)]

@@ -9,9 +9,9 @@ import pytest
 from apex.cli import main
 from apex.cli.bench import Bench
 from apex.cli.commands import COMMANDS
-from apex.cli.config_file import option_types, parse_command, read_config_file
-from apex.cli.errors import InputError
 from apex.cli.generate import Generate
+from apex.cli.options import option_types, parse_command, read_config_file
+from apex.cli.output import InputError
 from apex.cli.serve import Serve
 
 

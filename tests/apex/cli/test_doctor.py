@@ -26,7 +26,7 @@ REPO = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch):
-    monkeypatch.setattr("swiftllm.read_limit.read_limit_bytes", lambda: 16 << 20)
+    monkeypatch.setattr("swiftllm.runtime.cpu_tuning.read_limit_bytes", lambda: 16 << 20)
 
 
 def found(findings: list[Finding]) -> dict[str, Finding]:
@@ -132,7 +132,7 @@ def test_without_torch_the_rest_is_told(monkeypatch):
 
 
 def test_bandwidth_is_the_limit_that_is_used_elsewhere(monkeypatch):
-    monkeypatch.setattr("swiftllm.read_limit.read_limit", lambda threads: threads * 7e9)
+    monkeypatch.setattr("swiftllm.runtime.cpu_tuning.read_limit", lambda threads: threads * 7e9)
     told = {finding.what: finding.found for finding in doctor.bandwidth(3, 1 << 40)}
     assert told == {
         "read, 1 thread": "7.0 GB/s (best pass over 16 MiB)",
@@ -141,18 +141,18 @@ def test_bandwidth_is_the_limit_that_is_used_elsewhere(monkeypatch):
 
 
 def test_the_measured_choices_of_cpu_attention_are_told(monkeypatch, tmp_path):
-    from swiftllm.runtime import attention_choices
+    from swiftllm.runtime import cpu_tuning
 
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
     unmeasured = found(list(doctor.cpu_kernels()))
     assert unmeasured["prefetch"].found.startswith("into L1")
     for what in ("prefetch", "shared blocks"):
         assert "first start" in unmeasured[what].found and unmeasured[what].status == "note"
-    kinds = [f"{dtype} {heads}" for dtype in attention_choices.DTYPES for heads in HEADS]
+    kinds = [f"{dtype} {heads}" for dtype in cpu_tuning.DTYPES for heads in HEADS]
     costs = {kind: 0.25 if kind.endswith("MHA") else 0.95 for kind in kinds}
     rates = {kind: {"none": 3.0, "L2": 21.0, "L1": 20.5} for kind in kinds}
     rates["int8 MHA"] = rates["int8 MHA"] | {"L2 AVX2": 20.0, "L1 AVX2": 25.0}
-    path = attention_choices.kept_path()
+    path = cpu_tuning.kept_path()
     path.parent.mkdir()
     path.write_text(json.dumps({"rates": rates, "shared_row_costs": costs}))
     measured = found(list(doctor.cpu_kernels()))
@@ -186,7 +186,7 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int, name: str, major: 
 
 
 def test_a_t4_is_told_what_multiplies_4_bit_weights_and_experts(monkeypatch):
-    grouped = pytest.importorskip("swiftllm.ops.triton.grouped", reason="Triton is not installed")
+    grouped = pytest.importorskip("swiftllm.ops.triton.matrices", reason="Triton is not installed")
     pretend_gpus(monkeypatch, 1, "Tesla T4", 7, 5)
     monkeypatch.setattr("swiftllm.ops.library.installed_version", lambda: None)
     finding = found(list(doctor.gpus()))["4-bit weights"]

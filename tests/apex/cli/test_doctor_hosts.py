@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from apex.cli import main
-from apex.cli.doctor.hosts import host_lines
+from apex.cli.doctor import host_lines
 from swiftllm.engine.backend import HostDied
-from swiftllm.remote.frames import connect
 from swiftllm.remote.probe import WayToHost, probe_host
+from swiftllm.remote.protocol import connect
 from tests.swiftllm.remote.hosts import SECRET, host_in_thread
 from tests.swiftllm.remote.test_protocol import open_tier
 
@@ -17,7 +17,7 @@ from tests.swiftllm.remote.test_protocol import open_tier
 def test_the_way_to_a_host_that_serves_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
     monkeypatch.setattr("swiftllm.remote.probe.TRANSFER_BYTES", 1 << 20)
-    monkeypatch.setattr("swiftllm.read_limit.read_limit_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("swiftllm.runtime.cpu_tuning.read_limit_bytes", lambda: 1 << 20)
     with host_in_thread(num_bytes=64 << 20) as host:
         tier = open_tier(host)  # measuring disturbs it, but needs no blocks
         address = f"127.0.0.1:{host.address[1]}"
@@ -57,8 +57,8 @@ def test_a_host_that_cannot_start_says_why(capsys, monkeypatch, flags: list[str]
 
 
 def test_a_probe_may_not_touch_blocks() -> None:
-    from swiftllm.remote.channel import Channel
-    from swiftllm.remote.frames import FrameKind, Header
+    from swiftllm.remote.protocol import FrameKind, Header
+    from swiftllm.remote.tier import Channel
 
     with host_in_thread() as host:
         channel = Channel(connect(host.address, SECRET, {})[0], "host")

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from apex.cli import doctor
-from apex.cli.doctor.papers import setting_lines
-from apex.simulator.paper_settings import setting_names
+from apex.simulator.paper_settings import setting_lines, setting_names
 from swiftllm.machine import GIB
 
 

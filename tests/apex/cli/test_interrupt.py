@@ -33,7 +33,7 @@ def test_a_start_leaves_no_worker_behind(tmp_path, monkeypatch):
         started.extend(thread for thread in threading.enumerate() if thread.name == "cpu-attention")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("apex.systems.load_or_measure", interrupted)
+    monkeypatch.setattr("apex.build.load_or_measure", interrupted)
     before = threading.enumerate()
     model = make_tiny_llama(tmp_path)
     assert main(["generate", str(model), "hi", "--num-gpu-blocks", "8", "--num-cpu-blocks", "64"]) == 130

@@ -16,9 +16,9 @@ import pytest
 
 from apex.cli import main
 from apex.cli.serve import start_message
-from swiftllm.server.formats.calls import FORMATS
-from swiftllm.server.service.limits import ServiceLimits
+from swiftllm.server.messages import ServiceLimits
 from swiftllm.server.settings import ServerSettings
+from swiftllm.server.tool_calls import FORMATS
 from tests.reference.missing_package import error_without
 from tests.reference.tiny_model import make_tiny_llama
 

@@ -13,8 +13,8 @@ import sys
 
 import pytest
 
-from apex.cli.errors import InputError
 from apex.cli.generate import check_text, read_lines
+from apex.cli.output import InputError
 
 LINES = {
     "Unix": (b"one\ntwo\n\nthree", "utf-8", ("one", "two", "three")),

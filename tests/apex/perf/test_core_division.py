@@ -11,16 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 
-import apex.perf.core_division
-from apex.perf.core_division import ROUNDS, DecodeMix, DecodeRates, fastest, full_load, measure_divisions
-from apex.perf.profile_cache import make_workbench
-from apex.systems import build_system, open_backend
+import apex.perf.machine_profile
+from apex.build import build_system, open_backend
+from apex.perf.machine_profile import (
+    ROUNDS,
+    DecodeMix,
+    DecodeRates,
+    fastest,
+    full_load,
+    make_workbench,
+    measure_divisions,
+)
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
-from swiftllm.kv.layer_groups import LayerGroups
-from swiftllm.runtime import cores
-from swiftllm.runtime.cores import CoreDivision
-from swiftllm.scheduling.admission import SchedulerLimits
+from swiftllm.kv.block_pool import LayerGroups
+from swiftllm.runtime import execution_context
+from swiftllm.runtime.execution_context import CoreDivision
+from swiftllm.scheduling.validation import SchedulerLimits
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.tiny_model import make_tiny_llama
 
@@ -105,7 +112,7 @@ def test_divisions_take_turns_and_the_first_round_warms_up():
 
 
 def test_a_slow_model_gets_one_round(monkeypatch):
-    monkeypatch.setattr(apex.perf.core_division, "ENOUGH_S", 0.0)
+    monkeypatch.setattr(apex.perf.machine_profile, "ENOUGH_S", 0.0)
     bench = MadeUpBench()
     measure_divisions(bench.use, bench, [ALL, HALF], DecodeMix(3, 1, 50), lambda done, what: None)
     assert bench.turns == [ALL, HALF] * 2
@@ -120,7 +127,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(cores, "usable_cores", lambda: 2)
+    monkeypatch.setattr(execution_context, "usable_cores", lambda: 2)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)  # pacpu's threads alone: they sleep when idle
 
 
@@ -142,7 +149,7 @@ def keep_rates(path: Path, *rates: float) -> None:
 
 
 def test_the_choice_is_measured_once_and_told(model_dir, two_cores, tmp_path, monkeypatch):
-    monkeypatch.setattr(apex.perf.core_division, "ENOUGH_S", 0.0)
+    monkeypatch.setattr(apex.perf.machine_profile, "ENOUGH_S", 0.0)
     open_backend(config(model_dir)).close()
     ((path, (one, other)),) = kept_rates(tmp_path).items()
     assert min(*one.values(), *other.values()) > 0.0
@@ -196,9 +203,9 @@ def test_what_is_measured_reads_memory_that_has_been_written(model_dir):
 
 def test_beside_a_gpu_the_threads_of_cpu_attention_are_measured_once_and_told(model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(apex.perf.core_division, "ENOUGH_S", 0.0)
-    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
-    monkeypatch.setattr(cores, "physical_cores", lambda: 2)
+    monkeypatch.setattr(apex.perf.machine_profile, "ENOUGH_S", 0.0)
+    monkeypatch.setattr(execution_context, "usable_cores", lambda: 4)
+    monkeypatch.setattr(execution_context, "physical_cores", lambda: 2)
     sizes = {"num_gpu_blocks": 12, "num_cpu_blocks": 36, "max_num_seqs": 8, "max_model_len": 64}
     options = EngineConfig(str(model_dir), dtype="float32", **sizes)
     with fake_gpu(0, can_capture=False, measure_cores=True):

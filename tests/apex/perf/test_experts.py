@@ -8,10 +8,9 @@ from statistics import fmean, median
 
 import pytest
 
-from apex.perf.experts import ExpertTimes, flat_from_tokens, touched_experts
-from apex.perf.model import PerfModel
-from apex.simulator.prediction.bound import decode_bound
-from apex.simulator.prediction.predicted_machine import predict_machine
+from apex.perf.model import ExpertTimes, PerfModel, flat_from_tokens, touched_experts
+from apex.simulator.bound import decode_bound
+from apex.simulator.predicted_machine import predict_machine
 from apex.source_tree import configs_folder
 from evaluation.calibration.experts import FITTED, LEFT_OUT, errors, fit, read_rows
 

@@ -8,8 +8,7 @@ from itertools import product
 
 import pytest
 
-from apex.perf.gpu_batch_load import GpuBatchLoad
-from apex.perf.model import FREE, Curve, PerfModel, ProfileTable, Surface
+from apex.perf.model import FREE, Curve, GpuBatchLoad, PerfModel, ProfileTable, Surface
 from apex.perf.operator_tables import OperatorModel, OperatorTable, TimeGrid, UnequalContexts, model_of
 from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import Request, SamplingParams, Tier

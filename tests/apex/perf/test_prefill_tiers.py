@@ -13,16 +13,13 @@ from pathlib import Path
 import pytest
 
 from apex.perf import profiler
-from apex.perf.gpu_batch_load import GpuBatchLoad
-from apex.perf.model import Curve, PerfModel, ProfileMismatch, ProfileTable, Surface
-from apex.perf.online.correction import scaled_table
-from apex.perf.online.iteration_times import gpu_batch_span
-from apex.perf.profile_cache import make_workbench
-from apex.perf.profiler import SizeGrid, measure_seconds, table_from_seconds
-from apex.perf.workbench import Workbench
+from apex.perf.machine_profile import make_workbench
+from apex.perf.model import Curve, GpuBatchLoad, PerfModel, ProfileMismatch, ProfileTable, Surface
+from apex.perf.online_correction import gpu_batch_span, scaled_table
+from apex.perf.profiler import SizeGrid, Workbench, measure_seconds, table_from_seconds
 from apex.schedulers.hybrid import gpu_batch_s
-from apex.schedulers.omniserve.times import PromptLeft, with_prompts
-from apex.simulator.virtual.backend import SimulatedBackend
+from apex.schedulers.omniserve import PromptLeft, with_prompts
+from apex.simulator.backend import SimulatedBackend
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import GpuBatchItem, IterationPlan
 from swiftllm.core.request import Request, SamplingParams, Tier

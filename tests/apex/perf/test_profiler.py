@@ -9,16 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from apex.perf.experts import touched_experts
-from apex.perf.model import ProfileMismatch
-from apex.perf.profile_cache import load_or_measure, make_workbench, profile_identity
-from apex.perf.workbench import Workbench
-from apex.systems import build_system
+from apex.build import build_system
+from apex.perf.machine_profile import load_or_measure, make_workbench, profile_identity
+from apex.perf.model import ProfileMismatch, touched_experts
+from apex.perf.profiler import Workbench
 from swiftllm import files
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
-from swiftllm.kv.layer_groups import LayerGroups
-from swiftllm.ops import experts
+from swiftllm.kv.block_pool import LayerGroups
+from swiftllm.ops import matrices
 from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import FakeWorker
@@ -173,14 +172,14 @@ def test_rows_that_are_timed_differ_so_that_experts_would_too(model_dir: Path, m
 def test_rows_of_a_timed_stage_pick_as_many_experts_as_a_batch_of_decodes(tmp_path: Path, monkeypatch) -> None:
     """Rows of one prompt would attend to the same tokens, and pick three quarters of them."""
     folder, picked = make_tiny_experts(tmp_path / "model", "Qwen3Moe", num_experts=64), []
-    choose = experts.choose_experts
+    choose = matrices.choose_experts
 
     def noted(logits, per_token: int, normalises: bool):
         ids, likelihoods = choose(logits, per_token, normalises)
         picked.append(len(ids.unique()))
         return ids, likelihoods
 
-    monkeypatch.setattr(experts, "choose_experts", noted)
+    monkeypatch.setattr(matrices, "choose_experts", noted)
     options = config(folder, 40, 200)
     backend = open_torch_backend(options)
     bench = make_workbench(options, backend)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from apex.perf.model import PerfModel, SharedContext, saved_tokens
-from apex.simulator.virtual.cpu_hosts import RemoteHosts, SeveralHostsModel
+from apex.simulator.links import RemoteHosts, SeveralHostsModel
 from swiftllm.core.request import Tier
 from tests.reference.linear_profile import flat_ends_table
 

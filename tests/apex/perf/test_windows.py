@@ -15,13 +15,12 @@ import pytest
 from transformers import Qwen2Config, SmolLM3Config
 
 from apex.perf import profiler
-from apex.perf.profile_cache import make_workbench
-from apex.perf.profiler import SizeGrid, measure_seconds, table_from_seconds
-from apex.perf.workbench import TimedOperation, Workbench
+from apex.perf.machine_profile import make_workbench
+from apex.perf.profiler import SizeGrid, TimedOperation, Workbench, measure_seconds, table_from_seconds
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
+from swiftllm.runtime.cpu_tier import AttentionTask, ContextRead
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
-from swiftllm.runtime.workers import AttentionTask, ContextRead
 from tests.reference.tiny_gpt_oss import make_tiny_gpt_oss
 from tests.reference.tiny_model import make_tiny_llama
 

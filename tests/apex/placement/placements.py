@@ -9,14 +9,13 @@ import pytest
 
 from apex.perf.model import Curve
 from apex.placement import measured
-from apex.placement.timing import StageTimes
+from apex.placement.measured import StageTimes
 from apex.simulator.build import build_simulated
-from apex.simulator.prediction.placed_machine import WeightPlacer
-from apex.simulator.prediction.predicted_machine import predict_machine
+from apex.simulator.predicted_machine import WeightPlacer, predict_machine
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.engine.engine import Engine
-from swiftllm.model.stages.placement import Placement
-from swiftllm.model.weights.sizes import stage_bytes
+from swiftllm.model.placement import Placement
+from swiftllm.runtime.memory import stage_bytes
 
 BLOCK = 16
 ITERATIONS = 8

@@ -10,21 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from apex.build import build_system
 from apex.cli.bench import Bench
-from apex.cli.flags import BestEffortFlags
+from apex.cli.options import BestEffortFlags
 from apex.cli.simulate import Simulate
 from apex.placement import measured
-from apex.placement.budget import UniformLoad, estimate_budget
-from apex.placement.measured import ASSUMED_INPUT_LEN, ASSUMED_OUTPUT_LEN, assumed_workload, place_weights
-from apex.placement.memory import EngineMemory
-from apex.systems import build_system
+from apex.placement.measured import ASSUMED_INPUT_LEN, ASSUMED_OUTPUT_LEN, EngineMemory, assumed_workload, place_weights
+from apex.placement.search import UniformLoad, estimate_budget
 from swiftllm import LLM
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
-from swiftllm.device.cuda import cublas_workspace_bytes
+from swiftllm.device import cublas_workspace_bytes
 from swiftllm.machine import GIB
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.stages.placement import Place, all_resident
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.placement import Place, all_resident
 from tests.apex.placement.placements import give_times
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu
@@ -45,8 +44,8 @@ def model_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def little_is_read(monkeypatch):
-    monkeypatch.setattr("apex.placement.timing.ATTENDED_BYTES", 1 << 20)
-    monkeypatch.setattr("swiftllm.read_limit.read_limit_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("apex.placement.measured.ATTENDED_BYTES", 1 << 20)
+    monkeypatch.setattr("swiftllm.runtime.cpu_tuning.read_limit_bytes", lambda: 1 << 20)
 
 
 def config_for(model_dir: Path, **options) -> EngineConfig:
@@ -86,10 +85,10 @@ def test_an_engine_on_a_small_card_gives_the_same_tokens(model_dir, system):
 def test_blocks_fill_what_the_weights_leave(model_dir, monkeypatch):
     """Without a number of blocks. The estimate of what an iteration takes is made before anything is loaded."""
     give_times(monkeypatch, **FAST_LINK)
-    for module in ("apex.placement.memory", "swiftllm.runtime.memory_estimate"):
+    for module in ("apex.placement.measured", "swiftllm.runtime.memory"):
         monkeypatch.setattr(f"{module}.CONTEXT_BYTES", 0)  # a fake CUDA has none, and its card is small
     # The estimate knows no card's workspace of cuBLAS, and counts the largest.
-    monkeypatch.setattr("swiftllm.runtime.memory_estimate.LARGE_WORKSPACE_BYTES", cublas_workspace_bytes(8))
+    monkeypatch.setattr("swiftllm.runtime.memory.LARGE_WORKSPACE_BYTES", cublas_workspace_bytes(8))
     config = config_for(model_dir, num_cpu_blocks=0)
     with fake_gpu(1) as cuda:
         cuda.total_bytes = card_bytes(config, 5.0, tokens=64)
@@ -119,7 +118,7 @@ def test_the_cpu_tier_takes_half_of_what_weights_leave_of_the_host(model_dir, mo
     """As many bytes are left to the host beside that as an engine leaves at its start."""
     config = config_for(model_dir)
     beside = GIB // 2 + memory_of(config).embedding_bytes
-    monkeypatch.setattr("apex.placement.memory.available_host_bytes", lambda: beside + 1000)
+    monkeypatch.setattr("apex.placement.measured.available_host_bytes", lambda: beside + 1000)
     assert memory_of(config).cpu_kv_bytes(200) == 400
 
 
@@ -208,7 +207,7 @@ def test_a_model_that_fits_neither_tier_is_refused(model_dir, monkeypatch):
     with fake_gpu(0) as cuda:
         cuda.total_bytes = card_bytes(config, 3.0)
         for host_bytes, allowed in ((whole, True), (whole / 3, False)):
-            monkeypatch.setattr("apex.placement.memory.available_host_bytes", lambda n=host_bytes: GIB // 2 + int(n))
+            monkeypatch.setattr("apex.placement.measured.available_host_bytes", lambda n=host_bytes: GIB // 2 + int(n))
             if allowed:
                 assert place_weights(config, UniformLoad(1, 4, 4)).placement is not None
                 continue

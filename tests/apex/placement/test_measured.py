@@ -10,17 +10,17 @@ import pytest
 import torch
 from quantise import write_folder
 
+from apex.build import build_system
+from apex.perf.machine_profile import profile_identity, with_copies
 from apex.perf.model import PerfModel
-from apex.perf.profile_cache import profile_identity, with_copies
-from apex.placement import memory, timing
+from apex.placement import measured
 from apex.placement.measured import WeightsPlan, place_weights
 from apex.strategy import StrategyConfig
-from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.machine import GIB
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.stages.placement import Place, Placement, all_resident
-from swiftllm.model.weights.sizes import embedding_bytes, stage_bytes, weight_bytes
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.placement import Place, Placement, all_resident
+from swiftllm.runtime.memory import embedding_bytes, stage_bytes, weight_bytes
 from swiftllm.systems import systems
 from tests.apex.placement.placements import give_times
 from tests.reference.fake_engine import flat_table
@@ -112,7 +112,7 @@ def test_4_bit_weights_take_their_packed_bytes_where_the_cpu_computes(model_dir,
     counts = []
     with fake_gpu(0):
         for free_bytes in (8 * sum(sizes), sum(sizes)):
-            monkeypatch.setattr(memory, "available_host_bytes", lambda free=free_bytes: GIB // 2 + free)
+            monkeypatch.setattr(measured, "available_host_bytes", lambda free=free_bytes: GIB // 2 + free)
             placement = place_weights(config).placement
             counts.append((placement.count(Place.CPU) > 0, placement.count(Place.STREAMED) > 0))
     assert counts == [(True, False)] * 2
@@ -122,7 +122,7 @@ def test_rows_of_a_timed_stage_differ_so_that_experts_would_too():
     crossed = []
     config = SimpleNamespace(num_heads=2, head_dim=4, hidden_size=8)
     model = SimpleNamespace(config=config, rotary_table=torch.zeros(1, 2, 4), stage=lambda *rows: crossed.extend(rows))
-    timing._crossing(model, SimpleNamespace(torch_device=torch.device("cpu")), torch.float32, 5)()
+    measured._crossing(model, SimpleNamespace(torch_device=torch.device("cpu")), torch.float32, 5)()
     _, attention_out, residual, _ = crossed
     assert len(attention_out.unique(dim=0)) == len(residual.unique(dim=0)) == 5
 
@@ -143,7 +143,7 @@ def test_what_cannot_be_placed_is_refused(model_dir, monkeypatch):
     with fake_gpu(0):
         with pytest.raises(ValueError, match=r"give at least 0\.01, or take a smaller model"):
             place_weights(replace(config_for(model_dir, 1.0), weights_gpu_memory=0.0))
-        monkeypatch.setattr(memory, "available_host_bytes", lambda: GIB // 2 + 1000)
+        monkeypatch.setattr(measured, "available_host_bytes", lambda: GIB // 2 + 1000)
         with pytest.raises(ValueError, match="take 4-bit weights, a host with more memory"):
             place_weights(config_for(model_dir, 1.0))
     with pytest.raises(ValueError, match="from 0 on"):

@@ -10,13 +10,22 @@ from functools import partial
 
 import pytest
 
-from apex.placement.budget import UniformLoad
-from apex.placement.costs import CopyEffect, Rates, StageCost, batch_s, beside_copies_s
-from apex.placement.search import PlacementProblem, TimedPlacement, fastest_placements, iteration_s, refined_placement
-from apex.simulator.prediction.placed_machine import WeightPlacer
-from apex.simulator.prediction.predicted_machine import predict_machine
+from apex.placement.search import (
+    CopyEffect,
+    PlacementProblem,
+    Rates,
+    StageCost,
+    TimedPlacement,
+    UniformLoad,
+    batch_s,
+    beside_copies_s,
+    fastest_placements,
+    iteration_s,
+    refined_placement,
+)
+from apex.simulator.predicted_machine import WeightPlacer, predict_machine
 from swiftllm.machine import GIB
-from swiftllm.model.stages.placement import SLOTS, Place, Placement, all_resident, spread
+from swiftllm.model.placement import SLOTS, Place, Placement, all_resident, spread
 from tests.apex.placement.placements import BLOCK, MACHINES, decode, placer_of
 
 LAYERS = 4

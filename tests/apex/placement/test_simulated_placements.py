@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from apex.perf.model import PerfModel
-from apex.placement.costs import batch_s
-from apex.placement.search import PlacementProblem, iteration_s
-from apex.simulator.prediction.placed_machine import WeightPlacer
+from apex.placement.search import PlacementProblem, batch_s, iteration_s
+from apex.simulator.predicted_machine import WeightPlacer
 from swiftllm.core.request import Tier
-from swiftllm.model.stages.placement import Place, Placement, spread
+from swiftllm.model.placement import Place, Placement, spread
 from tests.apex.placement.placements import MACHINES, decode, placer_of
 
 PROMPT = 2000

@@ -8,12 +8,18 @@ import pytest
 
 from apex.cli import main
 from apex.perf.model import Curve, PerfModel
-from apex.simulator.virtual.backend import SimulatedBackend
-from apex.simulator.virtual.cpu_path import Interconnect, SimulatedWorker
-from apex.simulator.virtual.weight_path import CHUNK_BYTES, SimulatedWeights, StreamingLink, WeightStream
+from apex.simulator.backend import SimulatedBackend
+from apex.simulator.links import (
+    CHUNK_BYTES,
+    Interconnect,
+    SimulatedWeights,
+    SimulatedWorker,
+    StreamingLink,
+    WeightStream,
+)
 from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
-from swiftllm.model.stages.placement import Place, Placement
+from swiftllm.model.placement import Place, Placement
 from tests.apex.placement.placements import decode, placer_of
 from tests.reference.linear_profile import LAYERS, flat_ends_table, linear_s
 

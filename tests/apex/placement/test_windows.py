@@ -9,14 +9,12 @@ import pytest
 import torch
 from transformers import MistralConfig, Qwen3Config
 
+from apex.build import build_system
 from apex.perf.model import Curve
-from apex.placement.budget import UniformLoad, estimate_budget
-from apex.placement.measured import MeasuredCosts, place_weights
-from apex.placement.memory import EngineMemory
-from apex.placement.timing import StageTimes
-from apex.systems import build_system
-from swiftllm.kv.layer_groups import LayerGroups
-from swiftllm.model.config.model_config import ModelConfig
+from apex.placement.measured import EngineMemory, MeasuredCosts, StageTimes, place_weights
+from apex.placement.search import UniformLoad, estimate_budget
+from swiftllm.kv.block_pool import LayerGroups
+from swiftllm.model.config import ModelConfig
 from tests.apex.placement.test_auto import card_bytes, config_for, memory_of
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu
@@ -42,8 +40,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def little_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("apex.placement.timing.ATTENDED_BYTES", 1 << 18)
-    monkeypatch.setattr("swiftllm.read_limit.read_limit_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("apex.placement.measured.ATTENDED_BYTES", 1 << 18)
+    monkeypatch.setattr("swiftllm.runtime.cpu_tuning.read_limit_bytes", lambda: 1 << 20)
 
 
 def test_an_engine_on_a_small_card_gives_the_same_tokens(folders) -> None:

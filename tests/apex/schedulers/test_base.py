@@ -8,8 +8,7 @@ import pytest
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import OVERLAPPED, Strategy
 from swiftllm.core.request import SamplingParams, ServiceClass, Tier
-from swiftllm.scheduling.parts import new_prompts, swap_in
-from swiftllm.scheduling.plan_builder import PlanBuilder
+from swiftllm.scheduling.scheduler import PlanBuilder, new_prompts, swap_in
 from tests.reference.fake_backend import FakeBackend, expected_output
 from tests.reference.fake_engine import fake_engine, flat_table
 

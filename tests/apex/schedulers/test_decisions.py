@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 
 from apex.perf.model import Curve, ProfileTable
-from apex.schedulers.cpu_decodes import CpuDecodes
+from apex.schedulers.hybrid import CpuDecodes
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import ALONE, JOINED, OVERLAPPED, CpuBatchMode, IterationPlan, Strategy
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
 from swiftllm.engine.engine import Engine
-from swiftllm.scheduling.plan_builder import PlanBuilder
+from swiftllm.scheduling.scheduler import PlanBuilder
 from tests.reference.fake_engine import fake_engine, flat_table
 
 LAYERS = 3

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from apex.perf.model import Curve, PerfModel, ProfileMismatch, ProfileTable, Surface
-from apex.schedulers.inequality import (
+from apex.schedulers.formulas import (
     Inequality,
     mixed_cpu_window_s,
     offload_bound_tokens_per_s,

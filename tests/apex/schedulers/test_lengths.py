@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from apex.schedulers.lengths import MEMORY, LengthsSeen
+from apex.schedulers.hybrid import MEMORY, LengthsSeen
 
 
 def estimate_at(age: int, outputs: np.ndarray, lengths: LengthsSeen | None = None) -> float:

@@ -8,13 +8,11 @@ from itertools import accumulate
 
 import pytest
 
-from apex.perf.gpu_batch_load import GpuBatchLoad
-from apex.perf.model import PerfModel
-from apex.schedulers.cpu_decodes import CpuDecodes, longest_run
-from apex.schedulers.pipeline import Pipeline
+from apex.perf.model import GpuBatchLoad, PerfModel
+from apex.schedulers.hybrid import CpuDecodes, Pipeline, longest_run
 from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.plan_builder import PlanBuilder
+from swiftllm.kv.kv_cache_manager import KVCacheManager
+from swiftllm.scheduling.scheduler import PlanBuilder
 from tests.reference.fake_engine import fake_engine
 from tests.reference.linear_profile import flat_ends_table
 

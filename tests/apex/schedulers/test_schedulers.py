@@ -10,8 +10,7 @@ import pytest
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import Strategy
 from swiftllm.core.request import RequestRefused, SamplingParams, ServiceClass, Tier
-from swiftllm.scheduling.arrival_queue import arrival_order
-from swiftllm.scheduling.state import SchedulerState
+from swiftllm.scheduling.state import SchedulerState, arrival_order
 from swiftllm.systems import find_system
 from tests.reference.fake_backend import VOCABULARY, expected_output
 from tests.reference.fake_engine import fake_engine, flat_table

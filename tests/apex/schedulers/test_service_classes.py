@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from apex.schedulers.adaptive.scheduler import Adaptive
+from apex.schedulers.adaptive import Adaptive
 from apex.schedulers.neo import Neo
 from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.engine.engine import Engine
-from swiftllm.scheduling.plan_builder import PlanBuilder
+from swiftllm.scheduling.scheduler import PlanBuilder
 from swiftllm.scheduling.state import SchedulerState
 from swiftllm.systems import systems
 from tests.apex.schedulers.test_schedulers import BE, LS, STRATEGIES, TABLES, check_queues, drive, make_request

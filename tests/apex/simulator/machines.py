@@ -7,13 +7,9 @@ from pathlib import Path
 import yaml
 
 from apex.perf.model import ProfileTable
-from apex.simulator.hardware.files import (
-    load_gpu,
-    load_host,
-    load_model_config,
-)
-from apex.simulator.prediction.calibrated_profile import hardware_profile
-from swiftllm.model.config.model_config import ModelConfig
+from apex.simulator.hardware_files import load_gpu, load_host, load_model_config
+from apex.simulator.predicted_profile import hardware_profile
+from swiftllm.model.config import ModelConfig
 
 GPUS = (
     "a10", "a100", "a30", "a40", "a6000", "h100", "h200", "rtx-3090", "rtx-4090", "rtx-a4000",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from apex.simulator.build import build_simulated
-from apex.simulator.virtual.cpu_path import Interconnect
+from apex.simulator.links import Interconnect
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import StepResult
 from swiftllm.core.request import Request, SamplingParams

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from apex.perf.model import Curve, PerfModel, ProfileTable
-from apex.simulator.virtual.backend import SimulatedBackend
-from apex.simulator.virtual.cpu_path import Interconnect, Link, SimulatedWorker
+from apex.simulator.backend import SimulatedBackend
+from apex.simulator.links import Interconnect, Link, SimulatedWorker
 from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
 from tests.reference.linear_profile import ENDS_S, LAYERS, flat_ends_table, linear_s

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from apex.perf.online.correction import scaled_table
+from apex.perf.online_correction import scaled_table
 from apex.simulator.build import build_simulated
-from apex.simulator.virtual.cpu_path import Interconnect
+from apex.simulator.links import Interconnect
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import RequestRefused, SamplingParams
 from swiftllm.systems import systems

@@ -1,7 +1,7 @@
 """Simulated throughput against DESIGN's closed forms, at the numbers of a T4 and an A10, each system within 5%.
 
 The formulas are written down here once more, in terms of the machine's own rates; the simulator's code and
-``apex.schedulers.inequality`` are not used. An endless backlog of equal requests, decode-only: all decode all the time.
+``apex.schedulers.formulas`` are not used. An endless backlog of equal requests, decode-only: all decode all the time.
 """
 
 from __future__ import annotations

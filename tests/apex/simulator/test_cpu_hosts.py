@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from apex.perf.model import PerfModel
 from apex.simulator.build import build_simulated
-from apex.simulator.hardware.files import load_gpu, load_host, load_model_config
-from apex.simulator.prediction.calibrated_profile import hardware_profile, remote_hosts
-from apex.simulator.virtual.cpu_hosts import RemoteHosts, SeveralHostsModel, host_shares, network_s
+from apex.simulator.hardware_files import load_gpu, load_host, load_model_config
+from apex.simulator.links import RemoteHosts, SeveralHostsModel, host_shares, network_s
+from apex.simulator.predicted_profile import hardware_profile, remote_hosts
 from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.kv.kv_cache_manager import KVCacheManager
 
 HOST, MODEL = load_host("g5-4xlarge"), load_model_config("llama-3.1-8b")
 TABLE = hardware_profile(load_gpu("a10"), HOST, MODEL)

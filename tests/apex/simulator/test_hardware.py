@@ -11,14 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apex.perf.model import PerfModel, ProfileTable
-from apex.simulator.hardware.files import (
-    LayerShape,
-    load_gpu,
-    load_host,
-    load_model_config,
-)
-from apex.simulator.prediction.calibrated_profile import (
+from apex.simulator.hardware_files import LayerShape, load_gpu, load_host, load_model_config
+from apex.simulator.predicted_profile import (
     closest_layer,
+    cpu_attention_gb_s,
     ends_s,
     gemm_s,
     gpu_attention_s,
@@ -27,8 +23,7 @@ from apex.simulator.prediction.calibrated_profile import (
     prefill_attention_s,
     sheet_linear_s,
 )
-from apex.simulator.prediction.host_times import cpu_attention_gb_s
-from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.config import ModelConfig
 from tests.apex.simulator.machines import GPUS, LLAMA_2_7B, LLAMA_3_8B, profile, write_gpu
 
 # -- linear layers ----------------------------------------------------------------------------------------------------

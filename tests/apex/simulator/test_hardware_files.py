@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from apex.simulator.hardware.files import (
+from apex.simulator.hardware_files import (
     ASSUMPTIONS_FILE,
     HARDWARE_DIR,
     STATUSES,
@@ -18,7 +18,7 @@ from apex.simulator.hardware.files import (
     load_model_config,
     read_figures,
 )
-from apex.simulator.prediction.calibrated_profile import hardware_profile
+from apex.simulator.predicted_profile import hardware_profile
 from tests.apex.simulator.machines import GPUS, HOSTS, LLAMA_2_7B, LLAMA_3_8B, profile, write_gpu
 
 

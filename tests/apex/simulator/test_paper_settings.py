@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from apex.simulator.hardware.files import load_gpu, load_host
+from apex.simulator.hardware_files import load_gpu, load_host
 from apex.simulator.paper_settings import gpu_kind, load_setting, nearest_setting, setting_names
 
 

@@ -9,18 +9,18 @@ from math import hypot
 import pytest
 
 from apex.cli import main
-from apex.simulator.hardware.files import Gpu, Host, LayerShape, load_gpu, load_host, load_model_config
-from apex.simulator.prediction.calibrated_profile import hardware_profile, linear_curve
-from apex.simulator.prediction.placed_machine import WeightPlacer, cpu_linear_curve
-from apex.simulator.prediction.predicted_machine import INT4, predict_machine
-from apex.simulator.prediction.quantised_weights import (
+from apex.simulator.hardware_files import Gpu, Host, LayerShape, load_gpu, load_host, load_model_config
+from apex.simulator.predicted_machine import INT4, WeightPlacer, cpu_linear_curve, predict_machine
+from apex.simulator.predicted_profile import (
     CPU_GAIN_ROWS,
     MOST_QUANTISED_ROWS,
+    hardware_profile,
+    linear_curve,
     packed_bytes,
     with_quantised_weights,
     with_quantised_weights_on_cpu,
 )
-from swiftllm.model.weights.sizes import weight_bytes
+from swiftllm.runtime.memory import weight_bytes
 
 LLAMA_7B = load_model_config("llama-2-7b")
 SHAPE = LayerShape.from_config(LLAMA_7B)

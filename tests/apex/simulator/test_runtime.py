@@ -8,9 +8,9 @@ import pytest
 
 from apex.perf.model import Curve, ProfileTable
 from apex.replay.loop import replay_requests
-from apex.replay.records import ReplayRequest, RequestRecord
+from apex.replay.metrics import ReplayRequest, RequestRecord
+from apex.simulator.backend import OWN_ENGINE, Runtime, graph_sizes, vllm_runtime
 from apex.simulator.build import build_simulated
-from apex.simulator.virtual.runtime import OWN_ENGINE, Runtime, graph_sizes, vllm_runtime
 from swiftllm.core.request import Tier
 from tests.reference.linear_profile import LAYERS, flat_ends_table
 

@@ -9,7 +9,7 @@ import pytest
 
 from apex.perf.model import PerfModel
 from apex.simulator.build import build_simulated
-from apex.simulator.hardware.files import (
+from apex.simulator.hardware_files import (
     HARDWARE_DIR,
     LayerShape,
     known_hardware,
@@ -18,16 +18,16 @@ from apex.simulator.hardware.files import (
     load_link,
     load_model_config,
 )
-from apex.simulator.prediction.calibrated_profile import (
+from apex.simulator.predicted_machine import predict_machine
+from apex.simulator.predicted_profile import (
     all_gather_s,
     all_reduce_s,
+    cpu_attention_s,
     ends_s,
     gpu_attention_s,
     hardware_profile,
     linear_curve,
 )
-from apex.simulator.prediction.host_times import cpu_attention_s
-from apex.simulator.prediction.predicted_machine import predict_machine
 from swiftllm.core.request import SamplingParams, Tier
 
 A100, HOST, PCIE = load_gpu("a100"), load_host("xeon-6342"), load_link("pcie-4")

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from apex.simulator.hardware.files import LayerShape, load_gpu, load_host, load_model_config
-from apex.simulator.prediction.calibrated_profile import gpu_attention_s, hardware_profile
-from apex.simulator.prediction.predicted_machine import predict_machine
-from apex.simulator.prediction.quantised_weights import bits_per_element
-from swiftllm.kv.format import KVFormat
-from swiftllm.kv.layer_groups import LayerGroups
+from apex.simulator.hardware_files import LayerShape, load_gpu, load_host, load_model_config
+from apex.simulator.predicted_machine import predict_machine
+from apex.simulator.predicted_profile import bits_per_element, gpu_attention_s, hardware_profile
+from swiftllm.kv.block_pool import LayerGroups
+from swiftllm.kv.tensors import KVFormat
 
 
 def test_attention_counts_the_tokens_that_each_layer_reaches() -> None:

@@ -6,9 +6,9 @@ import random
 from dataclasses import replace
 
 from apex.simulator.build import build_simulated
-from apex.simulator.hardware.files import load_gpu, load_host, load_model_config
-from apex.simulator.prediction.calibrated_profile import hardware_profile
-from apex.simulator.virtual.cpu_path import Interconnect
+from apex.simulator.hardware_files import load_gpu, load_host, load_model_config
+from apex.simulator.links import Interconnect
+from apex.simulator.predicted_profile import hardware_profile
 from apex.strategy import StrategyConfig
 from apex.timeline.recorder import recording
 from apex.timeline.spans import Timeline

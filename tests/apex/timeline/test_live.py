@@ -7,8 +7,7 @@ import json
 import pytest
 
 from apex.strategy import StrategyConfig
-from apex.timeline.live import LiveTimeline
-from apex.timeline.recording_backend import RecordedBatch, RecordedFuture, RecordingBackend
+from apex.timeline.recorder import LiveTimeline, RecordedBatch, RecordedFuture, RecordingBackend
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.engine.engine import Engine
 from tests.apex.timeline.test_recorder import OVERLAP, simulated_engine

@@ -9,16 +9,14 @@ from itertools import pairwise
 import pytest
 
 from apex.cli import main
-from apex.simulator.virtual.cpu_path import Interconnect
+from apex.simulator.links import Interconnect
 from apex.strategy import StrategyConfig
-from apex.timeline.files import write_timeline
-from apex.timeline.perfetto import trace_json
-from apex.timeline.recorder import recording
-from apex.timeline.recording_backend import RecordingBackend
-from apex.timeline.spans import CpuBatchTag, Kind, Timeline
+from apex.timeline.figure import write_timeline
+from apex.timeline.recorder import RecordingBackend, recording
+from apex.timeline.spans import CpuBatchTag, Kind, Timeline, trace_json
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
-from swiftllm.server.service.state_dump import dump_state
+from swiftllm.server.engine_status import dump_state
 from tests.apex.timeline.recorded import EVERYTHING, LINK, OVERLAP, record, simulated_engine
 from tests.reference.tiny_model import make_tiny_llama
 
@@ -217,7 +215,7 @@ def tiny_model(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("synchronous", [False, True], ids=["thread", "inline"])
 def test_measured_timelines_are_in_order_and_add_up(tiny_model, tmp_path, monkeypatch, synchronous: bool) -> None:
-    from apex.systems import build_system
+    from apex.build import build_system
 
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
     config = EngineConfig(

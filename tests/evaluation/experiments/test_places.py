@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from apex.simulator.hardware.files import LayerShape, load_host
+from apex.simulator.backend import VLLM
+from apex.simulator.hardware_files import LayerShape, load_host
 from apex.simulator.paper_settings import load_setting
-from apex.simulator.prediction.host_times import cpu_attention_gb_s
-from apex.simulator.virtual.runtime import VLLM
+from apex.simulator.predicted_profile import cpu_attention_gb_s
 from evaluation.experiments.axes import SETTING, TASK
 from evaluation.experiments.grid import Grid
 from evaluation.experiments.places import FIELDS, concerns, lengths_of, setting_of, simulate, simulated_point

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from apex.perf.model import Curve, ProfileTable, Surface
-from apex.replay.records import RequestRecord
-from apex.simulator.virtual.cpu_path import Interconnect
+from apex.replay.metrics import RequestRecord
+from apex.simulator.links import Interconnect
 from apex.strategy import StrategyConfig
 from evaluation import validate
 from evaluation.experiments import profile_check
@@ -24,7 +24,7 @@ from evaluation.results.folder import SUMMARY_FIELDS
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec, load_prompt_tokens
 from swiftllm.core.request import ServiceClass
-from swiftllm.scheduling.admission import SchedulerLimits
+from swiftllm.scheduling.validation import SchedulerLimits
 from swiftllm.systems import systems
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from apex.replay.records import RequestRecord
-from apex.simulator.hardware.files import known_models, load_link, load_model_config
+from apex.replay.metrics import RequestRecord
+from apex.simulator.hardware_files import known_models, load_link, load_model_config
 from evaluation.groundtruth.command import remarks
 from evaluation.groundtruth.judge import Judged, judge, ladder, recorded_errors, worse_than_recorded
 from evaluation.groundtruth.models import MODELS, RunModel, find_model

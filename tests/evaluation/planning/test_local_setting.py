@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from apex.simulator.hardware.files import MODELS_DIR
+from apex.simulator.hardware_files import MODELS_DIR
 from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.papers.options import FigureOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from apex.simulator.virtual.backend import PLACEHOLDER_TOKEN
+from apex.simulator.backend import PLACEHOLDER_TOKEN
 from evaluation.traces.catalogue import Origin, Quantiles
 from evaluation.traces.files import TraceRow
 from evaluation.traces.sessions import SYSTEM_TOKEN, SessionTrace, turns_of

@@ -10,23 +10,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from apex.build import build_system
 from apex.strategy import StrategyConfig
-from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
-from swiftllm.device import open_device
-from swiftllm.device.cuda import (
+from swiftllm.device import (
     ALLOCATOR_VARIABLES,
     CONTEXT_BYTES,
     DEVICE_HEADROOM,
     GRAPHS_SHARE,
     CudaDevice,
+    DeviceHung,
     cublas_workspace_bytes,
+    open_device,
 )
-from swiftllm.device.limits import DeviceHung
 from swiftllm.engine.engine import Engine
-from swiftllm.server.service.limits import NewRequest
-from swiftllm.server.service.service import EngineService
+from swiftllm.server.engine_process import EngineService
+from swiftllm.server.messages import NewRequest
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import OWN_CARD, fake_gpu
@@ -43,7 +43,7 @@ SYSTEMS = {
 
 @pytest.fixture(autouse=True)
 def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftllm.device.limits.ANSWER_S", 0.05)
+    monkeypatch.setattr("swiftllm.device.ANSWER_S", 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_a_wait_for_a_gpu_that_hangs_ends_and_later_ones_end_soon(monkeypatch: p
         for _ in range(2):
             with pytest.raises(DeviceHung, match=r"the GPU has not finished its work within 0\.05 s"):
                 stream.mark().synchronize()
-        monkeypatch.setattr("swiftllm.device.limits.ANSWER_S", 3600.0)
+        monkeypatch.setattr("swiftllm.device.ANSWER_S", 3600.0)
         with pytest.raises(DeviceHung):
             stream.mark().synchronize()
         cuda.is_hung = False  # it was slow
@@ -176,7 +176,7 @@ def test_a_share_of_a_card_has_its_part_of_the_memory_less_the_context(monkeypat
     with FakeCuda(0, total_bytes=total):
         device = CudaDevice()
         whole = device.free_bytes()
-        monkeypatch.setattr("swiftllm.device.cuda.card_share", lambda: 0.25)
+        monkeypatch.setattr("swiftllm.device.card_share", lambda: 0.25)
         reserved = torch.cuda.memory_reserved(device.torch_device)
         workspace = cublas_workspace_bytes(8)
         assert device.free_bytes() == total // 4 - reserved - CONTEXT_BYTES < whole

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swiftllm.device.cuda import CudaDevice
+from swiftllm.device import CudaDevice
 from swiftllm.engine.engine import Engine
-from swiftllm.server.service.limits import NewRequest
-from swiftllm.server.service.places import ServiceStopping
-from swiftllm.server.service.service import EngineService
-from swiftllm.threads import DeviceThread
+from swiftllm.processes import DeviceThread
+from swiftllm.server.client import ServiceStopping
+from swiftllm.server.engine_process import EngineService
+from swiftllm.server.messages import NewRequest
 from tests.reference.fake_device import FAULT, FakeCuda
 from tests.reference.fake_gpu import OWN_CARD, fake_gpu
 from tests.reference.fake_streams import DEVICE

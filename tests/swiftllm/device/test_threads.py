@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import swiftllm
-from swiftllm.device.cuda import CudaDevice
-from swiftllm.parallel.peer import Peer
-from swiftllm.remote.channel import Channel
-from swiftllm.remote.frames import HEADER, FrameKind, Header
-from swiftllm.runtime.workers import CpuWorker, RowsWrite
-from swiftllm.server.service.service import EngineService
-from swiftllm.threads import DeviceThread
+from swiftllm.device import CudaDevice
+from swiftllm.parallel.team import Peer
+from swiftllm.processes import DeviceThread
+from swiftllm.remote.protocol import HEADER, FrameKind, Header
+from swiftllm.remote.tier import Channel
+from swiftllm.runtime.cpu_tier import CpuWorker, RowsWrite
+from swiftllm.server.engine_process import EngineService
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_engine import fake_engine
 from tests.swiftllm.server.serving import LocalClient, make_requests, read_all, run_client

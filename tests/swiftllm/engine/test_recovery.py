@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from apex.build import build_system
 from apex.strategy import StrategyConfig
-from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, ServiceClass
 from swiftllm.engine.engine import Engine
 from swiftllm.sampling.grammar import GrammarDeadEnd
-from swiftllm.server.service.fault_isolation import FaultIsolation
-from swiftllm.server.service.limits import NewRequest
-from swiftllm.server.service.places import ServiceStopping
+from swiftllm.server.client import ServiceStopping
+from swiftllm.server.engine_loop import FaultIsolation
+from swiftllm.server.messages import NewRequest
 from tests.reference.fake_engine import fake_engine, flat_table
 from tests.reference.faulty_backend import FaultyBackend
 from tests.swiftllm.server.serving import Outcome, check_empty, expected, make_requests, read_all, serve, with_service

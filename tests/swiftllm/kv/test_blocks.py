@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.kv.allocator import BlockPool
-from swiftllm.kv.blocks import KVCacheManager
+from swiftllm.kv.block_pool import BlockPool
+from swiftllm.kv.kv_cache_manager import KVCacheManager
 
 
 def holding(kv: KVCacheManager, tier: Tier, num_tokens: int) -> Request:

@@ -10,23 +10,18 @@ import torch
 from quantise import write_folder
 from transformers import Qwen2Config, Qwen3Config
 
-from apex.simulator.hardware.files import load_model_config
+from apex.simulator.hardware_files import load_model_config
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import SamplingParams, Tier
-from swiftllm.device.cuda import CudaDevice
-from swiftllm.device.host import HostDevice
-from swiftllm.kv.budget import check_weights, plan_blocks
-from swiftllm.kv.format import INT8, block_bytes, tier_formats
-from swiftllm.kv.layer_groups import LayerGroups
-from swiftllm.kv.pools import KVPools
+from swiftllm.device import CudaDevice, HostDevice
+from swiftllm.kv.block_pool import LayerGroups
+from swiftllm.kv.tensors import INT8, KVPools, block_bytes, tier_formats
 from swiftllm.machine import GIB, InsufficientMemory
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.weights.llama_weights import load_weights
-from swiftllm.model.weights.sizes import weight_bytes
-from swiftllm.runtime.memory_estimate import estimate_memory
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.weights import load_weights
+from swiftllm.runtime.memory import check_weights, estimate_memory, plan_blocks, weight_bytes, widest_iteration
 from swiftllm.runtime.torch_backend import open_torch_backend
-from swiftllm.runtime.widest_iteration import widest_iteration
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_gpu import fake_gpu

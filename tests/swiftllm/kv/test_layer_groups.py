@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.kv.layer_groups import LayerGroups
+from swiftllm.kv.block_pool import LayerGroups
+from swiftllm.kv.kv_cache_manager import KVCacheManager
 
 WINDOWS = ((None,), (8,), (8, None) * 2, (None, None, 7, 7), (1, None), (5, 17), (2, None, 33), (16, 17), (129, None))
 CHUNK = 48

@@ -9,9 +9,8 @@ from collections import Counter
 import pytest
 
 from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.kv.allocator import BlockPool
-from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.kv.names import BlockHashes
+from swiftllm.kv.block_pool import BlockPool
+from swiftllm.kv.kv_cache_manager import BlockHashes, KVCacheManager
 
 GPU, CPU = Tier
 SIZE = 4

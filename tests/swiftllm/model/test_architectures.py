@@ -11,12 +11,12 @@ import torch
 from quantise import write_folder
 from safetensors.torch import load_file, save_file
 
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.weights import llama_tensors
-from swiftllm.model.weights.llama_weights import LlamaWeights, WeightsError, load_weights
+from swiftllm.model import weights as llama_tensors
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.weights import LlamaWeights, WeightsError, load_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
-from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.ops.matrices import QuantisedMatrix
 from swiftllm.parallel.shards import BY_COLUMNS, Shard
 from tests.reference.tiny_architectures import ARCHITECTURES, WRAPPED, make_tiny, tiny_judge
 from tests.swiftllm.model.test_llama import resident_model, whole_prompt_logits

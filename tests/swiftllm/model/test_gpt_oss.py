@@ -11,19 +11,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.config.quantisation import MXFP4
-from swiftllm.model.folder.checkpoint import WeightsError
+from swiftllm.model import weights as llama_tensors
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.folder import WeightsError
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.weights import llama_tensors
-from swiftllm.model.weights.llama_weights import LlamaWeights, dummy_weights, load_weights
-from swiftllm.model.weights.packed_tensor import PackedTensor, in_chunks
-from swiftllm.model.weights.sizes import WeightSizes, stage_bytes, weight_bytes
-from swiftllm.ops import experts
+from swiftllm.model.quantisation import MXFP4
+from swiftllm.model.weight_memory import PackedTensor, in_chunks
+from swiftllm.model.weights import LlamaWeights, dummy_weights, load_weights
+from swiftllm.ops import matrices as experts
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
-from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.ops.matrices import QuantisedMatrix
 from swiftllm.parallel.shards import BY_COLUMNS, Shard
+from swiftllm.runtime.memory import WeightSizes, stage_bytes, weight_bytes
 from tests.reference.tiny_gpt_oss import make_folders
 from tests.swiftllm.model.test_llama import resident_model, whole_prompt_logits
 

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen3
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.model import llama
-from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.stages.loaded_weights import LoadedWeights
-from swiftllm.model.weights.llama_weights import load_weights
+from swiftllm.model.stages import LoadedWeights
+from swiftllm.model.weights import load_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
 from swiftllm.runtime.torch_backend import open_torch_backend

@@ -6,7 +6,7 @@ import torch
 import pacpu
 import swiftllm.ops.interface as interface
 from pacpu import _pacpu, rows
-from swiftllm.device.cuda import CudaDevice
+from swiftllm.device import CudaDevice
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import ChunkLens, ContextBlocks, Ops
 from tests.pacpu.cases import BEST_ISA, make_case

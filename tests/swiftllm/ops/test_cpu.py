@@ -5,11 +5,11 @@ import torch
 
 import pacpu
 from pacpu import rows
-from swiftllm.model.weights.quantised.readers import sort_into_runs
+from swiftllm.model.quantised_weights import sort_into_runs
 from swiftllm.ops import cpu, interface
 from swiftllm.ops.cpu import CpuOps, torch_threads
 from swiftllm.ops.interface import CrossingParts, Linear, Ops
-from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.ops.matrices import QuantisedMatrix
 from tests.reference.paged_attention import attend_chunk
 from tests.reference.tolerances import TOLERANCES, assert_close
 

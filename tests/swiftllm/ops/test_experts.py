@@ -11,9 +11,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.ops.experts import ClampedSwiGLU, ExpertWeights
 from swiftllm.ops.interface import Ops
-from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.ops.matrices import ClampedSwiGLU, ExpertWeights, QuantisedMatrix
 from tests.reference.tolerances import TOLERANCES
 
 EXPERTS, SLOTS, HIDDEN, FFN = 8, 3, 96, 64

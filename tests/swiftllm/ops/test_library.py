@@ -17,18 +17,17 @@ import torch
 from quantise import write_folder
 
 from swiftllm.config import EngineConfig
-from swiftllm.model.stages.placement import Place, Placement
-from swiftllm.model.weights.quantised.readers import sort_into_runs
+from swiftllm.model.placement import Place, Placement
+from swiftllm.model.quantised_weights import sort_into_runs
 from swiftllm.ops import library
-from swiftllm.ops.experts import ExpertWeights, add_slots
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.library import LibraryLinear, LibraryProducts, library_tensors
-from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.ops.matrices import ExpertWeights, QuantisedMatrix, add_slots
 from swiftllm.ops.select import select_ops
-from swiftllm.runtime import processors
+from swiftllm.runtime import execution_context
+from swiftllm.runtime.cpu_tier import InlineWorker
 from swiftllm.runtime.graphs import ROW_BUCKETS
 from swiftllm.runtime.torch_backend import open_torch_backend
-from swiftllm.runtime.workers import InlineWorker
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_humming import FakeHumming, install_fake_humming, nibbles
 from tests.reference.tolerances import assert_close
@@ -251,7 +250,7 @@ def test_every_number_of_rows_that_is_captured_was_launched_before() -> None:
 
 @pytest.mark.parametrize("kind", ["4-bit", "MXFP4", "MXFP4 beyond float16", "16 bits"])
 def test_products_of_experts_are_tried_as_a_whole(kind, monkeypatch) -> None:
-    grouped = pytest.importorskip("swiftllm.ops.triton.grouped", reason="Triton is not installed")
+    grouped = pytest.importorskip("swiftllm.ops.triton.matrices", reason="Triton is not installed")
     fake, experts, hidden, ffn = install_fake_humming(monkeypatch), 3, 64, 64
     lowest = 100 if "beyond" in kind else 115
     make = {
@@ -362,7 +361,7 @@ def test_resident_stages_are_the_librarys_and_streamed_ones_are_not(tiny_model_d
     fake, folder = install_fake_humming(monkeypatch), tmp_path / "awq"
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
     write_folder(tiny_model_dir(**sizes), folder, "awq", 32)
-    monkeypatch.setattr(processors, "select_ops", lambda *_: OpsWithLibrary(fake))
+    monkeypatch.setattr(execution_context, "select_ops", lambda *_: OpsWithLibrary(fake))
     config = EngineConfig(str(folder), dtype="float16", num_gpu_blocks=20, num_cpu_blocks=20, max_model_len=64)
     places = (Place.RESIDENT, Place.STREAMED, Place.STREAMED, Place.RESIDENT)  # before, between and after 3 layers
     backend = open_torch_backend(config, InlineWorker, placement=Placement(places))

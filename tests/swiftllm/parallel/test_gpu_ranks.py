@@ -12,14 +12,13 @@ import pytest
 
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
-from swiftllm.device.cuda import CudaDevice
+from swiftllm.device import CudaDevice
 from swiftllm.engine.backend import RankFailed
 from swiftllm.parallel.backend import open_sharded_backend
-from swiftllm.parallel.group import Group
-from swiftllm.parallel.peer import Peer
-from swiftllm.parallel.pipe import Pipe
+from swiftllm.parallel.communication import Group, Pipe
+from swiftllm.parallel.team import Peer
+from swiftllm.runtime.cpu_tier import TaskRunner, Worker
 from swiftllm.runtime.torch_backend import open_torch_backend
-from swiftllm.runtime.workers import TaskRunner, Worker
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_cards import FakeNccl
 from tests.reference.fake_device import FakeCuda
@@ -78,7 +77,7 @@ def test_a_start_that_fails_after_graphs_were_captured_ends(model_dir: Path, mon
 
 
 def test_a_group_that_nccl_does_not_give_up_is_left_behind(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr("swiftllm.parallel.group.LEAVE_S", 0.05)
+    monkeypatch.setattr("swiftllm.parallel.communication.LEAVE_S", 0.05)
     over = threading.Event()
     with FakeCuda(0):
         monkeypatch.setattr(FakeNccl, "abort", lambda group: over.wait(30.0))
@@ -95,7 +94,7 @@ def test_a_group_that_nccl_does_not_give_up_is_left_behind(monkeypatch: pytest.M
 
 def test_a_rank_whose_gpu_hangs_ends_the_driver_s_wait_for_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a rank has nothing to report. Later waits end at once."""
-    monkeypatch.setattr("swiftllm.device.limits.ANSWER_S", 0.05)
+    monkeypatch.setattr("swiftllm.device.ANSWER_S", 0.05)
     own, its = socket.socketpair()
     ended = threading.Event()
     process = SimpleNamespace(wait=lambda: ended.wait(30.0), pid=0)
@@ -103,7 +102,7 @@ def test_a_rank_whose_gpu_hangs_ends_the_driver_s_wait_for_its_attention(monkeyp
         peer = Peer(1, SimpleNamespace(start=lambda *_: (process, Pipe(own))), 1, (), lambda: None)
         with pytest.raises(RankFailed, match=r"rank 1 has finished no CPU attention for 0\.05 s"):
             peer.wait_until_finished(1)
-        monkeypatch.setattr("swiftllm.device.limits.ANSWER_S", 3600.0)
+        monkeypatch.setattr("swiftllm.device.ANSWER_S", 3600.0)
         with pytest.raises(RankFailed):
             peer.wait_until_finished(1)
         ended.set()

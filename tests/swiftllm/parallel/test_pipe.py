@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from swiftllm.parallel.pipe import Pipe, PipeClosed
+from swiftllm.parallel.communication import Pipe, PipeClosed
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_what_was_sent_before_the_end_is_received(ends) -> None:
 
 DRIVER = """
 import sys, time
-from swiftllm.parallel.launch import SpawnedRanks
+from swiftllm.parallel.team import SpawnedRanks
 process, pipe = SpawnedRanks("tests.swiftllm.parallel.test_pipe:wait_for_the_driver").start(1, 1)
 assert pipe.receive() == ("there",)
 print(process.pid, flush=True)

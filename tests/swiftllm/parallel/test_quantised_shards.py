@@ -12,12 +12,12 @@ import torch
 from quantise import write_folder
 from safetensors.torch import load_file, save_file
 
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.config.quantisation import AWQ, GPTQ, QuantisationScheme
-from swiftllm.model.weights import llama_weights as loading
-from swiftllm.model.weights.llama_weights import LlamaWeights, WeightsError, dummy_weights, load_weights
-from swiftllm.model.weights.quantised.readers import sort_into_runs
-from swiftllm.ops.quantised_matrix import Matrix, QuantisedMatrix
+from swiftllm.model import weights as loading
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.quantisation import AWQ, GPTQ, QuantisationScheme
+from swiftllm.model.quantised_weights import sort_into_runs
+from swiftllm.model.weights import LlamaWeights, WeightsError, dummy_weights, load_weights
+from swiftllm.ops.matrices import Matrix, QuantisedMatrix
 from swiftllm.parallel.shards import Shard
 from tests.reference.counted_reads import counted_reads
 from tests.swiftllm.model.weights.quantised.test_loading import dense

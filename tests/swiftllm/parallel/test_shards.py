@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from swiftllm.config import EngineConfig
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.weights.llama_weights import LlamaWeights, WeightsError, dummy_weights, load_weights
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.weights import LlamaWeights, WeightsError, dummy_weights, load_weights
 from swiftllm.parallel.shards import BY_COLUMNS, BY_ROWS, BY_TOKENS, Shard, ShardedWeights
 from tests.reference.counted_reads import counted_reads
 
@@ -27,7 +27,7 @@ def parts(model: ModelConfig, size: int, load) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("kind", ["checkpoint", "dummy"])
 @pytest.mark.parametrize("overrides", [{}, BIASES, {"tie_word_embeddings": True}], ids=["plain", "biases", "tied"])
 def test_the_parts_make_up_the_whole(tiny_model_dir, monkeypatch, kind: str, overrides: dict) -> None:
-    monkeypatch.setattr("swiftllm.model.weights.llama_weights.DUMMY_PERIOD", 1009)
+    monkeypatch.setattr("swiftllm.model.weights.DUMMY_PERIOD", 1009)
     folder = tiny_model_dir(**overrides)
     model = ModelConfig.from_folder(folder)
 

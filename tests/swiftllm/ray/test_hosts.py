@@ -59,7 +59,7 @@ def test_flags_that_cannot_work_are_said(capsys, monkeypatch, tmp_path, flags, w
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 def test_an_address_where_no_cluster_listens_is_said_before_ray_tries_for_minutes(monkeypatch, scheme) -> None:
     ray = pytest.importorskip("ray")
-    from swiftllm.ray.hosts import RayHosts
+    from swiftllm.remote.ray_hosts import RayHosts
 
     monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("Ray itself was asked"))
     with socket.create_server(("127.0.0.1", 0)) as closed:

@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture
 def application():
     try:
-        from swiftllm.ray.serve import application
+        from swiftllm.server.ray_serve import application
     except ValueError as error:  # its packages are missing
         pytest.skip(str(error))
     return application
@@ -34,4 +34,4 @@ def test_without_its_packages_the_message_names_the_extra() -> None:
     if importlib.util.find_spec("grpc"):
         pytest.skip("the extra ray-serve is installed")
     with pytest.raises(ValueError, match=r"apex-llm-serving\[ray-serve\]"):
-        importlib.import_module("swiftllm.ray.serve")
+        importlib.import_module("swiftllm.server.ray_serve")

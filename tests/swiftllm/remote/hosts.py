@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from swiftllm.remote.host import AttentionHost
-from swiftllm.runtime.workers import AttentionTask, CpuTask, TaskRunner
+from swiftllm.runtime.cpu_tier import AttentionTask, CpuTask, TaskRunner
 from tests.reference.int8_tier import poison_of
 
 SECRET = b"a secret of the tests"

@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from swiftllm.core.request import Tier
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.engine.backend import HostDied
 from swiftllm.engine.engine import Engine
 from swiftllm.remote.tier import RemoteCpuTier
-from swiftllm.runtime.workers import AttentionTask, BlocksRead, BlocksWrite, ContextRead, RowsWrite
-from swiftllm.server.service.fault_isolation import FaultIsolation
-from swiftllm.server.service.limits import NewRequest, ServiceLimits
-from swiftllm.server.service.service import EngineService
+from swiftllm.runtime.cpu_tier import AttentionTask, BlocksRead, BlocksWrite, ContextRead, RowsWrite
+from swiftllm.server.engine_loop import FaultIsolation
+from swiftllm.server.engine_process import EngineService
+from swiftllm.server.messages import NewRequest, ServiceLimits
 from tests.swiftllm.remote.hosts import SECRET, host_in_thread, start_host_process
 from tests.swiftllm.remote.test_tokens import BLOCK_BYTES, MAX_TOKENS, add_all, open_engine, run_to_end, tiny  # noqa: F401
 from tests.swiftllm.server.serving import LocalClient, read_all, run_client

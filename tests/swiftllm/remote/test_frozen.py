@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
-from swiftllm.core.request import Tier
-from swiftllm.core.sampling_params import SamplingParams
-from swiftllm.remote.frames import FrameKind
+from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.remote.protocol import FrameKind
 from tests.swiftllm.remote.hosts import SECRET, start_host_process
 from tests.swiftllm.remote.test_deaths import on_host, remote, step_until
 from tests.swiftllm.remote.test_tokens import BLOCK_BYTES, MAX_TOKENS, open_engine, run_to_end, tiny  # noqa: F401
@@ -23,7 +22,7 @@ def test_requests_on_the_gpu_get_tokens_while_a_host_is_frozen(tiny, monkeypatch
     Under asynchronous overlap, where the GPU batch waits for no CPU batch.
     """
     monkeypatch.setenv("APEX_HOST_SECRET", SECRET.decode())
-    monkeypatch.setattr("swiftllm.remote.channel.SILENCE_S", SILENCE_S)
+    monkeypatch.setattr("swiftllm.remote.tier.SILENCE_S", SILENCE_S)
     model_dir, prompts, expected = tiny
     process, address = start_host_process(120 * BLOCK_BYTES)
     try:

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import SamplingParams
 from swiftllm.engine.engine import Engine
 from tests.reference.tiny_model import make_tiny_llama
 from tests.swiftllm.remote.hosts import SECRET, host_in_thread

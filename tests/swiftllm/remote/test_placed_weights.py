@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from apex.build import build_system
 from apex.placement.measured import WeightsPlan
 from apex.placement.search import TimedPlacement
-from apex.systems import build_system
 from swiftllm.config import EngineConfig
-from swiftllm.core.sampling_params import SamplingParams
-from swiftllm.model.stages.placement import Place, Placement
-from swiftllm.model.weights.sizes import stage_bytes
-from swiftllm.remote.channel import Channel, RemoteFuture
+from swiftllm.core.request import SamplingParams
+from swiftllm.model.placement import Place, Placement
+from swiftllm.remote.tier import Channel, RemoteFuture
+from swiftllm.runtime.memory import stage_bytes
 from tests.apex.test_end_to_end import MADE_UP_PROFILE, VARIANTS, judge
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_gpu import fake_gpu
@@ -101,7 +101,7 @@ def tokens(model_dir: Path, prompts: Sequence[Sequence[int]], variant: str, seed
         patch.setenv("APEX_HOST_SECRET", SECRET.decode())
         patch.setattr("swiftllm.remote.tier.Channel", partial(FakeChannel, cuda))
         plan = WeightsPlan(TimedPlacement(PLACEMENT, 0.0, 0.0, 0.0, 0.0))
-        patch.setattr("apex.systems.place_weights", lambda *_, **__: plan)
+        patch.setattr("apex.build.place_weights", lambda *_, **__: plan)
         config = EngineConfig(
             str(model_dir),
             dtype="float32",

@@ -11,12 +11,11 @@ import time
 import pytest
 import torch
 
-from swiftllm.device.host import HostDevice
+from swiftllm.device import HostDevice
 from swiftllm.engine.backend import HostDied
-from swiftllm.kv.budget import HOST_HEADROOM_BYTES
 from swiftllm.machine import GIB
-from swiftllm.remote.channel import Channel, RemoteFuture
-from swiftllm.remote.frames import (
+from swiftllm.remote.host import AttentionHost
+from swiftllm.remote.protocol import (
     HEADER,
     FrameKind,
     Header,
@@ -28,9 +27,8 @@ from swiftllm.remote.frames import (
     send_frame,
     send_json,
 )
-from swiftllm.remote.host import AttentionHost
-from swiftllm.remote.tier import RemoteCpuTier, RemoteRows
-from swiftllm.runtime.workers import (
+from swiftllm.remote.tier import Channel, RemoteCpuTier, RemoteFuture, RemoteRows
+from swiftllm.runtime.cpu_tier import (
     AttentionTask,
     BlocksRead,
     BlocksWrite,
@@ -40,6 +38,7 @@ from swiftllm.runtime.workers import (
     RowsWrite,
     TaskRunner,
 )
+from swiftllm.runtime.memory import HOST_HEADROOM_BYTES
 from tests.swiftllm.remote.hosts import SECRET, host_in_thread
 
 SHAPE = KVShape(
@@ -272,7 +271,7 @@ def test_addresses() -> None:
 
 def test_bytes_that_are_sent_make_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twenty times what may wait to be sent; the peer has answered nothing."""
-    monkeypatch.setattr("swiftllm.remote.channel.MAX_QUEUED_BYTES", 64)
+    monkeypatch.setattr("swiftllm.remote.tier.MAX_QUEUED_BYTES", 64)
     here, there = socket.socketpair()
     channel, posted = Channel(here, "peer"), []
 

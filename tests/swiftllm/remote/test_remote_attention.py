@@ -7,12 +7,11 @@ import socket
 import pytest
 import torch
 
-from swiftllm.device.host import HostDevice
+from swiftllm.device import HostDevice
 from swiftllm.engine.backend import HostDied
-from swiftllm.remote.channel import Channel
-from swiftllm.remote.frames import HEADER, FrameKind, Header, KVShape, send_frame
-from swiftllm.remote.tier import RemoteCpuTier, RemoteRows
-from swiftllm.runtime.workers import AttentionTask, BlocksRead, BlocksWrite, OpenedRows, RowsWrite, TaskRunner
+from swiftllm.remote.protocol import HEADER, FrameKind, Header, KVShape, send_frame
+from swiftllm.remote.tier import Channel, RemoteCpuTier, RemoteRows
+from swiftllm.runtime.cpu_tier import AttentionTask, BlocksRead, BlocksWrite, OpenedRows, RowsWrite, TaskRunner
 from tests.swiftllm.remote.hosts import SECRET, host_in_thread
 
 ARRIVED = HostDevice.compute

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from swiftllm.device.host import HostDevice
+from swiftllm.device import HostDevice
 from swiftllm.engine.backend import AttentionTimes, HostDied
-from swiftllm.remote.hosts import AttentionHosts, JoinedFuture
-from swiftllm.runtime.workers import AttentionTask, BlocksRead, BlocksWrite, HostRead, HostWrite, RowsWrite
+from swiftllm.remote.tier import AttentionHosts, JoinedFuture
+from swiftllm.runtime.cpu_tier import AttentionTask, BlocksRead, BlocksWrite, HostRead, HostWrite, RowsWrite
 
 ARRIVED = HostDevice.compute
 

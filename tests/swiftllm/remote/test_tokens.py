@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from apex.systems import build_system
+from apex.build import build_system
 from swiftllm.config import EngineConfig
-from swiftllm.core.request import Request, Tier
-from swiftllm.core.sampling_params import SamplingParams
+from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.engine.engine import Engine
 from tests.apex.test_end_to_end import MADE_UP_PROFILE, VARIANTS, judge
 from tests.reference.int8_tier import poison_of

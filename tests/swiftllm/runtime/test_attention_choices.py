@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import pacpu
+from swiftllm.build import make_backend
 from swiftllm.config import EngineConfig
 from swiftllm.files import keep
-from swiftllm.runtime import attention_choices
-from swiftllm.runtime.attention_choices import fastest, kept, measure, use_fastest_attention
-from swiftllm.runtime.build import make_backend
+from swiftllm.runtime import cpu_tuning
+from swiftllm.runtime.cpu_tuning import fastest, kept, measure, use_fastest_attention
 from tests.reference.tiny_model import make_tiny_llama
 
 KINDS = [(dtype, heads) for dtype in ("float16", "bfloat16", "float32", "int8") for heads in pacpu.HEADS]
@@ -22,12 +22,12 @@ KINDS = [(dtype, heads) for dtype in ("float16", "bfloat16", "float32", "int8") 
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A machine that has measured nothing, with next to no cache."""
     monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(attention_choices, "MIN_BYTES", 8 << 20)
-    monkeypatch.setattr(attention_choices, "SAMPLE_BYTES", 4 << 20)
-    monkeypatch.setattr(attention_choices, "last_level_cache_bytes", lambda: 0)
-    monkeypatch.setattr(attention_choices, "SETTLED_S", 0)
-    monkeypatch.setattr(attention_choices, "measure", measure)
-    monkeypatch.setattr(attention_choices, "keep", keep)
+    monkeypatch.setattr(cpu_tuning, "MIN_BYTES", 8 << 20)
+    monkeypatch.setattr(cpu_tuning, "SAMPLE_BYTES", 4 << 20)
+    monkeypatch.setattr(cpu_tuning, "last_level_cache_bytes", lambda: 0)
+    monkeypatch.setattr(cpu_tuning, "SETTLED_S", 0)
+    monkeypatch.setattr(cpu_tuning, "measure", measure)
+    monkeypatch.setattr(cpu_tuning, "keep", keep)
     before = {kind: (pacpu.prefetch(*kind), pacpu.shared_row_cost(*kind)) for kind in KINDS}
     yield
     for kind, (way, cost) in before.items():
@@ -98,7 +98,7 @@ def test_a_damaged_file_is_measured_again(tmp_path, content):
 
 
 def test_short_of_memory_nothing_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(attention_choices, "available_host_bytes", lambda: 31 << 20)  # four times 8 MiB are wanted
+    monkeypatch.setattr(cpu_tuning, "available_host_bytes", lambda: 31 << 20)  # four times 8 MiB are wanted
     before = {kind: pacpu.prefetch(*kind) for kind in KINDS}
     use_fastest_attention()
     assert kept() is None and {kind: pacpu.prefetch(*kind) for kind in KINDS} == before
@@ -123,8 +123,6 @@ def test_measuring_leaves_the_ways_as_they_were():
 
 def test_a_further_row_costs_what_it_adds_to_the_time(monkeypatch):
     """Four rows that share blocks take 1.75 times as long as one: a further row costs a quarter."""
-    monkeypatch.setattr(
-        attention_choices, "_fastest_s", lambda ways, *_: {way: 1.75 if way == 1 / 8 else 4.0 for way in ways}
-    )
+    monkeypatch.setattr(cpu_tuning, "_fastest_s", lambda ways, *_: {way: 1.75 if way == 1 / 8 else 4.0 for way in ways})
     memory = torch.full((8 << 20,), 0x3C, dtype=torch.uint8)
     assert set(measure(memory, 1).shared_row_costs.values()) == {0.25}

@@ -8,10 +8,9 @@ import torch
 
 from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.device.host import HostDevice
-from swiftllm.kv.layer_groups import LayerGroups
-from swiftllm.runtime.batch import BatchBuilder
-from swiftllm.runtime.description import gpu_batch_input
+from swiftllm.device import HostDevice
+from swiftllm.kv.block_pool import LayerGroups
+from swiftllm.runtime.model_input import BatchBuilder, gpu_batch_input
 
 
 def test_no_two_rows_of_a_gpu_batch_are_stored_in_one_slot() -> None:

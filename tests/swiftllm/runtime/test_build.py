@@ -10,9 +10,9 @@ from contextlib import closing
 
 import pytest
 
+from swiftllm import build
+from swiftllm.build import build_engine
 from swiftllm.config import EngineConfig
-from swiftllm.runtime import build
-from swiftllm.runtime.build import build_engine
 from swiftllm.runtime.torch_backend import TorchBackend
 from swiftllm.systems import System
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer
@@ -34,7 +34,7 @@ print([name for name in sys.modules if name.split(".")[0] == "apex"])
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
-import swiftllm, apex, apex.cli, apex.systems, swiftllm.llm, swiftllm.remote.connect, swiftllm.runtime.build
+import swiftllm, apex, apex.cli, apex.build, swiftllm.llm, swiftllm.build, swiftllm.build
 from swiftllm.ops.select import why_no_triton
 print([name for name in sys.modules if name.startswith(("swiftllm.parallel", "ray"))])
 print(why_no_triton(90))

@@ -9,10 +9,10 @@ import torch
 
 from swiftllm.config import EngineConfig
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.runtime import cores
-from swiftllm.runtime.cores import CoreDivision, core_divisions, most_gpu_batch_threads
+from swiftllm.runtime import execution_context
+from swiftllm.runtime.cpu_tier import InlineWorker, TaskRunner
+from swiftllm.runtime.execution_context import CoreDivision, core_divisions, most_gpu_batch_threads
 from swiftllm.runtime.torch_backend import open_torch_backend
-from swiftllm.runtime.workers import InlineWorker, TaskRunner
 from tests.reference.fake_gpu import FakeOps, fake_gpu
 
 
@@ -24,8 +24,8 @@ def nothing_is_asked_for(monkeypatch):
 def threads(
     num_cores: int, monkeypatch, without_gpu: bool = True, physical: int = 64, **asked: int
 ) -> list[tuple[int, int]]:
-    monkeypatch.setattr(cores, "usable_cores", lambda: num_cores)
-    monkeypatch.setattr(cores, "physical_cores", lambda: physical)
+    monkeypatch.setattr(execution_context, "usable_cores", lambda: num_cores)
+    monkeypatch.setattr(execution_context, "physical_cores", lambda: physical)
     divisions = core_divisions(EngineConfig("folder", **asked), without_gpu=without_gpu)
     return [(division.gpu_batch_threads, division.cpu_threads) for division in divisions]
 
@@ -53,10 +53,10 @@ def test_beside_a_gpu_cpu_attention_may_leave_the_second_threads_of_cores_alone(
 
 
 def test_a_server_beside_a_gpu_leaves_two_hardware_threads_from_four_on(monkeypatch):
-    monkeypatch.setattr(cores, "_server", cores._Server())
+    monkeypatch.setattr(execution_context, "_server", execution_context._Server())
     alone = {n: threads(n, monkeypatch, without_gpu=False, physical=n) for n in range(1, 5)}
     assert [divisions[0] for divisions in alone.values()] == [(1, 1), (1, 1), (1, 2), (1, 3)]
-    cores.serve_from_here()
+    execution_context.serve_from_here()
     for few in (1, 2, 3):
         assert threads(few, monkeypatch, without_gpu=False, physical=few) == alone[few]
     assert threads(4, monkeypatch, without_gpu=False, physical=2) == [(1, 2), (1, 1)]
@@ -80,9 +80,9 @@ def test_a_backend_computes_with_the_threads_it_is_given(tiny_model_dir, monkeyp
     config = EngineConfig(str(tiny_model_dir()), device="cpu", dtype="float32", num_gpu_blocks=1, num_cpu_blocks=1)
     set_threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", set_threads.append)
-    monkeypatch.setattr(cores, "usable_cores", lambda: 3)
+    monkeypatch.setattr(execution_context, "usable_cores", lambda: 3)
     ops = CpuOps()
-    monkeypatch.setattr("swiftllm.runtime.processors.select_ops", lambda *_: ops)
+    monkeypatch.setattr("swiftllm.runtime.execution_context.select_ops", lambda *_: ops)
     backend = open_torch_backend(config)
     assert (backend.cores.gpu_batch_threads, backend.cores.cpu_threads) == (3, 3)
     backend.use_cores(CoreDivision(2, 1, "for the test"))
@@ -91,14 +91,14 @@ def test_a_backend_computes_with_the_threads_it_is_given(tiny_model_dir, monkeyp
 
 
 def test_beside_a_gpu_torch_has_no_threads_that_wait_on_the_workers_cores(tiny_model_dir, monkeypatch):
-    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
+    monkeypatch.setattr(execution_context, "usable_cores", lambda: 4)
     options = {"num_gpu_blocks": 4, "num_cpu_blocks": 4, "max_num_seqs": 1, "max_model_len": 64}
     config = EngineConfig(str(tiny_model_dir()), dtype="float32", **options)
     torch.set_num_threads(2)
     try:
         with fake_gpu(0, can_capture=False) as cuda, monkeypatch.context() as patch:
             ops = FakeOps(cuda)
-            patch.setattr("swiftllm.runtime.processors.select_ops", lambda *_: ops)
+            patch.setattr("swiftllm.runtime.execution_context.select_ops", lambda *_: ops)
             backend = open_torch_backend(config)
         assert torch.get_num_threads() == backend.cores.gpu_batch_threads == 1 and ops.num_threads == 3
     finally:

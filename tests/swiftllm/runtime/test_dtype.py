@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from swiftllm.config import EngineConfig
-from swiftllm.model.folder.files import tell
-from swiftllm.runtime.processors import resolve_dtype, resolve_residual_dtype
+from swiftllm.model.folder import tell
+from swiftllm.runtime.execution_context import resolve_dtype, resolve_residual_dtype
 
 CUDA = torch.device("cuda")
 TEXT = {"text_config": {"dtype": "bfloat16"}, "torch_dtype": "float32"}

@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.device.cuda import CudaDevice
+from swiftllm.device import CudaDevice
 from swiftllm.runtime import loaded_model
+from swiftllm.runtime.cpu_tier import InlineWorker
 from swiftllm.runtime.graphs import LayerGraphs
 from swiftllm.runtime.torch_backend import open_torch_backend
-from swiftllm.runtime.workers import InlineWorker
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_device import DeviceTensor, FakeCuda
 from tests.reference.fake_gpu import fake_gpu

@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.ops.int8_blocks import pack, unpack
+from swiftllm.ops.interface import pack, unpack
 from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu

@@ -14,8 +14,8 @@ import swiftllm.runtime.kv_transfers
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
+from swiftllm.runtime.cpu_tier import BlocksRead, BlocksWrite, CpuTask, CpuWorker, InlineWorker, TaskRunner
 from swiftllm.runtime.torch_backend import open_torch_backend
-from swiftllm.runtime.workers import BlocksRead, BlocksWrite, CpuTask, CpuWorker, InlineWorker, TaskRunner
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import FakeFuture, FakeWorker

@@ -10,25 +10,33 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from apex.simulator.hardware.files import load_model_config
+from apex.simulator.hardware_files import load_model_config
 from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting, load_setting
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
-from swiftllm.device.cuda import CudaDevice
-from swiftllm.kv.budget import HOST_HEADROOM_BYTES, MemoryBudget, plan_blocks, weights_advice
-from swiftllm.kv.layer_groups import LayerGroups
+from swiftllm.device import CudaDevice
+from swiftllm.kv.block_pool import LayerGroups
 from swiftllm.machine import GIB, InsufficientMemory
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.config.quantisation import AWQ, QuantisationScheme
+from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.stages.loaded_weights import LoadedWeights
-from swiftllm.model.stages.placement import all_resident
-from swiftllm.model.weights.llama_weights import LlamaWeights, dummy_weights
-from swiftllm.model.weights.sizes import WeightSizes, weight_bytes
+from swiftllm.model.placement import all_resident
+from swiftllm.model.quantisation import AWQ, QuantisationScheme
+from swiftllm.model.stages import LoadedWeights
+from swiftllm.model.weights import LlamaWeights, dummy_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime.graphs import LayerGraphs
-from swiftllm.runtime.memory_estimate import CONTEXT_BYTES, activation_bytes, estimate_memory
-from swiftllm.runtime.widest_iteration import widest_iteration
+from swiftllm.runtime.memory import (
+    CONTEXT_BYTES,
+    HOST_HEADROOM_BYTES,
+    MemoryBudget,
+    WeightSizes,
+    activation_bytes,
+    estimate_memory,
+    plan_blocks,
+    weight_bytes,
+    weights_advice,
+    widest_iteration,
+)
 from swiftllm.sampling.sampler import Sampler
 from tests.reference.meta_gpu import DEVICE, MetaGpu
 

@@ -13,18 +13,17 @@ import pytest
 import torch
 from quantise import write_folder
 
-import apex.systems
+import apex.build
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
-from swiftllm.kv.budget import check_weights
 from swiftllm.machine import InsufficientMemory
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.stages import loaded_weights
-from swiftllm.model.stages.placement import Place, Placement, all_resident, spread
-from swiftllm.model.stages.weight_slots import WeightSlots
-from swiftllm.model.weights.sizes import stage_bytes, weight_bytes
+from swiftllm.model import stages
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.placement import Place, Placement, all_resident, spread
+from swiftllm.model.weight_memory import WeightSlots
+from swiftllm.runtime.cpu_tier import InlineWorker
+from swiftllm.runtime.memory import check_weights, stage_bytes, weight_bytes
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
-from swiftllm.runtime.workers import InlineWorker
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import FakeWorker, Hazard
@@ -52,7 +51,7 @@ def model_dir(tiny_model_dir) -> Path:
 
 @pytest.fixture(autouse=True)
 def matrices_span_chunks(monkeypatch):
-    monkeypatch.setattr("swiftllm.model.stages.loaded_weights.CHUNK_BYTES", 10_000)
+    monkeypatch.setattr("swiftllm.model.stages.CHUNK_BYTES", 10_000)
 
 
 def backend(model_dir: Path, placement: Placement, make_worker=InlineWorker) -> TorchBackend:
@@ -93,7 +92,7 @@ def test_a_gpu_gives_the_tokens_of_resident_weights(model_dir, expected, name, s
 
 def test_the_cpu_computes_no_padding_of_graphs(model_dir, monkeypatch):
     """Five rows fill a bucket of eight, which costs a GPU nothing and a CPU three more rows."""
-    rows_computed, make = set(), loaded_weights.make_linear
+    rows_computed, make = set(), stages.make_linear
 
     def make_counted(ops, weight, bias):
         linear = make(ops, weight, bias)
@@ -104,7 +103,7 @@ def test_the_cpu_computes_no_padding_of_graphs(model_dir, monkeypatch):
 
         return count
 
-    monkeypatch.setattr(loaded_weights, "make_linear", make_counted)
+    monkeypatch.setattr(stages, "make_linear", make_counted)
     with fake_gpu(0) as cuda:
         driver = BackendDriver(backend(model_dir, PLACEMENTS["half on the CPU"]))
         driver.in_one_go = False
@@ -140,14 +139,14 @@ def test_systems_send_each_stage_once_an_iteration(model_dir, monkeypatch, name,
     placement, made = PLACEMENTS[name], []
     some_prompts = prompts((7, 19, 3, 22, 12, 15))
     expected = serve(make_engine(model_dir, "swiftllm"), some_prompts)
-    make_backend = partial(apex.systems.make_backend)
+    make_backend = partial(apex.build.make_backend)
 
     def make_placed(config, make_worker=InlineWorker, **_) -> TorchBackend:
         made.append(make_backend(config, make_worker, placement))
         return made[-1]
 
-    monkeypatch.setattr("apex.systems.make_backend", make_placed)
-    monkeypatch.setattr("swiftllm.runtime.build.make_backend", make_placed)
+    monkeypatch.setattr("apex.build.make_backend", make_placed)
+    monkeypatch.setattr("swiftllm.build.make_backend", make_placed)
     with fake_gpu(5) as cuda:
         engine = make_engine(model_dir, variant)
         sent = bytes_by_iteration(engine, made[0].model.weights.slots)

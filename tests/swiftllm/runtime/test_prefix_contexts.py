@@ -10,8 +10,8 @@ import torch
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.runtime.memory import widest_iteration
 from swiftllm.runtime.torch_backend import open_torch_backend
-from swiftllm.runtime.widest_iteration import widest_iteration
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
 

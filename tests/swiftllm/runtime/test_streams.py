@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from apex.build import build_system
 from apex.strategy import StrategyConfig
-from apex.systems import build_system
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.device.cuda import CudaDevice
-from swiftllm.runtime.pacing import Pacer
+from swiftllm.device import CudaDevice
+from swiftllm.runtime.cpu_tier import AttentionTask, InlineWorker
+from swiftllm.runtime.kv_transfers import Pacer
 from swiftllm.runtime.torch_backend import open_torch_backend
-from swiftllm.runtime.workers import AttentionTask, InlineWorker
 from swiftllm.sampling.sampler import LogitsNotFinite
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_device import FakeCuda

@@ -13,8 +13,8 @@ from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.machine import InsufficientMemory, available_host_bytes
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
+from swiftllm.runtime.cpu_tier import InlineWorker
 from swiftllm.runtime.torch_backend import open_torch_backend
-from swiftllm.runtime.workers import InlineWorker
 from tests.reference.backend_driver import BackendDriver
 
 NUM_TOKENS = 12
@@ -79,7 +79,7 @@ def test_greedy_tokens_equal_transformers_without_cache(make_driver, expected, t
 
 
 def test_torch_operations_give_the_same_tokens(make_driver, expected, monkeypatch):
-    monkeypatch.setattr("swiftllm.runtime.processors.select_ops", lambda *_: Ops())
+    monkeypatch.setattr("swiftllm.runtime.execution_context.select_ops", lambda *_: Ops())
     driver = make_driver()
     requests = admit_all(driver, TIERS["gpu"])
     driver.prefill(requests, 9)
@@ -315,7 +315,7 @@ def test_sizes_are_reported_and_zero_gpu_blocks_are_legal(make_driver):
 
 def test_default_sizes_follow_the_memory(make_driver, monkeypatch):
     monkeypatch.setattr("swiftllm.runtime.torch_backend.available_host_bytes", lambda: 2 << 20)
-    monkeypatch.setattr("swiftllm.kv.budget.HOST_HEADROOM_BYTES", 0)
+    monkeypatch.setattr("swiftllm.runtime.memory.HOST_HEADROOM_BYTES", 0)
     backend = make_driver(num_gpu_blocks=None, num_cpu_blocks=None).backend
     assert backend.num_gpu_blocks == (2 << 20) // 4 // backend.kv_bytes_per_block
     assert backend.num_cpu_blocks == (2 << 20) // 2 // backend.kv_bytes_per_block
@@ -323,7 +323,7 @@ def test_default_sizes_follow_the_memory(make_driver, monkeypatch):
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_shortfall(make_driver, monkeypatch):
     monkeypatch.setattr("swiftllm.runtime.torch_backend.available_host_bytes", lambda: 2 << 20)
-    monkeypatch.setattr("swiftllm.kv.budget.HOST_HEADROOM_BYTES", 0)
+    monkeypatch.setattr("swiftllm.runtime.memory.HOST_HEADROOM_BYTES", 0)
     per_block = make_driver(num_gpu_blocks=1, num_cpu_blocks=1).backend.kv_bytes_per_block
     fitting = (2 << 20) // per_block
     make_driver(num_gpu_blocks=10, num_cpu_blocks=fitting - 10)
@@ -348,7 +348,7 @@ def test_what_is_not_there_is_refused(make_driver, options, message):
 
 def test_auto_dtype_is_one_the_cpu_computes_fast(make_driver, monkeypatch):
     for flag, dtype in (("avx2", torch.float32), ("avx512_bf16", torch.bfloat16)):
-        monkeypatch.setattr("swiftllm.runtime.processors.cpu_flags", lambda flag=flag: frozenset({flag}))
+        monkeypatch.setattr("swiftllm.runtime.execution_context.cpu_flags", lambda flag=flag: frozenset({flag}))
         assert make_driver(dtype="auto").backend.dtype is dtype
 
 

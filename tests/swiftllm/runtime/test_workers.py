@@ -20,8 +20,7 @@ import torch
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.engine.backend import AttentionFuture, WorkerDied
-from swiftllm.runtime.torch_backend import open_torch_backend
-from swiftllm.runtime.workers import (
+from swiftllm.runtime.cpu_tier import (
     AttentionTask,
     BlocksWrite,
     CpuTask,
@@ -31,6 +30,7 @@ from swiftllm.runtime.workers import (
     TaskRunner,
     Worker,
 )
+from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import FakeWorker
@@ -183,7 +183,7 @@ def test_a_worker_that_died_can_be_closed(runner: FakeRunner) -> None:
 
 OTHER_PROCESS = """
 import pickle, sys
-from swiftllm.runtime.workers import AttentionTask, TaskRunner
+from swiftllm.runtime.cpu_tier import AttentionTask, TaskRunner
 
 results = []
 for pool, task in pickle.load(sys.stdin.buffer):

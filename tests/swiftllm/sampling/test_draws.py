@@ -10,8 +10,7 @@ import torch
 
 from swiftllm.core.request import Request, SamplingParams
 from swiftllm.sampling import sampler as sampling
-from swiftllm.sampling.draws import invert, nearest, weigh
-from swiftllm.sampling.sampler import Sampler
+from swiftllm.sampling.sampler import Sampler, invert, nearest, weigh
 
 DRAWS = 4000
 HOWS = (

@@ -12,9 +12,8 @@ import torch
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
-from swiftllm.core.request import Request
-from swiftllm.core.sampling_params import SamplingParams
-from swiftllm.model.folder.tokenizer import Tokenizer
+from swiftllm.core.request import Request, SamplingParams
+from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import MAX_CACHED, GrammarCompiler
 from swiftllm.sampling.sampler import Sampler
 from swiftllm.sampling.trial import GrammarTrials

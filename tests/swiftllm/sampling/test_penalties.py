@@ -7,11 +7,9 @@ import random
 import pytest
 import torch
 
-from swiftllm.core.request import Request, TokenCounts
-from swiftllm.core.sampling_params import SamplingParams
-from swiftllm.device.host import HostDevice
-from swiftllm.sampling.penalties import adjust_logits
-from swiftllm.sampling.sampler import Sampler
+from swiftllm.core.request import Request, SamplingParams, TokenCounts
+from swiftllm.device import HostDevice
+from swiftllm.sampling.sampler import Sampler, adjust_logits
 from tests.reference.logit_rules import by_the_rules, plain
 
 VOCAB = 90

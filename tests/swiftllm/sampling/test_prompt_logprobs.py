@@ -81,7 +81,7 @@ def check_all(requests: Sequence[Request], expected: Sequence[torch.Tensor]) -> 
 @pytest.mark.parametrize("at_once", [1, 5, 1000])
 @pytest.mark.parametrize("chunk", [1, 7, None])
 def test_in_chunks_and_pieces(tiny_model_dir, expected, chunk, at_once, monkeypatch):
-    monkeypatch.setattr("swiftllm.sampling.logprobs.LOGITS_AT_ONCE", at_once * 128)
+    monkeypatch.setattr("swiftllm.sampling.sampler.LOGITS_AT_ONCE", at_once * 128)
     driver = make_driver(tiny_model_dir())
     requests = admit_all(driver)
     driver.prefill(requests, chunk)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from swiftllm.core.request import Request, SamplingParams
-from swiftllm.sampling.draws import most_likely
-from swiftllm.sampling.sampler import LogitsNotFinite, Sampler
+from swiftllm.sampling.sampler import LogitsNotFinite, Sampler, most_likely
 
 VOCAB = 50
 

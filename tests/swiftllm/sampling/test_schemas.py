@@ -8,9 +8,8 @@ import random
 
 import pytest
 
-from swiftllm.model.folder.tokenizer import Tokenizer
-from swiftllm.sampling.grammar import GrammarCompiler
-from swiftllm.sampling.schemas import NOT_IMPLEMENTED, check_regex, lenient, prepared
+from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.sampling.grammar import NOT_IMPLEMENTED, GrammarCompiler, check_regex, lenient, prepared
 from tests.reference.random_schemas import random_schema
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 

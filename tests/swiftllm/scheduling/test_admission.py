@@ -11,7 +11,7 @@ import torch
 
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Request, SamplingParams
-from swiftllm.model.config.model_config import ModelConfig
+from swiftllm.model.config import ModelConfig
 from swiftllm.sampling.sampler import Sampler
 from tests.reference.tiny_model import make_tiny_llama
 

@@ -7,8 +7,7 @@ import pytest
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, ServiceClass, Tier
 from swiftllm.engine.engine import Engine
-from swiftllm.scheduling.parts import start_prompt
-from swiftllm.scheduling.plan_builder import PlanBuilder
+from swiftllm.scheduling.scheduler import PlanBuilder, start_prompt
 from tests.reference.fake_engine import fake_engine
 
 LS, BE = ServiceClass.LATENCY_SENSITIVE, ServiceClass.BEST_EFFORT

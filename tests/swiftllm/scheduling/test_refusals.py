@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from swiftllm.core.request import Request, RequestRefused, SamplingParams, Tier
-from swiftllm.kv.layer_groups import LayerGroups
-from swiftllm.scheduling.admission import Admission
+from swiftllm.kv.block_pool import LayerGroups
+from swiftllm.scheduling.validation import RequestLimits
 
 MAX_MODEL_LEN, BLOCKS, BLOCK_SIZE = 40, 5, 4
 
@@ -14,7 +14,7 @@ MAX_MODEL_LEN, BLOCKS, BLOCK_SIZE = 40, 5, 4
 def check(prompt_len: int, max_tokens: int) -> None:
     request = Request("a", (2,) * prompt_len, SamplingParams(max_tokens=max_tokens))
     tiers = {request.service_class: (Tier.GPU, Tier.CPU)}
-    Admission(50, MAX_MODEL_LEN, LayerGroups(BLOCK_SIZE), {Tier.GPU: BLOCKS, Tier.CPU: 0}, tiers).check(request)
+    RequestLimits(50, MAX_MODEL_LEN, LayerGroups(BLOCK_SIZE), {Tier.GPU: BLOCKS, Tier.CPU: 0}, tiers).check(request)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.kv.blocks import KVCacheManager
-from swiftllm.scheduling.host_pools import Fetches, pool_has_room, victims_for
-from swiftllm.scheduling.look_ahead import LookAhead
+from swiftllm.kv.kv_cache_manager import Fetches, KVCacheManager, pool_has_room, victims_for
+from swiftllm.scheduling.state import LookAhead
 
 SIZE = 4
 

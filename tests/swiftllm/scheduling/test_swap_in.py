@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from swiftllm.core.request import Request, SamplingParams, ServiceClass, Tier
 from swiftllm.engine.engine import Engine
-from swiftllm.scheduling.parts import swap_in
-from swiftllm.scheduling.plan_builder import PlanBuilder
+from swiftllm.scheduling.scheduler import PlanBuilder, swap_in
 from tests.reference.fake_engine import fake_engine
 
 LS = ServiceClass.LATENCY_SENSITIVE

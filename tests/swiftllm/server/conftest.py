@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from swiftllm import LLM
-from swiftllm.server.service.limits import ServiceLimits
-from swiftllm.server.service.service import EngineService
+from swiftllm.server.engine_process import EngineService
+from swiftllm.server.messages import ServiceLimits
 from swiftllm.server.settings import ServerSettings
 from tests.reference.tiny_model import make_tiny_llama
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer

@@ -6,12 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from swiftllm.core.request import ServiceClass, Tier
-from swiftllm.kv.layer_groups import LayerGroups
-from swiftllm.scheduling.admission import Admission
-from swiftllm.server.service.histograms import EngineHistograms
-from swiftllm.server.service.limits import ServiceLimits
-from swiftllm.server.service.messages import Ready, Report
-from swiftllm.server.service.snapshot import Snapshot
+from swiftllm.kv.block_pool import LayerGroups
+from swiftllm.scheduling.validation import RequestLimits
+from swiftllm.server.engine_status import EngineHistograms, Snapshot
+from swiftllm.server.messages import Ready, Report, ServiceLimits
 
 DESCRIPTION = {
     "system": "apex", "model": "/models/tiny", "device": "a processor", "device_type": "cpu", "dtype": "float32",
@@ -30,7 +28,7 @@ class FakeService:
         self.histograms = EngineHistograms(2048, None)
         self.timeline: dict[str, Any] | None = None
         tiers = {service_class: tuple(Tier) for service_class in ServiceClass}
-        admission = Admission(100, 2048, LayerGroups(16), {Tier.GPU: 8, Tier.CPU: 64}, tiers)
+        admission = RequestLimits(100, 2048, LayerGroups(16), {Tier.GPU: 8, Tier.CPU: 64}, tiers)
         self.ready = Ready(dict(DESCRIPTION), ServiceLimits(), admission, 256, [], None, False, None, True)
 
     @property

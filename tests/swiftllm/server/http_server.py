@@ -15,9 +15,9 @@ import httpx
 import openai
 
 from swiftllm.engine.engine import Engine
-from swiftllm.ports import reserved_port
+from swiftllm.processes import reserved_port
+from swiftllm.server.engine_process import EngineService
 from swiftllm.server.run import make_server
-from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 from tests.swiftllm.server.serving import LocalClient
 

@@ -9,13 +9,18 @@ from dataclasses import dataclass, field
 
 from swiftllm.core.request import SamplingParams, TokenLogprob
 from swiftllm.engine.engine import Engine
-from swiftllm.server.service.client import EngineClient
-from swiftllm.server.service.engine_loop import Observer
-from swiftllm.server.service.front_end_link import FrontEndLink
-from swiftllm.server.service.limits import NewRequest, ServiceLimits
-from swiftllm.server.service.messages import make_ends
-from swiftllm.server.service.service import EngineService
-from swiftllm.server.service.token_streams import Delta, RequestFailed, TokenStream
+from swiftllm.server.client import EngineClient
+from swiftllm.server.engine_loop import Observer
+from swiftllm.server.engine_process import EngineService
+from swiftllm.server.messages import (
+    Delta,
+    FrontEndLink,
+    NewRequest,
+    RequestFailed,
+    ServiceLimits,
+    TokenStream,
+    make_ends,
+)
 from tests.reference.fake_backend import VOCABULARY, expected_output
 
 TIMEOUT_S = 60.0  # of a test that would hang

@@ -10,9 +10,9 @@ import sys
 import time
 from typing import Any
 
+from swiftllm.server.engine_process import EngineService
+from swiftllm.server.messages import ServiceLimits
 from swiftllm.server.run import run_server
-from swiftllm.server.service.limits import ServiceLimits
-from swiftllm.server.service.service import EngineService
 from swiftllm.server.settings import ServerSettings
 from tests.reference.fake_engine import fake_engine
 from tests.swiftllm.server.serving import check_empty

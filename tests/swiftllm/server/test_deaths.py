@@ -19,10 +19,9 @@ from typing import Any
 import httpx
 import pytest
 
+from swiftllm.server.engine_process import EngineService, end_if_alone
+from swiftllm.server.messages import ServiceLimits
 from swiftllm.server.run import DrainingServer
-from swiftllm.server.service.engine_process import end_if_alone
-from swiftllm.server.service.limits import ServiceLimits
-from swiftllm.server.service.service import EngineService
 from tests.reference.fake_engine import fake_engine
 from tests.swiftllm.server.http_server import TIMEOUT_S, running, server_process
 from tests.swiftllm.server.serving import check_empty

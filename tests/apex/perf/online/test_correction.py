@@ -7,10 +7,7 @@ from dataclasses import replace
 import pytest
 
 from apex.perf.model import PerfModel
-from apex.perf.online import OnlineCorrection
-from apex.perf.online.correction import scaled_table
-from apex.perf.online.factor import WINDOW
-from apex.perf.online.iteration_times import crossings, gpu_batch_span
+from apex.perf.online_correction import WINDOW, OnlineCorrection, crossings, gpu_batch_span, scaled_table
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import ALONE, CpuBatchPlan, GpuBatchItem, IterationPlan, StepResult
 from swiftllm.core.request import Request, SamplingParams, Tier

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from apex.perf.online.factor import (
+from apex.perf.online_correction import (
     DEAD_BAND,
     LEAST_OBSERVATIONS,
     LEAST_S,

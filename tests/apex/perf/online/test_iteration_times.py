@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from apex.perf.model import Curve
-from apex.perf.online.factor import SecondsRange
-from apex.perf.online.iteration_times import cpu_attention_span, crossings, gpu_batch_span
+from apex.perf.online_correction import SecondsRange, cpu_attention_span, crossings, gpu_batch_span
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import OVERLAPPED, CpuBatchPlan, GpuBatchItem, IterationPlan, StepResult, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier

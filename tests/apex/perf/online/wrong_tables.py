@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from apex.perf.model import ProfileTable
-from apex.perf.online.correction import scaled_table
+from apex.perf.online_correction import scaled_table
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
 from swiftllm.core.request import SamplingParams

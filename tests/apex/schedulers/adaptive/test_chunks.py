@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from apex.perf.model import Curve, PerfModel
-from apex.schedulers.adaptive.chunks import (
+from apex.schedulers.adaptive import (
     ChunkSizes,
+    OperationTimes,
     PromptNeed,
     free_prompt_tokens,
     is_short_queue,
     prompt_chunk,
     waiting_pays,
 )
-from apex.schedulers.adaptive.times import OperationTimes
 from tests.reference.fake_engine import flat_table
 
 # T_l: 1 ms up to 100 tokens, then 10 us for each further one.

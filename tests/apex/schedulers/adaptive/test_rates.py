@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from apex.perf.model import Curve, PerfModel
-from apex.schedulers.adaptive.choice import compare
-from apex.schedulers.adaptive.rates import (
+from apex.schedulers.adaptive import (
+    OperationTimes,
     SteadyLoad,
+    compare,
     cpu_batches_rate,
     gpu_only_rate,
     overlap_rate,
     pipelining_layer_s,
     pipelining_rate,
 )
-from apex.schedulers.adaptive.times import OperationTimes
 from swiftllm.core.plan import Strategy
 from tests.reference.linear_profile import ENDS_S, LAYERS, flat_ends_table, linear_s
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from apex.perf.gpu_batch_load import GpuBatchLoad
-from apex.perf.model import Curve, PerfModel
-from apex.schedulers.adaptive.choice import choose
+from apex.perf.model import Curve, GpuBatchLoad, PerfModel
+from apex.schedulers.adaptive import choose
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import FREE_RUNNING, JOINED, OVERLAPPED, CpuBatchMode, Strategy
@@ -176,7 +175,7 @@ def test_a_choice_is_kept_until_the_load_has_changed(monkeypatch) -> None:
     """The rates of all strategies are computed in a small part of the iterations."""
     engine = simulated(cpu_token_s=3e-6)
     made = []
-    monkeypatch.setattr("apex.schedulers.adaptive.scheduler.choose", lambda *what: made.append(what) or choose(*what))
+    monkeypatch.setattr("apex.schedulers.adaptive.choose", lambda *what: made.append(what) or choose(*what))
     iterations = len(plans(engine))
     assert 5 < len(made) < iterations / 3
 
@@ -186,7 +185,7 @@ def choose_gpu_only(engine: Engine, monkeypatch) -> None:
     while engine.state.waiting or engine.state.prefilling:
         engine.step()
     monkeypatch.setattr(
-        "apex.schedulers.adaptive.scheduler.choose",
+        "apex.schedulers.adaptive.choose",
         lambda times, sizes, load, _, most: choose(times, sizes, load, [Strategy.GPU_ONLY], most),
     )
     engine.scheduler.use_model(engine.scheduler.model)  # the last choice does not stand any more
@@ -215,7 +214,7 @@ def test_an_overdue_request_takes_all_with_it(monkeypatch) -> None:
     """Whatever the shares of time, one CPU batch of everybody starts after ``max_wait_iterations``."""
     patience = 10
     engine = simulated(StrategyConfig(max_wait_iterations=patience))
-    monkeypatch.setattr("apex.schedulers.adaptive.scheduler.LEFT_OUT_SHARE", 0.0)
+    monkeypatch.setattr("apex.schedulers.adaptive.LEFT_OUT_SHARE", 0.0)
     choose_gpu_only(engine, monkeypatch)
     started = sizes_of_started_cpu_batches(engine, 5 * patience)
     assert 2 <= len(started) <= 5 and started[0] > 20

@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from apex.perf.gpu_batch_load import GpuBatchLoad
-from apex.perf.model import PerfModel
-from apex.schedulers.adaptive.split import best_split, candidate_splits
-from apex.schedulers.adaptive.times import OperationTimes
+from apex.perf.model import GpuBatchLoad, PerfModel
+from apex.schedulers.adaptive import OperationTimes, best_split, candidate_splits
 from tests.reference.linear_profile import LAYERS, flat_ends_table, linear_s
 
 GPU_TOKEN_S, DECODES, CONTEXT = 1e-7, 8, 1000

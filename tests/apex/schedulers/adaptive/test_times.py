@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apex.perf.model import Curve, PerfModel, Surface
-from apex.schedulers.adaptive.times import OperationTimes
-from apex.simulator.hardware.files import load_gpu, load_host, load_model_config
-from apex.simulator.prediction.calibrated_profile import hardware_profile
+from apex.schedulers.adaptive import OperationTimes
+from apex.simulator.hardware_files import load_gpu, load_host, load_model_config
+from apex.simulator.predicted_profile import hardware_profile
 from tests.reference.fake_engine import flat_table
 
 CALIBRATED = hardware_profile(load_gpu("a10"), load_host("g5-4xlarge"), load_model_config("llama-3.1-8b"))

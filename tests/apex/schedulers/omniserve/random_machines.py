@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from apex.perf.model import Curve
-from apex.perf.online.correction import scaled_table
+from apex.perf.online_correction import scaled_table
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.core.request import Request, RequestRefused, SamplingParams, ServiceClass, Tier
 from swiftllm.engine.engine import Engine

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from apex.perf.model import Curve
-from apex.schedulers.omniserve.share import OCCUPANCY, RESIDENCE, IterationLength, Turns
+from apex.schedulers.omniserve import OCCUPANCY, RESIDENCE, IterationLength, Turns
 from swiftllm.core.request import Tier
 from swiftllm.engine.engine import Engine
 from tests.apex.schedulers.omniserve.random_load import BE, TABLE, add, simulated_engine

@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 
 from apex.perf.model import Curve
-from apex.perf.online.correction import scaled_table
-from apex.schedulers.omniserve.admission import Backlog, backlog_before
-from apex.schedulers.omniserve.share import DECODES_SHARE, added_by_decodes_s
+from apex.perf.online_correction import scaled_table
+from apex.schedulers.omniserve import DECODES_SHARE, Backlog, added_by_decodes_s, backlog_before
 from swiftllm.core.request import Request, RequestRefused, RequestRefusedForNow, SamplingParams, Tier
 from swiftllm.engine.engine import Engine
 from tests.apex.schedulers.omniserve.random_load import BE, GPU_BATCH_S, LS, TABLE, add, simulated_engine
@@ -196,7 +195,7 @@ def test_best_effort_work_leaves_prompts_their_share_of_an_iteration(
     monkeypatch: pytest.MonkeyPatch, system: str
 ) -> None:
     assert 0.8 * DECODES_SHARE < decodes_taken(system) < 1.3 * DECODES_SHARE
-    monkeypatch.setattr("apex.schedulers.omniserve.share.DECODES_SHARE", 1.0)
+    monkeypatch.setattr("apex.schedulers.omniserve.DECODES_SHARE", 1.0)
     assert decodes_taken(system) > 1.5 * DECODES_SHARE
 
 
@@ -258,7 +257,7 @@ def test_those_admitted_have_their_first_token_in_time(system: str) -> None:
 @pytest.mark.parametrize("expected_s", [1.79, 1.81])
 def test_predictions_leave_the_margin_of_the_first_token(expected_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = simulated_engine("omniserve", num_gpu_blocks=60, ttft_slo_s=2.0, slo_margin=0.1)
-    monkeypatch.setattr("apex.schedulers.omniserve.scheduler.first_token_s", lambda *_: expected_s)
+    monkeypatch.setattr("apex.schedulers.omniserve.first_token_s", lambda *_: expected_s)
     if expected_s < 1.8:
         add(engine, "in-time", 100, 10)
         return
@@ -303,7 +302,7 @@ def test_best_effort_work_does_not_count_against_an_arrival(monkeypatch: pytest.
         seen.append(backlog)
         return 0.0
 
-    monkeypatch.setattr("apex.schedulers.omniserve.scheduler.first_token_s", note)
+    monkeypatch.setattr("apex.schedulers.omniserve.first_token_s", note)
     for number in range(8):
         add(engine, f"rest-{number}", 300, 50, BE)
     for _ in range(10):

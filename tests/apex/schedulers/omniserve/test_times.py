@@ -7,23 +7,24 @@ from dataclasses import replace
 
 import pytest
 
-from apex.perf.gpu_batch_load import GpuBatchLoad
-from apex.perf.model import Curve, PerfModel, Surface
-from apex.schedulers.omniserve.admission import Backlog, blocks_s, first_token_s, prefill_s
-from apex.schedulers.omniserve.times import (
+from apex.perf.model import Curve, GpuBatchLoad, PerfModel, Surface
+from apex.schedulers.omniserve import (
+    Backlog,
     PromptLeft,
+    blocks_s,
     chunk_of_no_cost,
+    first_token_s,
     iteration_s,
     joined_rows_s,
     most_prompt_tokens,
+    prefill_s,
     urgent_chunk_tokens,
     with_decodes,
     with_prompts,
 )
-from apex.simulator.virtual.backend import SimulatedBackend
+from apex.simulator.backend import SimulatedBackend
 from swiftllm.core.plan import GpuBatchItem, Swap
-from swiftllm.core.request import Request, SamplingParams, Tier
-from swiftllm.core.slo import Slo
+from swiftllm.core.request import Request, SamplingParams, Slo, Tier
 from tests.reference.fake_engine import flat_table
 
 LAYERS = 10

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from apex.perf.model import PerfModel
-from apex.simulator.hardware.files import load_host
+from apex.simulator.hardware_files import load_host
 from apex.strategy import StrategyConfig
 from evaluation.experiments.adaptive.points import (
     ERROR,

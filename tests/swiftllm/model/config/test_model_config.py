@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from swiftllm.model.config.architectures import ARCHITECTURES
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.config.rope import RopeScaling
+from swiftllm.model.architectures import ARCHITECTURES
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.rope import RopeScaling
 
 SIZES = {
     "vocab_size": 128,

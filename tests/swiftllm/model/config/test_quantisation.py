@@ -7,8 +7,8 @@ import json
 import pytest
 from quantise import quantisation_config
 
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.config.quantisation import QuantisationScheme
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.quantisation import QuantisationScheme
 
 AWQ = quantisation_config("awq", 32, False, False)
 GPTQ = quantisation_config("gptq", 32, True, False)

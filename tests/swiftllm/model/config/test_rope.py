@@ -3,7 +3,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from swiftllm.model.config.rope import RopeScaling, inverse_frequencies, rotary_order, rotary_table
+from swiftllm.model.rope import RopeScaling, inverse_frequencies, rotary_order, rotary_table
 from swiftllm.ops.interface import Ops
 
 LLAMA3 = {

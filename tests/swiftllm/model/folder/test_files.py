@@ -9,11 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.folder.checkpoint import read_tensors
-from swiftllm.model.folder.files import DamagedFile, read_object, tell, weight_files
-from swiftllm.model.folder.generation import sampling_defaults
-from swiftllm.model.folder.tokenizer import Tokenizer
+from swiftllm.model.config import ModelConfig, sampling_defaults
+from swiftllm.model.folder import DamagedFile, read_object, read_tensors, tell, weight_files
+from swiftllm.model.tokenizer import Tokenizer
 
 
 @pytest.fixture

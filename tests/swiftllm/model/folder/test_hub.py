@@ -15,7 +15,7 @@ from threading import Thread
 
 import pytest
 
-from swiftllm.model.folder.hub import model_folder, model_name
+from swiftllm.model.folder import model_folder, model_name
 
 NAME = "some-org/Tiny-Llama.v1"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -87,7 +87,7 @@ def ask(hub, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """``model_folder`` in a process of its own: huggingface_hub reads its variables when it is imported."""
 
     def run(name: str, weights: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
-        code = f"from swiftllm.model.folder.hub import model_folder; print(model_folder({name!r}, weights={weights}))"
+        code = f"from swiftllm.model.folder import model_folder; print(model_folder({name!r}, weights={weights}))"
         environment = {**os.environ, "HF_ENDPOINT": hub[0], "HF_HOME": str(tmp_path / "hf"), "no_proxy": "*"}
         environment = {key: value for key, value in environment.items() if not key.startswith("HF_HUB_")}
         command = [sys.executable, "-c", code]

@@ -7,7 +7,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from swiftllm.model.folder.tokenizer import Tokenizer, read_tokenizer
+from swiftllm.model.tokenizer import Tokenizer, read_tokenizer
 
 TEXT = "The naïve café sells 🍰 and 日本茶 for 3 €, says 👩‍🔬.\n  Two spaces."
 MESSAGES = [{"role": "user", "content": "Hello"}]

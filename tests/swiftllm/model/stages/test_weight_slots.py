@@ -7,11 +7,9 @@ import random
 import pytest
 import torch
 
-from swiftllm.device.cuda import CudaDevice
-from swiftllm.device.device import Device
-from swiftllm.device.host import HostDevice
-from swiftllm.model.stages.placement import SLOTS
-from swiftllm.model.stages.weight_slots import WeightSlots
+from swiftllm.device import CudaDevice, Device, HostDevice
+from swiftllm.model.placement import SLOTS
+from swiftllm.model.weight_memory import WeightSlots
 from tests.reference.fake_device import FakeCuda
 from tests.reference.fake_streams import DEVICE
 

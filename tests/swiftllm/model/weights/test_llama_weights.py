@@ -5,8 +5,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.weights.llama_weights import WeightsError, dummy_weights, load_weights
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.weights import WeightsError, dummy_weights, load_weights
 
 
 def load(folder, dtype=torch.float32):

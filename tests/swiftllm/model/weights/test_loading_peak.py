@@ -15,17 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import _disable_current_modes
 
 from swiftllm.config import EngineConfig
-from swiftllm.device.host import HostDevice
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.stages import loaded_weights
-from swiftllm.model.stages.loaded_weights import open_weights
-from swiftllm.model.stages.placement import Place, Placement
-from swiftllm.model.weights import llama_weights
-from swiftllm.model.weights.llama_weights import fused_matrices
-from swiftllm.model.weights.packed_tensor import in_chunks
-from swiftllm.model.weights.sizes import stage_bytes, weight_bytes
+from swiftllm.device import HostDevice
+from swiftllm.model import stages, weights
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.placement import Place, Placement
+from swiftllm.model.stages import open_weights
+from swiftllm.model.weight_memory import in_chunks
+from swiftllm.model.weights import fused_matrices
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Linear, Ops
+from swiftllm.runtime.memory import stage_bytes, weight_bytes
 from tests.reference.counted_memory import CountedMemory
 from tests.reference.tiny_model import make_tiny_llama
 
@@ -58,11 +57,11 @@ def model_dir(tiny_model_dir) -> Path:
 def counted_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading makes tensors that the counter sees, as it does on the heap."""
 
-    def read(folder: Path, real=llama_weights.read_tensors) -> Iterator[tuple[str, Any]]:
+    def read(folder: Path, real=weights.read_tensors) -> Iterator[tuple[str, Any]]:
         for name, tensor in real(folder):
             yield name, CountedSlice(tensor)
 
-    monkeypatch.setattr(llama_weights, "read_tensors", read)
+    monkeypatch.setattr(weights, "read_tensors", read)
 
 
 class CountedSlice:
@@ -87,8 +86,8 @@ class Packs:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_more_than_two_tensors_beside_what_stays(model_dir, monkeypatch, place, dtype):
     """All stages are streamed, or the CPU's. The other tensors would be on a device; here they count too."""
-    monkeypatch.setattr(loaded_weights, "CHUNK_BYTES", CHUNK_BYTES)
-    monkeypatch.setattr(loaded_weights, "WeightSlots", StreamWithoutSlots)
+    monkeypatch.setattr(stages, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(stages, "WeightSlots", StreamWithoutSlots)
     counted_files(monkeypatch)
     model = ModelConfig.from_folder(model_dir)
     placement = Placement((place,) * (LAYERS + 1))
@@ -109,8 +108,8 @@ def test_no_more_than_two_tensors_beside_what_stays(model_dir, monkeypatch, plac
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_more_than_two_4_bit_tensors_beside_what_stays(tmp_path, monkeypatch, place, name) -> None:
     """As above with 4-bit weights: parts of a fused matrix are packed where they stay, a few outputs at a time."""
-    monkeypatch.setattr(loaded_weights, "CHUNK_BYTES", CHUNK_BYTES)
-    monkeypatch.setattr(loaded_weights, "WeightSlots", StreamWithoutSlots)
+    monkeypatch.setattr(stages, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(stages, "WeightSlots", StreamWithoutSlots)
     source = make_tiny_llama(tmp_path / "plain", num_hidden_layers=2, vocab_size=64, **WIDE)
     if name.endswith("one for all"):
         file = source / "model.safetensors"

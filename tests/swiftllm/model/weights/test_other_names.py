@@ -13,8 +13,8 @@ from quantise import write_folder
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.weights.llama_weights import LlamaWeights, WeightsError, load_weights
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.weights import LlamaWeights, WeightsError, load_weights
 from swiftllm.parallel.shards import Shard
 from tests.reference.tiny_architectures import make_tiny, tiny_judge
 from tests.reference.tiny_model import make_tiny_llama

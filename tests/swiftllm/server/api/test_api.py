@@ -8,8 +8,8 @@ import time
 import pytest
 
 from swiftllm import SamplingParams
-from swiftllm.model.folder.tokenizer import LONG_TOKENS, Tokenizer
-from swiftllm.server.api.context import LONG_TEXT_CHARS
+from swiftllm.model.tokenizer import LONG_TOKENS, Tokenizer
+from swiftllm.server.context import LONG_TEXT_CHARS
 from tests.swiftllm.server.http_server import TIMEOUT_S
 
 PROMPT = "Once upon a time the queen said: 'an inn?'"

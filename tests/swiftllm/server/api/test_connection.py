@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from swiftllm.server.api import connection
-from swiftllm.server.service.service import EngineService
+from swiftllm.server import run
+from swiftllm.server.engine_process import EngineService
 from swiftllm.server.settings import ServerSettings
 from tests.reference.fake_engine import fake_engine
 from tests.swiftllm.server.http_server import TIMEOUT_S, Gate, running
@@ -59,7 +59,7 @@ def test_headers_that_come_whole_have_an_end_too(size):
     with running(fake_service()) as server, connected(server) as client:
         with contextlib.suppress(ConnectionError):  # closed meanwhile
             client.sendall(head + b"y" * size + b"\r\n\r\n" + body)
-        assert read_all(client).startswith(b"HTTP/1.1 200 " if size < connection.MAX_HEADER_BYTES else b"HTTP/1.1 431 ")
+        assert read_all(client).startswith(b"HTTP/1.1 200 " if size < run.MAX_HEADER_BYTES else b"HTTP/1.1 431 ")
 
 
 HALVES = {
@@ -75,7 +75,7 @@ HALVES = {
 @pytest.mark.parametrize(("half", "answer"), HALVES.values(), ids=HALVES)
 def test_half_a_request_is_not_waited_for_for_ever(half, answer, monkeypatch):
     """408 is what nginx and Node answer; a connection on which nothing came is closed without a word."""
-    monkeypatch.setattr(connection, "ARRIVAL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(run, "ARRIVAL_TIMEOUT_S", 0.05)
     with running(fake_service()) as server, connected(server) as client:
         client.sendall(half)
         received = read_all(client)
@@ -83,7 +83,7 @@ def test_half_a_request_is_not_waited_for_for_ever(half, answer, monkeypatch):
 
 
 def test_stray_bytes_end_no_answer(monkeypatch):
-    monkeypatch.setattr(connection, "ARRIVAL_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(run, "ARRIVAL_TIMEOUT_S", 0.02)
     service = fake_service()
     gate = Gate(service.engine)
     body = b'{"prompt": [5], "max_tokens": 2}'
@@ -129,7 +129,7 @@ def test_a_body_that_never_ends_does_not_hold_up_the_end(caplog):
 
 
 def test_an_answer_that_nobody_reads_does_not_hold_up_the_end(caplog, monkeypatch):
-    monkeypatch.setattr(connection, "LAST_BYTES_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(run, "LAST_BYTES_TIMEOUT_S", 0.0)
     with running(fake_service()) as server, socket.socket() as client:
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # hands it on to its connections
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -9,16 +9,14 @@ import pytest
 from pydantic import ValidationError
 
 from swiftllm import LLM, RequestRefused, SamplingParams
-from swiftllm.model.folder.tokenizer import Tokenizer
-from swiftllm.server.api.app import model_card
-from swiftllm.server.api.context import ServingContext
-from swiftllm.server.api.contract import protocol, unsupported
-from swiftllm.server.api.contract.parsing import parse_body
-from swiftllm.server.api.errors import ApiError, as_api_error
-from swiftllm.server.service.limits import ServiceLimits
-from swiftllm.server.service.places import QueueFull, ServiceStopping
-from swiftllm.server.service.service import EngineService
-from swiftllm.server.service.token_streams import RequestFailed
+from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.server import protocol
+from swiftllm.server.app import model_card
+from swiftllm.server.client import QueueFull, ServiceStopping
+from swiftllm.server.context import ServingContext
+from swiftllm.server.engine_process import EngineService
+from swiftllm.server.messages import RequestFailed, ServiceLimits
+from swiftllm.server.parsing import ApiError, as_api_error, parse_body
 from swiftllm.server.settings import ServerSettings
 from tests.reference.fake_engine import fake_engine
 from tests.reference.tiny_model import make_tiny_llama
@@ -154,7 +152,7 @@ def test_bodies_that_are_no_requests(server, data):
 
 
 def test_values_that_change_nothing_are_let_in(server):
-    harmless = {name: values[0] for name, values in unsupported.NOT_IMPLEMENTED.items() if values}
+    harmless = {name: values[0] for name, values in protocol.NOT_IMPLEMENTED.items() if values}
     answer = server.post(COMPLETIONS, {"prompt": "a", **harmless, "user": None, "n": None, "logit_bias": None})
     assert answer.status_code == 200
     answer = server.post(CHAT, {"messages": HELLO, "max_tokens": 1, "top_logprobs": 0, "model": ""})
@@ -169,7 +167,7 @@ def test_null_is_a_field_left_out(kind):
 
 
 def test_unknown_parameters_are_ignored_and_logged_once(server, caplog, monkeypatch):
-    monkeypatch.setattr(unsupported, "_ignored", set())
+    monkeypatch.setattr(protocol, "_ignored", set())
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert server.post(COMPLETIONS, {"prompt": "a", "sparkle": 7}).status_code == 200
@@ -328,7 +326,7 @@ def test_a_model_without_chat_template_says_so(tmp_path):
 def test_clients_are_told_no_more_than_the_pools_hold():
     engine = fake_engine("swiftllm", num_gpu_blocks=8, num_cpu_blocks=0, block_size=4, max_model_len=100)
     context = ServingContext(SimpleNamespace(ready=EngineService(engine).ready(), tokenizer=None), ServerSettings())
-    assert context.admission.longest_request == model_card(context)["max_model_len"] == 33
+    assert context.request_limits.longest_request == model_card(context)["max_model_len"] == 33
     engine.make_request("fits", [1] * 30, SamplingParams(max_tokens=3))
     with pytest.raises(RequestRefused):
         engine.make_request("does not", [1] * 31, SamplingParams(max_tokens=3))

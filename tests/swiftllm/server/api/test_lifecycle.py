@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from swiftllm.server.service.limits import ServiceLimits
-from swiftllm.server.service.service import EngineService
+from swiftllm.server.engine_process import EngineService
+from swiftllm.server.messages import ServiceLimits
 from tests.reference.fake_backend import expected_output
 from tests.reference.fake_engine import fake_engine
 from tests.swiftllm.server.http_server import TIMEOUT_S, Gate, running, server_process

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from fastapi import FastAPI
 
-from swiftllm.server.api.app import lifespan_of
+from swiftllm.server.app import lifespan_of
 
 
 def test_background_work_that_fails_is_logged_at_once_and_other_work_goes_on(caplog: pytest.LogCaptureFixture) -> None:

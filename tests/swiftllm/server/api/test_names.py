@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swiftllm.server.api.context import fingerprint_of, is_of_folder
+from swiftllm.server.context import fingerprint_of, is_of_folder
 from swiftllm.server.settings import ServerSettings
 from tests.swiftllm.server.api.test_errors import COMPLETIONS, error_of, fake_service
 from tests.swiftllm.server.http_server import running

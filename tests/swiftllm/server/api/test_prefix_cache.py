@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swiftllm import LLM
-from swiftllm.server.service.service import EngineService
+from swiftllm.server.engine_process import EngineService
 from swiftllm.server.settings import ServerSettings
 from tests.swiftllm.server.conftest import OPTIONS
 from tests.swiftllm.server.http_server import RunningServer, running

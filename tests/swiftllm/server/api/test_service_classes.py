@@ -12,13 +12,13 @@ import pytest
 from apex.strategy import StrategyConfig
 from swiftllm import SamplingParams
 from swiftllm.core.request import ServiceClass
-from swiftllm.scheduling.arrival_queue import ArrivalQueue
-from swiftllm.server.api.contract.protocol import CompletionRequest
-from swiftllm.server.api.errors import as_api_error
-from swiftllm.server.observe.metrics import Metrics
-from swiftllm.server.service.limits import NewRequest, ServiceLimits
-from swiftllm.server.service.places import QueueFull
-from swiftllm.server.service.snapshot import take_snapshot
+from swiftllm.scheduling.state import ArrivalQueue
+from swiftllm.server.client import QueueFull
+from swiftllm.server.engine_status import take_snapshot
+from swiftllm.server.messages import NewRequest, ServiceLimits
+from swiftllm.server.metrics import Metrics
+from swiftllm.server.parsing import as_api_error
+from swiftllm.server.protocol import CompletionRequest
 from tests.reference.fake_engine import fake_engine, flat_table
 from tests.swiftllm.server.api.test_lifecycle import COMPLETIONS, LONG, gated, request_bytes, wait_for
 from tests.swiftllm.server.http_server import Gate

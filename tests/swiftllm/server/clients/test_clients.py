@@ -9,7 +9,7 @@ import pytest
 
 from scripts.clients.shared import Server
 from swiftllm import LLM
-from swiftllm.server.service.service import EngineService, ServiceLimits
+from swiftllm.server.engine_process import EngineService, ServiceLimits
 from swiftllm.server.settings import ServerSettings
 from tests.reference.tiny_model import make_tiny_llama
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer

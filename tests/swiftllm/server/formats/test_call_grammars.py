@@ -10,10 +10,10 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from swiftllm.model.folder.tokenizer import Tokenizer
+from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.sampling.grammar import CompiledGrammar, GrammarCompiler, GrammarDeadEnd
-from swiftllm.server.formats.call_grammars import CALLS, AnswerGrammar
-from swiftllm.server.formats.calls import FORMATS, CallReader
+from swiftllm.server.tool_calls import FORMATS, CallReader
+from swiftllm.server.tools import CALLS, AnswerGrammar
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "<think>")

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from swiftllm.server.formats.calls import FORMATS, CallReader, format_of
-from swiftllm.server.formats.formats import Formats
-from swiftllm.server.formats.parts import Part, Reader, joined
+from swiftllm.server.answer_formats import Formats
+from swiftllm.server.answer_parts import Part, Reader, joined
 from swiftllm.server.settings import ServerSettings
+from swiftllm.server.tool_calls import FORMATS, CallReader, format_of
 
 TOOLS = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
 TEMPLATES = {

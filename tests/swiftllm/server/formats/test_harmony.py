@@ -7,10 +7,9 @@ import random
 
 import pytest
 
-from swiftllm.server.formats import harmony
-from swiftllm.server.formats.formats import Formats
-from swiftllm.server.formats.harmony import LONGEST_HEADER, HarmonyReader, is_harmony
-from swiftllm.server.formats.parts import Part
+from swiftllm.server import answer_formats
+from swiftllm.server.answer_formats import LONGEST_HEADER, Formats, HarmonyReader, is_harmony
+from swiftllm.server.answer_parts import Part
 from tests.swiftllm.server.formats.test_readers import calls_in, cut, read
 
 PROMPT = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
@@ -84,14 +83,15 @@ def test_text_comes_as_soon_as_it_is_certain() -> None:
 
 
 WORDS = (
-    *harmony.ENDS, "<|message|>", "<|constrain|>json", "analysis", "final", "commentary", " to=functions.f", "to=",
-    "assistant", " ", "\n", "a", "<", "<|", "{}", '{"a": 1}', "{", "é", THOUGHT, FINAL, NEXT, CALL, *[NEXT + CALL] * 5,
+    *answer_formats.ENDS, "<|message|>", "<|constrain|>json", "analysis", "final", "commentary", " to=functions.f",
+    "to=", "assistant", " ", "\n", "a", "<", "<|", "{}", '{"a": 1}', "{", "é", THOUGHT, FINAL, NEXT, CALL,
+    *[NEXT + CALL] * 5,
 )  # fmt: skip
 
 
 def test_random_text_is_read_the_same_in_any_pieces(monkeypatch) -> None:
     draw, found = random.Random(2), 0
-    monkeypatch.setattr(harmony, "LONGEST_HEADER", 90)
+    monkeypatch.setattr(answer_formats, "LONGEST_HEADER", 90)
     for _ in range(4000):
         text, prompt = (
             "".join(draw.choices(WORDS, k=draw.randint(0, 8))),

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftllm.core.request import TokenLogprob
-from swiftllm.model.folder.tokenizer import Tokenizer
-from swiftllm.server.formats.output_text import OutputText, ReadText, StopStrings
-from swiftllm.server.formats.parts import Part, joined
-from swiftllm.server.formats.reasoning import ContentReader, ReasoningReader
-from swiftllm.server.service.token_streams import Delta
+from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.server.answer_formats import ContentReader, ReasoningReader
+from swiftllm.server.answer_parts import Part, joined
+from swiftllm.server.messages import Delta
+from swiftllm.server.output_text import OutputText, ReadText, StopStrings
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 
 TEXTS = st.text("ab\n", max_size=30)

@@ -8,10 +8,9 @@ import sys
 
 import pytest
 
-from swiftllm.server.formats.calls import FORMATS, CallReader, FirstCallReader, ForcedCall
-from swiftllm.server.formats.formats import Formats
-from swiftllm.server.formats.parts import Part, Reader, joined
-from swiftllm.server.formats.reasoning import ContentReader, ReasoningReader, reasons
+from swiftllm.server.answer_formats import ContentReader, Formats, ReasoningReader, reasons
+from swiftllm.server.answer_parts import Part, Reader, joined
+from swiftllm.server.tool_calls import FORMATS, CallReader, FirstCallReader, ForcedCall
 
 ONE, TWO = '{"name": "f", "arguments": {"a": "<x>"}}', '{"name": "g", "parameters": {}}'
 CALLS = [("f", {"a": "<x>"}), ("g", {})]

@@ -11,10 +11,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from swiftllm.server.api.app import lifespan_of
-from swiftllm.server.observe import activity as module
-from swiftllm.server.observe.activity import activity_line, log_activity
-from swiftllm.server.service.snapshot import Snapshot
+from swiftllm.server import metrics as module
+from swiftllm.server.app import lifespan_of
+from swiftllm.server.engine_status import Snapshot
+from swiftllm.server.metrics import activity_line, log_activity
 
 BEFORE = Snapshot(uptime_s=10.0, iterations=5, prompt_tokens=100, output_tokens=50, strategy_iterations={"gpu-only": 5})
 AFTER = Snapshot(

@@ -12,18 +12,15 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from apex.simulator.build import build_simulated
-from apex.simulator.hardware.files import load_gpu, load_host, load_model_config
-from apex.simulator.prediction.calibrated_profile import hardware_profile
+from apex.simulator.hardware_files import load_gpu, load_host, load_model_config
+from apex.simulator.predicted_profile import hardware_profile
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import IterationPlan, StepResult
-from swiftllm.core.request import FinishReason, Request, SamplingParams, ServiceClass
-from swiftllm.core.slo import Slo
+from swiftllm.core.request import FinishReason, Request, SamplingParams, ServiceClass, Slo
 from swiftllm.engine.engine import Engine
-from swiftllm.server.observe.metrics import Metrics, family_of
-from swiftllm.server.service.histograms import EngineHistograms, Histogram, one_two_five
-from swiftllm.server.service.limits import NewRequest
-from swiftllm.server.service.snapshot import Counts, Health
-from swiftllm.server.service.token_streams import TokenStream
+from swiftllm.server.engine_status import Counts, EngineHistograms, Health, Histogram, one_two_five
+from swiftllm.server.messages import NewRequest, TokenStream
+from swiftllm.server.metrics import Metrics, family_of
 from tests.swiftllm.server.fake_service import FakeService
 
 REPO = Path(__file__).resolve().parents[4]

@@ -15,10 +15,10 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from swiftllm.server.api.app import lifespan_of
-from swiftllm.server.observe import status
-from swiftllm.server.observe.status import COLUMNS, StatusPage, assemble_page, sample
-from swiftllm.server.service.snapshot import Counts, Health, Snapshot
+from swiftllm.server import status_page
+from swiftllm.server.app import lifespan_of
+from swiftllm.server.engine_status import Counts, Health, Snapshot
+from swiftllm.server.status_page import COLUMNS, StatusPage, assemble_page, sample
 from tests.evaluation.headless_browser import Browser, open_browser
 from tests.swiftllm.server.fake_service import FakeService
 
@@ -88,8 +88,8 @@ def test_a_page_is_sent_what_is_new_to_it() -> None:
 
 
 def test_history_is_bounded(monkeypatch) -> None:
-    monkeypatch.setattr(status, "HISTORY_SAMPLES", 4)
-    monkeypatch.setattr(status, "SAMPLE_INTERVAL_S", 0.001)
+    monkeypatch.setattr(status_page, "HISTORY_SAMPLES", 4)
+    monkeypatch.setattr(status_page, "SAMPLE_INTERVAL_S", 0.001)
     service = FakeService()
     service.ready.records = False
     with TestClient(app_of(StatusPage(service, "model"))) as client:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from swiftllm.config import EngineConfig
-from swiftllm.runtime import cores
-from swiftllm.server.service.client import EngineNotBuilt
-from swiftllm.server.service.engine_process import EngineProcess
+from swiftllm.runtime import execution_context
+from swiftllm.server.client import EngineNotBuilt
+from swiftllm.server.engine_process import EngineProcess
 
 GRACE_S = 60.0
 
 
 def tell_threads() -> None:
     """Runs in the engine's process, and tells what CPU attention would get beside a GPU of a machine with 8 threads."""
-    cores.usable_cores, cores.physical_cores = lambda: 8, lambda: 4
-    divisions = cores.core_divisions(EngineConfig("folder"), without_gpu=False)
+    execution_context.usable_cores, execution_context.physical_cores = lambda: 8, lambda: 4
+    divisions = execution_context.core_divisions(EngineConfig("folder"), without_gpu=False)
     raise ValueError(f"threads: {[division.cpu_threads for division in divisions]}")
 
 

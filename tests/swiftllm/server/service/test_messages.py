@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import random
 
-from swiftllm.core.sampling_params import SamplingParams
-from swiftllm.scheduling.admission import as_token_array
-from swiftllm.server.service.limits import NewRequest
-from swiftllm.server.service.messages import (
-    End,
-    Frames,
-    Message,
-    ResetPrefixCache,
-    Submit,
-    decode_to_engine,
-    frame,
-)
-from swiftllm.server.service.service import EngineService
+from swiftllm.core.request import SamplingParams
+from swiftllm.scheduling.validation import as_token_array
+from swiftllm.server.engine_process import EngineService
+from swiftllm.server.messages import End, Frames, Message, NewRequest, ResetPrefixCache, Submit, decode_to_engine, frame
 from tests.reference.fake_engine import fake_engine
 
 BIAS = {token: 1.0 for token in range(40)}

@@ -13,11 +13,10 @@ from swiftllm.core.plan import IterationPlan
 from swiftllm.core.request import RequestRefused, SamplingParams
 from swiftllm.engine.engine import Engine
 from swiftllm.scheduling.state import SchedulerState
-from swiftllm.server.service.engine_loop import EngineLoop
-from swiftllm.server.service.limits import NewRequest, ServiceLimits
-from swiftllm.server.service.places import QueueFull, ServiceStopping
-from swiftllm.server.service.service import EngineService
-from swiftllm.server.service.watchdog import watch_engine
+from swiftllm.server.client import QueueFull, ServiceStopping
+from swiftllm.server.engine_loop import EngineLoop, watch_engine
+from swiftllm.server.engine_process import EngineService
+from swiftllm.server.messages import NewRequest, ServiceLimits
 from tests.reference.fake_engine import fake_engine
 from tests.reference.faulty_backend import FaultyBackend
 from tests.swiftllm.server.serving import (
@@ -325,7 +324,7 @@ def test_steps_of_which_nothing_comes_end_after_the_stall_timeout(monkeypatch) -
 
 
 def test_a_step_that_hangs_is_reported_and_waited_for_with_limits(caplog, monkeypatch) -> None:
-    monkeypatch.setattr("swiftllm.server.service.watchdog.MAX_INTERVAL_S", 0.001)
+    monkeypatch.setattr("swiftllm.server.engine_loop.MAX_INTERVAL_S", 0.001)
     engine, clock = make_engine(), Clock()
     gate = Gate(engine)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from swiftllm.core.request import SamplingParams
-from swiftllm.server.service.limits import NewRequest
-from swiftllm.server.service.token_streams import Delta, Failure, TokenStream
+from swiftllm.server.messages import Delta, Failure, NewRequest, TokenStream
 
 
 def new_stream() -> tuple[TokenStream, list[Delta]]:

@@ -12,10 +12,10 @@ from quantise import write_folder
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config
 
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.folder.hub import WEIGHT_FILES
-from swiftllm.model.weights.llama_weights import WeightsError, dummy_weights, load_weights
-from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.folder import WEIGHT_FILES
+from swiftllm.model.weights import WeightsError, dummy_weights, load_weights
+from swiftllm.ops.matrices import QuantisedMatrix
 from tests.reference.tiny_model import make_tiny_llama
 
 LAYOUTS = {  # name: layout, symmetric, act-order
@@ -128,13 +128,13 @@ def test_loading_to_a_device_holds_one_tensor_of_the_file_in_host_memory(tmp_pat
     """The tensors that a device has got are not kept in host memory: at most two are there at a time."""
     import weakref
 
-    from swiftllm.model.weights import llama_weights
+    from swiftllm.model import weights
 
     source = make_tiny_llama(tmp_path / "source", num_hidden_layers=2)
     write_folder(source, tmp_path / "gptq", "gptq", 32)
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0
-    read_tensors = llama_weights.read_tensors
+    read_tensors = weights.read_tensors
 
     class Watched:
         def __init__(self, stored) -> None:
@@ -148,11 +148,11 @@ def test_loading_to_a_device_holds_one_tensor_of_the_file_in_host_memory(tmp_pat
             return tensor
 
     monkeypatch.setattr(
-        llama_weights, "read_tensors", lambda path: ((name, Watched(stored)) for name, stored in read_tensors(path))
+        weights, "read_tensors", lambda path: ((name, Watched(stored)) for name, stored in read_tensors(path))
     )
     config = ModelConfig.from_folder(tmp_path / "gptq")
     monkeypatch.setattr(torch, "equal", lambda *_: True)  # nothing can be compared on the device "meta"
-    monkeypatch.setattr("swiftllm.model.weights.quantised.readers.zero_offset", lambda *_: 1)
+    monkeypatch.setattr("swiftllm.model.quantised_weights.zero_offset", lambda *_: 1)
     load_weights(tmp_path / "gptq", config, "meta", torch.float16)
     assert 1 <= most <= 2
     shutil.rmtree(tmp_path / "gptq")

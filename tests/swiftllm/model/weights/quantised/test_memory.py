@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from swiftllm.model.config.model_config import ModelConfig
-from swiftllm.model.config.quantisation import AWQ, QuantisationScheme
-from swiftllm.model.stages.loaded_weights import LoadedWeights
-from swiftllm.model.weights.llama_weights import dummy_weights
-from swiftllm.model.weights.sizes import weight_bytes
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.quantisation import AWQ, QuantisationScheme
+from swiftllm.model.stages import LoadedWeights
+from swiftllm.model.weights import dummy_weights
 from swiftllm.ops.cpu import CpuOps
+from swiftllm.runtime.memory import weight_bytes
 
 PLAIN = ModelConfig(  # outputs are whole panels of all layouts
     num_layers=3,

@@ -10,11 +10,10 @@ import pytest
 import quantise
 import torch
 
-from swiftllm.model.config.quantisation import AWQ, COMPRESSED_TENSORS, GPTQ, MXFP4, QuantisationScheme
-from swiftllm.model.weights.packed_tensor import PackedTensor, in_chunks, map_tensors
-from swiftllm.model.weights.quantised.fused import FusedTarget
-from swiftllm.model.weights.quantised.readers import StoredMatrix, input_order, open_matrix, sort_into_runs
-from swiftllm.ops.quantised_matrix import QuantisedMatrix
+from swiftllm.model.quantisation import AWQ, COMPRESSED_TENSORS, GPTQ, MXFP4, QuantisationScheme
+from swiftllm.model.quantised_weights import FusedTarget, StoredMatrix, input_order, open_matrix, sort_into_runs
+from swiftllm.model.weight_memory import PackedTensor, in_chunks, map_tensors
+from swiftllm.ops.matrices import QuantisedMatrix
 from tests.swiftllm.model.weights.quantised import unpackers
 
 SHAPES = [(24, 64, 32), (8, 160, 16), (40, 144, None), (16, 256, 128)]  # outputs, inputs, group size

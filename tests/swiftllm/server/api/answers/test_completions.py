@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from swiftllm.core.request import TokenLogprob
-from swiftllm.model.folder.tokenizer import Tokenizer
-from swiftllm.server.api.answers.completions import CompletionAnswer
-from swiftllm.server.api.contract.protocol import CompletionRequest
-from swiftllm.server.formats.output_text import Piece
+from swiftllm.model.tokenizer import Tokenizer
+from swiftllm.server.completions import CompletionAnswer
+from swiftllm.server.output_text import Piece
+from swiftllm.server.protocol import CompletionRequest
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 
 

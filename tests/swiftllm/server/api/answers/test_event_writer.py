@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swiftllm.server.api.answers.event_writer import EventWriter
+from swiftllm.server.answer import EventWriter
 
 
 class Client:

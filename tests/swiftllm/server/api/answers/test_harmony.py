@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from swiftllm import LLM
-from swiftllm.server.service.service import EngineService, ServiceLimits
+from swiftllm.server.engine_process import EngineService, ServiceLimits
 from swiftllm.server.settings import ServerSettings
 from tests.swiftllm.server.api.contract.test_tools import TOOLS
 from tests.swiftllm.server.api.test_errors import CHAT, HELLO
@@ -69,14 +69,12 @@ def test_reasoning_before_a_call_goes_back_into_the_prompt(server) -> None:
 def test_special_tokens_are_read(server, monkeypatch) -> None:
     """In gpt-oss' vocabulary the marks are, and a text without them has no form."""
     seen = []
-    monkeypatch.setattr(
-        "swiftllm.server.api.contract.protocol.OutputText", lambda *a, **how: seen.append(how) or make(*a, **how)
-    )
+    monkeypatch.setattr("swiftllm.server.protocol.OutputText", lambda *a, **how: seen.append(how) or make(*a, **how))
     server.post(CHAT, body_of(SAID + FINAL))
     assert [how["skip_special_tokens"] for how in seen] == [False]
 
 
 def make(*arguments: object, **how: object) -> object:
-    from swiftllm.server.formats.output_text import OutputText
+    from swiftllm.server.output_text import OutputText
 
     return OutputText(*arguments, **how)

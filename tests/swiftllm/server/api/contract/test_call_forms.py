@@ -7,7 +7,7 @@ import json
 import pytest
 
 from swiftllm import LLM
-from swiftllm.server.service.service import EngineService, ServiceLimits
+from swiftllm.server.engine_process import EngineService, ServiceLimits
 from swiftllm.server.settings import ServerSettings
 from tests.swiftllm.server.api.test_errors import CHAT, HELLO
 from tests.swiftllm.server.conftest import OPTIONS

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from swiftllm.model.folder.tokenizer import Tokenizer
+from swiftllm.model.tokenizer import Tokenizer
 from tests.reference.tiny_tokenizer import BEYOND_ASCII
 from tests.swiftllm.server.api.test_errors import CHAT, COMPLETIONS, HELLO, error_of
 from tests.swiftllm.server.http_server import TIMEOUT_S

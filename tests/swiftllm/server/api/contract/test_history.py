@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from swiftllm.server.api.contract.parsing import parse_body
-from swiftllm.server.api.contract.protocol import ChatMessage
+from swiftllm.server.parsing import parse_body
+from swiftllm.server.protocol import ChatMessage
 
 
 def rendered(**fields: object) -> dict:

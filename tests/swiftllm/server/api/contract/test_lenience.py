@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from swiftllm.server.api.contract.parsing import parse_body
-from swiftllm.server.api.contract.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
-from swiftllm.server.api.errors import ApiError
-from swiftllm.server.api.translations.messages_body import MessagesRequest
-from swiftllm.server.api.translations.responses_body import ResponsesRequest
+from swiftllm.server.anthropic import MessagesRequest
+from swiftllm.server.parsing import ApiError, parse_body
+from swiftllm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
+from swiftllm.server.responses import ResponsesRequest
 from tests.swiftllm.server.api.test_errors import CHAT, COMPLETIONS, HELLO, error_of
 
 LEAST = {

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from evaluation.results.paths import REPO_ROOT
-from swiftllm.server.api.contract.protocol import ChatRequest, CompletionRequest
-from swiftllm.server.api.contract.unsupported import NOT_IMPLEMENTED
+from swiftllm.server.protocol import NOT_IMPLEMENTED, ChatRequest, CompletionRequest
 
 
 def rows() -> list[tuple[set[str], str]]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from swiftllm import LLM, SamplingParams
-from swiftllm.server.api.answers.generation import that_fit
-from swiftllm.server.service.service import EngineService
+from swiftllm.server.answer import that_fit
+from swiftllm.server.engine_process import EngineService
 from swiftllm.server.settings import ServerSettings
 from tests.reference.fake_engine import fake_engine
 from tests.reference.tiny_model import make_tiny_llama

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from httpx_sse import connect_sse
 
-from swiftllm.server.api.contract.parsing import parse_body
-from swiftllm.server.api.translations.messages_body import MessagesRequest
+from swiftllm.server.anthropic import MessagesRequest
+from swiftllm.server.parsing import parse_body
 from tests.swiftllm.server.api.test_errors import HELLO, error_of
 
 MESSAGES, CHAT = "/v1/messages", "/v1/chat/completions"

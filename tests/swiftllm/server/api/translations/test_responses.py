@@ -10,9 +10,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from swiftllm.server.api.contract.parsing import parse_body
-from swiftllm.server.api.errors import ApiError
-from swiftllm.server.api.translations.responses_body import ResponsesRequest
+from swiftllm.server.parsing import ApiError, parse_body
+from swiftllm.server.responses import ResponsesRequest
 from tests.swiftllm.server.api.test_errors import error_of
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
@@ -172,7 +171,7 @@ def test_a_schema_that_does_not_compile_is_refused_by_its_field(server):
 
 
 def test_a_stream_that_fails_ends_in_an_error_that_the_client_raises(server, monkeypatch):
-    from swiftllm.server.api.translations.typed_answer import TypedAnswer
+    from swiftllm.server.translation import TypedAnswer
 
     written = TypedAnswer.chunk_event
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from swiftllm import LLM
-from swiftllm.server.api.contract.parsing import parse_body
-from swiftllm.server.api.translations import request
-from swiftllm.server.api.translations.responses_body import ResponsesRequest
-from swiftllm.server.service.service import EngineService, ServiceLimits
+from swiftllm.server import translation
+from swiftllm.server.engine_process import EngineService, ServiceLimits
+from swiftllm.server.parsing import parse_body
+from swiftllm.server.responses import ResponsesRequest
 from swiftllm.server.settings import ServerSettings
 from tests.swiftllm.server.api.test_errors import error_of
 from tests.swiftllm.server.conftest import OPTIONS
@@ -103,7 +103,7 @@ def test_functions_alone_reach_the_model_and_those_of_namespaces_by_whole_names(
 
 
 def test_the_log_says_once_what_is_left_out(caplog, monkeypatch) -> None:
-    monkeypatch.setattr(request, "_left_out", set())
+    monkeypatch.setattr(translation, "_left_out", set())
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             chat_of(tools=[WEB_SEARCH, WEB_SEARCH, {"type": "mcp", "server_label": "x"}])

@@ -11,13 +11,12 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from swiftllm.server.api.contract.protocol import ChatRequest
-from swiftllm.server.api.translations.messages_answer import MessageAnswer
-from swiftllm.server.api.translations.responses_answer import ResponseAnswer
-from swiftllm.server.api.translations.responses_body import ResponsesRequest
-from swiftllm.server.api.translations.typed_answer import TypedAnswer
-from swiftllm.server.formats.output_text import Piece
-from swiftllm.server.formats.parts import Part
+from swiftllm.server.answer_parts import Part
+from swiftllm.server.anthropic import MessageAnswer
+from swiftllm.server.output_text import Piece
+from swiftllm.server.protocol import ChatRequest
+from swiftllm.server.responses import ResponseAnswer, ResponsesRequest
+from swiftllm.server.translation import TypedAnswer
 
 PARTS = [
     [Part("reasoning", "Look "), Part("reasoning", "it up")],

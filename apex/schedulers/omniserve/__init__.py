@@ -1,1 +1,0 @@
-"""OmniServe: latency-sensitive requests within their targets, best-effort requests with what is left."""

@@ -1,1 +1,0 @@
-"""Predicted times of a machine and a model: profile tables, placements of weights, the bound of all schedules."""

@@ -1,0 +1,515 @@
+"""Block tables of the requests, and the prefix cache, in both tiers. Pure bookkeeping, no tensors.
+
+A request that starts holds the cached blocks of its tokens: those of its tier are shared, those of the other tier are
+copied to its own. Full blocks never change, and the last, partial block is always a request's own. Where layers have
+attention windows, blocks are overwritten (:mod:`swiftllm.kv.block_pool`), and no prefix is cached.
+"""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from hashlib import sha256
+from itertools import chain, islice
+
+from swiftllm.core.plan import Swap
+from swiftllm.core.request import Request, Tier
+from swiftllm.kv.block_pool import BlockPool, HostPools, LayerGroups
+
+# -- block hashes ------------------------------------------------------------------------------------------------------
+# Names of full KV blocks: two blocks have one name only if they hold K and V of the same tokens at the same place.
+#
+# A name is the SHA-256 of the name before it and of the block's token ids, so it stands for all tokens up to the
+# block's end. The chain begins at a secret of the process and the request's ``cache_salt``. So nobody outside can
+# compute a name, or find two texts with one, and requests with different salts never share a block. Weights and formats
+# of the tiers are those of one engine, which has a secret of its own. Where the CPU tier is int8, blocks of one name
+# may differ in the bits that its codes lose: one that comes back from there holds elements made of codes.
+
+
+class BlockHashes:
+    """Makes the names of one engine's blocks of ``block_size`` tokens. :meth:`extend` may be called on any thread."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._secret = secrets.token_bytes(32)
+
+    def _root(self, salt: str | None) -> bytes:
+        return sha256(self._secret + (b"" if salt is None else b"\0" + salt.encode("utf-8", "surrogatepass"))).digest()
+
+    def extend(self, request: Request, num_blocks: int) -> None:
+        """Add to ``request.block_hashes`` until there are so many. All tokens of these blocks must be known."""
+        names, size = request.block_hashes, self._block_size
+        assert names is not None, "a request that has no part in the cache"
+        first = len(names)
+        if first >= num_blocks:
+            return
+        tokens = memoryview(array("i", request.token_ids(first * size, num_blocks * size)).tobytes())
+        num_bytes = 4 * size
+        name = names[-1] if names else self._root(request.cache_salt)
+        for start in range(0, len(tokens), num_bytes):
+            name = sha256(name + tokens[start : start + num_bytes]).digest()
+            names.append(name)
+
+
+# -- block tables and prefix cache -------------------------------------------------------------------------------------
+
+LEAST_COMPUTED = 2
+"""Tokens of a request that are computed at least when it starts, so that it starts as a prompt and not as a decode."""
+
+
+class KVCacheManager:
+    """Block tables of all requests that hold KV cache. A block holds ``block_size`` tokens in all layers of a group.
+
+    The CPU tier may have several pools: this host's, and other hosts'. All blocks of a request are in one pool.
+
+    Attributes:
+        groups: the layers by their attention window.
+        block_tables: of each request, in its tier.
+        names: of full blocks; None without a prefix cache.
+        swaps: copies for the plan being made, in order.
+        most_copies: cached GPU blocks that a plan copies to the CPU tier at most, before they are reused.
+        copying_pays: whether so many blocks should be copied from the tier, or be computed again.
+    """
+
+    most_copies = 0
+    copying_pays: Callable[[Tier, int], bool] = staticmethod(lambda source, num_blocks: True)
+
+    def __init__(
+        self,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        block_size: int,
+        host_blocks: Sequence[int] = (),
+        cached_tiers: Collection[Tier] = (),
+        groups: LayerGroups | None = None,
+    ) -> None:
+        """``host_blocks``: the blocks of each other host; their ids follow those of this host. ``cached_tiers``: where
+        prefixes are cached. ``groups``: by default one whose layers attend to all tokens."""
+        self.groups = groups or LayerGroups(block_size)
+        assert self.groups.are_exact or not cached_tiers, "blocks of a ring are overwritten"
+        self.block_size = block_size
+        self.names = BlockHashes(block_size) if cached_tiers else None
+        self.host_pools = HostPools((num_cpu_blocks, *host_blocks), caches=Tier.CPU in cached_tiers)
+        self._gpu_pool = gpu = BlockPool(num_gpu_blocks, caches=Tier.GPU in cached_tiers)
+        local = self.host_pools.pools[0]
+        self.allocators: dict[Tier, BlockPool | HostPools] = {
+            Tier.GPU: gpu,
+            Tier.CPU: self.host_pools if host_blocks else local,
+        }
+        self._caching = [pool for pool in (gpu, *self.host_pools.pools) if pool.caches]
+        if gpu.caches and local.caches:
+            gpu.on_evict = self._save_evicted
+        self.block_tables: dict[str, list[int]] = {}
+        self.begin_plan()
+
+    def begin_plan(self) -> None:
+        self.swaps: list[Swap] = []
+        self._copies_left = self.most_copies
+        self._arriving: set[int] = set()  # GPU blocks that the swaps of this plan fill
+
+    @property
+    def moves(self) -> list[Swap]:
+        """The swaps of the plan being made by which requests move, all in one direction."""
+        return [swap for swap in self.swaps if swap.request is not None]
+
+    @property
+    def move_source(self) -> Tier | None:
+        """The tier that they leave."""
+        return self.moves[0].source if self.moves else None
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return self.groups.blocks_for(num_tokens)
+
+    def _slots_for(self, num_tokens: int) -> int:
+        """The tokens that the blocks for so many can hold."""
+        return -(-num_tokens // self.block_size) * self.block_size
+
+    def capacity(self, tier: Tier) -> int:
+        """Blocks that a tier always has. Other hosts may go away, so theirs do not count."""
+        return self.host_pools.pools[0].num_blocks if tier is Tier.CPU else self.allocators[tier].num_blocks
+
+    def pools(self, tier: Tier) -> Sequence[BlockPool]:
+        """The pools of a tier in the order in which they are filled: this host, then the host with most free blocks."""
+        allocator = self.allocators[tier]
+        return allocator.by_preference() if isinstance(allocator, HostPools) else (allocator,)
+
+    def pool_of(self, request: Request) -> BlockPool:
+        """The pool of a request that holds blocks."""
+        assert request.tier is not None, "a waiting request"
+        allocator = self.allocators[request.tier]
+        if isinstance(allocator, HostPools):
+            return allocator.pool_of(self.block_tables[request.request_id][0])
+        return allocator
+
+    def num_free(self, tier: Tier) -> int:
+        """Blocks that can be allocated, cached ones included."""
+        return self.allocators[tier].num_free
+
+    def num_held(self, request: Request) -> int:
+        return len(self.block_tables.get(request.request_id, ()))
+
+    def num_freed_with(self, requests: Sequence[Request]) -> int:
+        """Blocks that come free with all of these requests of one tier. Others may share some of theirs."""
+        if not self._caching:
+            return sum(map(self.num_held, requests))
+        holders: dict[BlockPool, Counter[int]] = {}
+        for request in requests:
+            if table := self.block_tables.get(request.request_id):
+                holders.setdefault(self.pool_of(request), Counter()).update(table)
+        return sum(
+            count == pool.num_holders(block) for pool, counts in holders.items() for block, count in counts.items()
+        )
+
+    # -- blocks of requests -------------------------------------------------------------------------------------------
+
+    def start(self, request: Request, num_tokens: int) -> None:
+        """Give a request that enters its tier, which has room, blocks for ``num_tokens``: cached ones for the longest
+        prefix of its tokens, and others. Its ``num_uncomputed`` tells how many tokens are left to compute."""
+        tier = request.tier
+        assert tier is not None, "a request that enters no tier"
+        names, num_blocks = self._names_to_find(request), self.blocks_for(num_tokens)
+        pool = self._pool_with_room(tier, num_blocks, names)
+        here, there = self._longest_prefix(names, pool)
+        source = self._other_pool(pool) if there else None
+        pool.hold(here.values())
+        if source is not None:
+            source.hold(there.values())  # making room in this pool must not take them
+        others = iter(pool.allocate(num_blocks - len(here)))
+        table = [here[i] if i in here else next(others) for i in range(num_blocks)]
+        if source is not None:
+            for i in there:
+                pool.name(table[i], names[i])
+            self._swap(None, tier.other, list(there.values()), [table[i] for i in there])
+            source.free(list(there.values()))
+        pool.num_tables += 1
+        self.block_tables[request.request_id] = table
+        found = len(here) + len(there)
+        request.num_kv_slots, request.num_hashed = self._slots_for(num_tokens), found
+        request.num_uncomputed = request.num_tokens - found * self.block_size
+        if not request.output_len:
+            by_tier = {tier: len(here) * self.block_size, tier.other: len(there) * self.block_size}
+            request.cached_tokens = by_tier if found else None
+
+    def allocate_slots(self, request: Request, num_tokens: int) -> bool:
+        """Extend the request's table in its tier to ``num_tokens`` in total. False, and no change: too few blocks."""
+        if num_tokens <= request.num_kv_slots:
+            return True
+        missing = self.blocks_for(num_tokens) - self.blocks_for(request.num_kv_slots)
+        table = self.block_tables.get(request.request_id)
+        if table is None:
+            assert request.tier is not None, "a waiting request"
+            pool = self._pool_with_room(request.tier, missing)
+        else:
+            pool = self.pool_of(request)
+        if missing > pool.num_free:
+            return False
+        if table is None:
+            table = self.block_tables[request.request_id] = []
+            pool.num_tables += 1
+        table.extend(pool.allocate(missing))
+        request.num_kv_slots = self._slots_for(num_tokens)
+        return True
+
+    def allocate_block_each(self, requests: Sequence[Request], tier: Tier) -> bool:
+        """Give each of these requests of a tier room for ``block_size`` more tokens. False, and no change: too few
+        blocks."""
+        allocator = self.allocators[tier]
+        missing = [self._growth_of(request) for request in requests]
+        if isinstance(allocator, HostPools):
+            counts: Counter[BlockPool] = Counter()
+            for request, count in zip(requests, missing, strict=True):
+                counts[self.pool_of(request)] += count
+            if any(count > pool.num_free for pool, count in counts.items()):
+                return False
+            return all(self.allocate_slots(request, request.num_kv_slots + self.block_size) for request in requests)
+        if sum(missing) > allocator.num_free:
+            return False
+        blocks = iter(allocator.allocate(sum(missing)))
+        for request, count in zip(requests, missing, strict=True):
+            self.block_tables[request.request_id] += islice(blocks, count)
+            request.num_kv_slots += self.block_size
+        return True
+
+    def _growth_of(self, request: Request) -> int:
+        """The blocks of its next ``block_size`` tokens."""
+        if self.groups.are_exact:
+            return 1
+        return self.blocks_for(request.num_kv_slots + self.block_size) - self.blocks_for(request.num_kv_slots)
+
+    def move_blocks(self, request: Request, target: Tier) -> None:
+        """Move a request's blocks to the other tier, which must have room: those that are cached there are shared, the
+        others copied by a swap of this plan.
+
+        The source blocks are free at once, since an iteration runs its swaps first, in order.
+        """
+        self.publish(request)
+        old_blocks, old_pool = self.block_tables[request.request_id], self.pool_of(request)
+        new_pool = self._pool_with_room(target, len(old_blocks))
+        names = self._computed_names(request) if new_pool.caches else ()
+        shared = {i: block for i, name in enumerate(names) if (block := new_pool.find(name)) is not None}
+        new_pool.hold(shared.values())
+        others = iter(new_pool.allocate(len(old_blocks) - len(shared)))
+        new_blocks = [shared[i] if i in shared else next(others) for i in range(len(old_blocks))]
+        self.block_tables[request.request_id] = new_blocks
+        old_pool.free(old_blocks)
+        old_pool.num_tables -= 1
+        new_pool.num_tables += 1
+        copied = [i for i in range(len(old_blocks)) if i not in shared]
+        self._swap(request, target.other, [old_blocks[i] for i in copied], [new_blocks[i] for i in copied])
+        request.tier, request.num_hashed = target, 0
+        self.publish(request)
+
+    def drop_move(self, request: Request) -> None:
+        """The request is about to lose its blocks. A move of this plan is not carried out, unless others may find the
+        blocks that it fills."""
+        if self.names is None:
+            self.swaps = [swap for swap in self.swaps if swap.request is not request]
+
+    def may_move_out(self, request: Request) -> bool:
+        """Whether the blocks of a GPU request can move to the CPU tier: not before the swaps that fill them."""
+        return self._arriving.isdisjoint(self.block_tables[request.request_id])
+
+    def free_blocks(self, request: Request) -> None:
+        """Free all blocks of a request; no effect if it holds none."""
+        if self.block_tables.get(request.request_id):
+            self.publish(request)
+            pool = self.pool_of(request)
+            pool.free(self.block_tables.pop(request.request_id))
+            pool.num_tables -= 1
+        request.num_kv_slots = request.num_hashed = 0
+
+    def free_all_blocks(self) -> None:
+        """Free all blocks of both tiers, and drop all block tables and names."""
+        self.block_tables.clear()
+        for allocator in self.allocators.values():
+            allocator.free_all()
+
+    def _pool_with_room(self, tier: Tier, num_blocks: int, names: Sequence[bytes] = ()) -> BlockPool:
+        """Where a request that enters a tier gets its blocks: of the pools with room for it and the next token of each
+        request there, the one with most of ``names``, by default the first; else of those with room. Without any, the
+        one filled first."""
+        pools = self.pools(tier)
+        if len(pools) == 1:
+            return pools[0]
+        for spare in (self.groups.growth, 0):
+            roomy = [pool for pool in pools if num_blocks + spare * pool.num_tables <= pool.num_free]
+            if roomy:
+                return max(roomy, key=lambda pool: len(self._longest_prefix(names, pool)[0])) if names else roomy[0]
+        return pools[0]
+
+    # -- the prefix cache ---------------------------------------------------------------------------------------------
+
+    def name_prompt(self, request: Request) -> None:
+        """Name the full blocks of a new request's prompt, if there is a prefix cache. Any thread."""
+        if self.names is not None:
+            request.block_hashes = []
+            self.names.extend(request, request.prompt_len // self.block_size)
+
+    def publish(self, request: Request) -> None:
+        """Make the full blocks of a request findable, as far as their K and V are computed.
+
+        Prompts' are after each chunk. What decodes fill is when the request moves or gives its blocks back: naming 60
+        blocks an iteration of 1,000 decodes one by one takes half a millisecond.
+        """
+        if request.block_hashes is None or self.names is None:
+            return
+        num_full = request.num_computed_tokens // self.block_size
+        if num_full <= request.num_hashed:
+            return
+        pool, table = self.pool_of(request), self.block_tables[request.request_id]
+        if not pool.caches:
+            return
+        self.names.extend(request, num_full)
+        for i in range(request.num_hashed, num_full):
+            pool.name(table[i], request.block_hashes[i])
+        request.num_hashed = num_full
+
+    def num_findable(self, request: Request) -> int:
+        """The first blocks of a request's tokens that are cached, in whatever tier."""
+        count = 0
+        for name in self._names_to_find(request):
+            if all(pool.find(name) is None for pool in self._caching):
+                break
+            count += 1
+        return count
+
+    def num_shared(self, request: Request, tier: Tier) -> int:
+        """The blocks that others hold in a tier and a request would share there, so that they take no room, whether it
+        starts or moves. Counts none in a tier of several pools."""
+        (pool, *others), count = self.pools(tier), 0
+        names = self._names_to_find(request) if request.tier is None else self._computed_names(request)
+        for name in names if pool.caches and not others else ():
+            block = pool.find(name)
+            if block is None:
+                break
+            count += pool.num_holders(block) > 0
+        return count
+
+    def _names_to_find(self, request: Request) -> Sequence[bytes]:
+        """The blocks that a request may find; those whose prompt is to be scored must compute all of it."""
+        if not request.block_hashes or request.sampling.prompt_logprobs is not None:
+            return ()
+        return request.block_hashes[: max(0, request.num_tokens - LEAST_COMPUTED) // self.block_size]
+
+    def _computed_names(self, request: Request) -> Sequence[bytes]:
+        """The full blocks of a running request, as far as K and V are computed and names are made."""
+        return (request.block_hashes or ())[: request.num_computed_tokens // self.block_size]
+
+    def _other_pool(self, pool: BlockPool) -> BlockPool | None:
+        """The pool of the other tier from which cached blocks are copied to this one; those of other hosts stay."""
+        gpu, local = self._gpu_pool, self.host_pools.pools[0]
+        return {gpu: local, local: gpu}.get(pool)
+
+    def _longest_prefix(self, names: Sequence[bytes], pool: BlockPool) -> tuple[dict[int, int], dict[int, int]]:
+        """The cached blocks of the longest prefix, by place: those of a pool, and those to be copied to it."""
+        here: dict[int, int] = {}
+        there: dict[int, int] = {}
+        other = self._other_pool(pool)
+        on_gpu = pool is self._gpu_pool
+        too_early = () if on_gpu else self._arriving
+        for i, name in enumerate(names if pool.caches else ()):
+            if (block := pool.find(name)) is not None:
+                here[i] = block
+            elif other is not None and (block := other.find(name)) is not None and block not in too_early:
+                there[i] = block
+            else:
+                break
+        if there and not self.copying_pays(Tier.CPU if on_gpu else Tier.GPU, len(there)):
+            first = min(there)
+            return {i: block for i, block in here.items() if i < first}, {}
+        return here, there
+
+    def _save_evicted(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        """Copy cached GPU blocks that are about to be reused to the CPU tier, if it has room; of too many the newest.
+
+        A block that a swap of this plan fills cannot be the source of another one."""
+        local = self.host_pools.pools[0]
+        saved = [
+            (block, name)
+            for block, name in zip(blocks, names, strict=True)
+            if block not in self._arriving and local.find(name) is None
+        ]
+        most = min(self._copies_left, local.num_free)
+        saved = saved[len(saved) - most :] if most < len(saved) else saved
+        if not saved:
+            return
+        self._copies_left -= len(saved)
+        targets = local.allocate(len(saved))
+        for target, (_, name) in zip(targets, saved, strict=True):
+            local.name(target, name)
+        local.free(targets[::-1])
+        self._swap(None, Tier.GPU, [block for block, _ in saved], targets)
+
+    def _swap(self, request: Request | None, source: Tier, blocks: Sequence[int], targets: Sequence[int]) -> None:
+        self.swaps.append(Swap(request, source, tuple(blocks), tuple(targets)))
+        if source is Tier.CPU:
+            self._arriving.update(targets)
+
+    def is_filled_by(self, swap: Swap, request: Request) -> bool:
+        """Whether a swap fills blocks of a request that is in the tier where it goes."""
+        return not set(swap.target_blocks).isdisjoint(self.block_tables[request.request_id])
+
+    def forget_copies(self, swap: Swap) -> None:
+        """Forget the blocks that a swap fills: it is not known whether it did."""
+        for block in swap.target_blocks:
+            pool = self.host_pools.pool_of(block) if swap.source is Tier.GPU else self._gpu_pool
+            pool.forget([block])
+
+    def reset_cache(self) -> None:
+        """Forget the names of all blocks."""
+        for pool in self._caching:
+            pool.forget_all()
+
+    @property
+    def num_cached(self) -> dict[Tier, int]:
+        """Blocks that no request holds and that are still findable."""
+        return {tier: allocator.num_cached for tier, allocator in self.allocators.items()}
+
+    def check_blocks(self) -> None:
+        """Assert that each block is free, cached, or in as many tables as it has holders."""
+        held: Counter[int] = Counter()
+        for pool in (self._gpu_pool, *self.host_pools.pools):
+            held += pool.check()
+        assert held == Counter(chain.from_iterable(self.block_tables.values())), "a block is lost"
+
+
+def out_of_blocks(requests: Sequence[Request]) -> list[Request]:
+    """The requests without a cache slot for their newest token."""
+    return [request for request in requests if request.num_tokens > request.num_kv_slots]
+
+
+# -- a CPU tier of several pools ---------------------------------------------------------------------------------------
+# Room in a tier of several pools: a request has all of its blocks in one of them.
+
+
+class Fetches:
+    """The requests of other hosts whose blocks are fetched before they move to the GPU. They are idle until then.
+
+    A host that does not answer holds up these requests, and no iteration.
+    """
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self._before: dict[str, tuple[int, ...]] = {}  # by request, those that the last plan asked for
+        self._now: dict[str, tuple[int, ...]] = {}
+
+    def __contains__(self, request: Request) -> bool:
+        return request.request_id in self._now
+
+    def __len__(self) -> int:
+        return len(self._now)
+
+    def give_up(self, request: Request) -> None:
+        """The request loses its blocks."""
+        for asked in (self._before, self._now):
+            if (blocks := asked.pop(request.request_id, None)) is not None:
+                self._drop(blocks)
+
+    def begin_plan(self) -> None:
+        """What the last plan did not ask for is given up."""
+        for request_id in self._before.keys() - self._now.keys():
+            self._drop(self._before[request_id])
+        self._before, self._now = self._now, {}
+
+    def _drop(self, blocks: Sequence[int]) -> None:
+        fetcher = self._kv.host_pools.fetcher
+        assert fetcher is not None, "blocks that nobody has asked for"
+        fetcher.drop_fetched(blocks)
+
+    def are_here(self, request: Request) -> bool:
+        """Whether the blocks of an idle request of the CPU tier are on this host. If not, they are asked for."""
+        of_hosts = self._kv.host_pools
+        if of_hosts.fetcher is None or self._kv.pool_of(request) is of_hosts.pools[0]:
+            return True
+        blocks = self._now[request.request_id] = tuple(self._kv.block_tables[request.request_id])
+        if self._before.get(request.request_id) == blocks:
+            return of_hosts.fetcher.has_fetched(blocks)
+        of_hosts.fetcher.fetch(blocks)
+        return False
+
+
+def pool_has_room(kv: KVCacheManager, pool: BlockPool, num_blocks: int, without: Sequence[Request]) -> bool:
+    """Whether the pool, once its requests ``without`` are gone, can take ``num_blocks`` and the next token of each
+    request in it."""
+    gone = [request for request in without if kv.pool_of(request) is pool]
+    reserved = kv.groups.growth * (pool.num_tables - len(gone))
+    return num_blocks + reserved <= pool.num_free + kv.num_freed_with(gone)
+
+
+def victims_for(kv: KVCacheManager, num_blocks: int, evictable: Sequence[Request]) -> list[Request] | None:
+    """The requests to evict, of those that may be, the last ones first, so that some pool of the CPU tier can take
+    ``num_blocks``. A request of another pool frees nothing there. None: no pool can."""
+    pools = kv.pools(Tier.CPU)
+    if any(pool.num_free >= num_blocks for pool in pools):
+        return []
+    for pool in pools:
+        missing, victims = num_blocks - pool.num_free, []
+        for victim in reversed(evictable):
+            if missing > 0 and kv.pool_of(victim) is pool:
+                victims.append(victim)
+                missing -= kv.num_held(victim)
+        if missing <= 0:
+            return victims
+    return None

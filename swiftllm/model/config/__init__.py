@@ -1,1 +1,0 @@
-"""What config.json says of a model."""

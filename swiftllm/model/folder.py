@@ -1,0 +1,226 @@
+"""A model's folder: where it is, its files, and the tensors in them."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from swiftllm.files import expand
+
+# -- files -------------------------------------------------------------------------------------------------------------
+# The files of a model's folder: their names, which of several counts, and how one is read. All as transformers has it;
+# where it is not followed, :func:`tell` says so.
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+"""A folder with one of these has a tokenizer."""
+TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "additional_chat_templates/*.jinja")
+"""All that is read beside the weights."""
+INDEX = ".index.json"
+CHECKPOINTS = (
+    "model.safetensors",
+    f"model.safetensors{INDEX}",
+    f"gptq_model*.safetensors{INDEX}",  # as AutoGPTQ writes them
+    "gptq_model*.safetensors",
+)
+"""The first that is there counts. Files of other names are other forms of the same weights."""
+
+
+class DamagedFile(ValueError):
+    """A file cannot be read, or does not hold what it must; the message names it."""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+        DamagedFile: it holds none.
+        OSError: it cannot be read.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise DamagedFile(f"{path} holds no JSON object")
+    return value
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold the weights of a folder.
+
+    Raises:
+        FileNotFoundError: there are none, or one is missing; the message says which.
+        DamagedFile: the index names no files.
+    """
+    present = os.listdir(folder)
+    named = [folder / name for pattern in CHECKPOINTS for name in sorted(fnmatch.filter(present, pattern))]
+    first = next((path for path in named if path.is_file()), None)
+    if first is None and named:
+        raise FileNotFoundError(f"{absence_of(named[0])}: download the model again")
+    if first is None:
+        raise FileNotFoundError(
+            f"{folder} has neither {CHECKPOINTS[0]} nor {CHECKPOINTS[1]}; "
+            "convert the model to safetensors, or use load_format='dummy' to run without weights"
+        )
+    if not first.name.endswith(INDEX):
+        return [first]
+    files = [folder / name for name in sorted(set(weight_map(first).values()))]
+    for path in files:
+        if not path.is_file():
+            raise FileNotFoundError(f"{absence_of(path)}, and {first.name} names it: finish the download")
+    return files
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor that an index names.
+
+    Raises:
+        DamagedFile: it names none.
+    """
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, Mapping) or not places or not all(isinstance(file, str) for file in places.values()):
+        raise DamagedFile(f"{index} has no weight_map from tensors to files: download it again")
+    return dict(places)
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file is in a folder, which need not have it.
+
+    Raises:
+        FileNotFoundError: it is a link to nothing, as of a model in the hub's cache whose blob was removed.
+    """
+    if path.is_symlink() and not path.exists():
+        raise FileNotFoundError(f"{absence_of(path)}: download the model again")
+    return path.is_file()
+
+
+def absence_of(path: Path) -> str:
+    """What is wrong with a file that is not there."""
+    if path.is_symlink():
+        return f"{path} is a link to {os.path.realpath(path)}, which is not there"
+    return f"{path} is not there" if not path.exists() else f"{path} is no file"
+
+
+@cache
+def tell(message: str) -> None:
+    """Log, once a process, what of a folder is not followed. The message names the file and the field."""
+    logger.warning(message)
+
+
+# -- tensors in safetensors files --------------------------------------------------------------------------------------
+# The tensors in a model folder's safetensors files.
+
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+"""How the names of the vocabulary's two matrices end."""
+ROWS_AT_ONCE = 4096
+
+
+class WeightsError(DamagedFile):
+    """A checkpoint does not hold the tensors that config.json requires; the message names the tensors."""
+
+
+class StoredTensor(Protocol):
+    """A tensor of a checkpoint, of which slices can be read."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor: ...
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """Names of tensors, and what reads slices of each.
+
+    Raises:
+        FileNotFoundError: no safetensors in the folder, or a shard of the index is missing.
+        DamagedFile: a file is damaged.
+    """
+    for path in weight_files(folder):
+        yield from read_file(path)
+
+
+def read_file(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+    """The same of one file.
+
+    Raises:
+        WeightsError: it is damaged.
+    """
+    from safetensors import SafetensorError, safe_open  # not needed for dummy weights
+
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            for name in sorted(tensors.keys()):  # the tensors of a module one after the other
+                yield name, tensors.get_slice(name)
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path} is no readable safetensors file: {error}; download it again") from None
+
+
+def vocabulary_matrices(folder: Path) -> dict[str, StoredTensor]:
+    """Of :data:`HEAD` and :data:`EMBEDDING` those that a folder's weights hold; none if these cannot be read."""
+    try:
+        return {end: tensor for name, tensor in read_tensors(folder) for end in (HEAD, EMBEDDING) if name.endswith(end)}
+    except (OSError, DamagedFile):
+        return {}
+
+
+def are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether two matrices hold the same numbers. Reads no further than their first difference."""
+    shape = first.get_shape()
+    if shape != second.get_shape():
+        return False
+    pieces = (slice(start, start + ROWS_AT_ONCE) for start in range(0, shape[0], ROWS_AT_ONCE))
+    return all(torch.equal(first[(piece,)].float(), second[(piece,)].float()) for piece in pieces)
+
+
+# -- from a name to a folder -------------------------------------------------------------------------------------------
+# The folder of a model: on this machine, or downloaded from the Hugging Face hub.
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+WEIGHT_FILES = ("model*.safetensors", "gptq_model*.safetensors")
+OTHER_FORMATS = ["*/*.json", "*/*.safetensors", "*/tokenizer.model", "consolidated*"]  # copies of the same weights
+
+
+def model_folder(model: str | Path, weights: bool = True) -> Path:
+    """The folder of a model: ``model`` itself, or the hub's model of this name (``meta-llama/Llama-3.1-8B``).
+
+    The hub's models are kept in its cache, which other programs share. Missing files are downloaded, safetensors only
+    with ``weights``. The hub's variables apply: HF_HOME, HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT.
+
+    Raises:
+        FileNotFoundError: neither a folder nor a model of the hub that can be downloaded; the message says why.
+    """
+    folder = expand(model)
+    if folder.exists() or not HUB_NAME.fullmatch(str(model)):
+        return folder
+    from huggingface_hub import snapshot_download  # not needed for a folder
+
+    wanted = [*TEXT_FILES, *WEIGHT_FILES * weights]
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=wanted, ignore_patterns=OTHER_FORMATS))
+    except (OSError, ValueError) as error:  # all that the hub raises for names, rights, network and disk
+        why = str(error).strip().splitlines()[0]
+        raise FileNotFoundError(
+            f"{model} is no folder here, and not to be had from the Hugging Face hub: {why} (a gated model needs "
+            "HF_TOKEN; without a network, give the folder of a model)"
+        ) from error
+
+
+def model_name(folder: str | Path) -> str:
+    """The hub's name of a model whose folder is in the hub's cache; else the name of the folder, of "." too."""
+    folder = Path(os.path.abspath(folder))
+    kind, *name = folder.parent.parent.name.split("--")
+    if folder.parent.name == "snapshots" and kind == "models":
+        return "/".join(name)
+    return folder.name or str(folder)

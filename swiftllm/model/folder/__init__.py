@@ -1,1 +1,0 @@
-"""A model's folder: where it is, and what its files hold beside the configuration."""

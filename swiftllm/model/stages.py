@@ -1,0 +1,303 @@
+"""The matrices of each stage, wherever a placement has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from swiftllm.config import EngineConfig
+from swiftllm.device import Device
+from swiftllm.model.architectures import SWIGLU_ALPHA
+from swiftllm.model.config import ExpertSizes, ModelConfig
+from swiftllm.model.placement import Place, Placement, all_resident
+from swiftllm.model.weight_memory import CHUNK_BYTES, Allocate, WeightSlots, chunks_of, in_chunks, lay_out
+from swiftllm.model.weights import (
+    EMBEDDING,
+    NONE_ON_HOST,
+    LayerWeights,
+    LinearTensors,
+    LlamaWeights,
+    ModelPart,
+    dummy_weights,
+    load_weights,
+)
+from swiftllm.ops.interface import Crossing, CrossingParts, Linear, Ops
+from swiftllm.ops.matrices import ClampedSwiGLU, Experts, ExpertWeights, Matrix, QuantisedMatrix
+
+# -- providers of matrices ---------------------------------------------------------------------------------------------
+# Where the matrices of a model come from, stage by stage.
+
+MakeLinear = Callable[[Matrix, torch.Tensor | None], Linear]
+"""From a matrix and a bias to their linear."""
+MakeExperts = Callable[[ExpertWeights], Experts]
+
+
+@dataclass(frozen=True)
+class FfnWeights:
+    """A layer from its attention's output on."""
+
+    o: Linear
+    norm: torch.Tensor
+    mlp: Experts
+    """Dense, or of experts. Only the latter look at ``num_rows``."""
+    o_norm: torch.Tensor | None = None
+    """Of the output of ``o``, and ``down_norm`` of that of ``down``, in models that norm these before they add them."""
+    down_norm: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StageWeights:
+    """A stage: tokens are embedded or a layer is completed, then comes a norm and one more matrix.
+
+    Stage ``i`` lies between the attentions of layers i and i + 1; -1 comes before all, the last after all.
+    """
+
+    embed: Callable[[torch.Tensor], torch.Tensor] | None
+    """From token ids ``[rows]`` to rows ``[rows, hidden_size]`` of the embedding; of stage -1 alone."""
+    ffn: FfnWeights | None
+    """Of all stages but -1."""
+    norm: torch.Tensor
+    projection: Linear
+    """QKV of the next layer; at the last stage the vocabulary's."""
+    head_norms: torch.Tensor | None
+    """``[num_heads + num_kv_heads, head_dim]``: a norm for each head of Q and K, in models that have them."""
+    rotates: bool = True
+    """Whether Q and K of the next layer are rotated."""
+    sinks: torch.Tensor | None = None
+    """float32 ``[num_heads]`` of the next layer's attention, in models that have them."""
+    in_one_call: Crossing | None = None
+    """All of the above but the embedding, where the operations have it."""
+
+
+def make_linear(ops: Ops, weight: Matrix, bias: torch.Tensor | None) -> Linear:
+    """The linear of a matrix, by its kind; see :meth:`~swiftllm.ops.interface.Ops.make_linear`."""
+    if isinstance(weight, torch.Tensor):
+        return ops.make_linear(weight, bias)
+    if isinstance(weight, QuantisedMatrix):
+        return ops.make_quantised_linear(weight, bias)
+    sizes = [part.shape[0] if isinstance(part, torch.Tensor) else part.out_features for part in weight]
+    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+    linears = [make_linear(ops, part, own) for part, own in zip(weight, biases, strict=True)]
+
+    def side_by_side(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.cat([linear(x) for linear in linears], 1, out=out)
+
+    return side_by_side
+
+
+def make_stage(
+    ops: Ops,
+    config: ModelConfig,
+    weights: LlamaWeights,
+    stage: int,
+    linears: dict[str, LinearTensors],
+    make_layers_linear: MakeLinear,
+    make_experts: MakeExperts,
+) -> StageWeights:
+    """A stage that ``ops`` compute. ``make_layers_linear`` and ``make_experts`` make its ``linears``, without the
+    vocabulary's.
+
+    A matrix is taken from ``linears`` when its linear is made: so a packed copy does not double a stage's memory.
+    """
+
+    def take(name: str) -> Linear:
+        return make_layers_linear(*linears.pop(name))
+
+    layers, ffn, dense = weights.layers, None, None
+    if stage >= 0:
+        layer = layers[stage]
+        o = take("o")
+        if layer.router is None or config.experts is None:
+            dense = take("gate_up"), take("down")
+            mlp = partial(_dense, ops, *dense)
+        else:
+            mlp = make_experts(_take_experts(layer, layer.router, config.experts, linears))
+        ffn = FfnWeights(o, layer.post_norm, mlp, layer.o_norm, layer.down_norm)
+    sinks = layers[stage + 1].sinks if stage + 1 < len(layers) else None
+    rotates = stage + 1 not in config.layers_without_rotary
+    if stage + 1 < len(layers):
+        norm, projection = layers[stage + 1].input_norm, take("qkv")
+        head_norms = _head_norms(layers[stage + 1], config)
+        rotated_heads = config.num_heads + config.num_kv_heads if rotates else 0
+    else:
+        norm, projection = weights.final_norm, make_linear(ops, weights.lm_head, None)
+        head_norms, rotated_heads = None, 0
+    embed = partial(ops.embed, embedding=weights.embedding) if stage < 0 else None
+    in_one_call = None
+    if ffn is not None and dense is not None and not config.norms_outputs:
+        gate_up, down = dense
+        parts = CrossingParts(
+            ffn.o,
+            ffn.norm,
+            gate_up,
+            down,
+            norm,
+            projection,
+            head_norms,
+            rotated_heads,
+            config.head_dim,
+            config.rms_norm_eps,
+        )
+        in_one_call = ops.make_crossing(parts)
+    return StageWeights(embed, ffn, norm, projection, head_norms, rotates, sinks, in_one_call)
+
+
+def _dense(
+    ops: Ops, gate_up: Linear, down: Linear, rows: torch.Tensor, num_rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    return down(ops.silu_and_mul(gate_up(rows)))
+
+
+def _take_experts(
+    layer: LayerWeights, router: torch.Tensor, sizes: ExpertSizes, linears: dict[str, LinearTensors]
+) -> ExpertWeights:
+    (gate_up, gate_up_bias), (down, down_bias) = linears.pop("gate_up"), linears.pop("down")
+    activation = None if sizes.swiglu_limit is None else ClampedSwiGLU(sizes.swiglu_limit, SWIGLU_ALPHA)
+    how = sizes.per_token, sizes.normalises, layer.router_bias, gate_up_bias, down_bias, activation
+    return ExpertWeights(router, gate_up, down, *how)
+
+
+def _head_norms(layer: LayerWeights, config: ModelConfig) -> torch.Tensor | None:
+    if layer.q_norm is None or layer.k_norm is None:
+        return None
+    norms = ((layer.q_norm, config.num_heads), (layer.k_norm, config.num_kv_heads))
+    return torch.cat([norm.expand(heads, -1) for norm, heads in norms])
+
+
+# -- loaded weights ----------------------------------------------------------------------------------------------------
+# The weights of a model where a placement has them: on the device, on their way to it in each iteration, or with the
+# CPU, which then computes their products.
+
+
+class LoadedWeights:
+    """The stages of a model. Norms and vocabulary stay on the device.
+
+    Attributes:
+        num_logits: columns of the last stage's projection.
+        stages: from -1 on, as :meth:`stage` gives them.
+        slots: of the streamed stages; None if there are none.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: LlamaWeights,
+        ops: Ops,
+        placement: Placement | None = None,
+        device: Device | None = None,
+        host_ops: Ops | None = None,
+    ) -> None:
+        """``weights`` are taken over: matrices that are packed anew go one by one, so there is a second copy of one at
+        a time. Where not all are resident, which is the default, they were loaded to :func:`host_memory`.
+
+        ``ops`` compute on ``device``; ``host_ops`` multiply the CPU's stages.
+        """
+        self.num_logits = config.vocab_size
+        places = (placement or all_resident(len(weights.layers))).places
+        streamed = {i: weights.take_linears(i) for i, place in enumerate(places, -1) if place is Place.STREAMED}
+        chunks = {stage: chunks_of(linears) for stage, linears in streamed.items()}
+        self.slots: WeightSlots | None = None
+        if chunks:
+            assert device is not None
+            self.slots = WeightSlots(device, chunks)
+        self.stages: list[StageWeights] = []
+        for stage, place in enumerate(places, -1):
+            if self.slots is not None and place is Place.STREAMED:
+                linears = lay_out(streamed[stage], self.slots.slot_of(stage))
+                make = partial(make_linear, ops.in_place), ops.in_place.make_experts  # slots change
+            else:
+                linears = weights.take_linears(stage)
+                make = partial(make_linear, ops), ops.make_experts
+                if place is Place.CPU:
+                    assert device is not None and host_ops is not None
+                    make = partial(_cpu_linear, device, host_ops), partial(_cpu_experts, device, host_ops)
+            self.stages.append(make_stage(ops, config, weights, stage, linears, *make))
+
+    def enter(self, layer: int) -> None:
+        """Work launched from now on reads the matrices of this stage. Call it outside of captures."""
+        if self.slots is not None:
+            self.slots.enter(layer)
+
+    def launched(self) -> None:
+        """All that reads the stage entered last is launched, so far."""
+        if self.slots is not None:
+            self.slots.launched()
+
+    def holds(self, layer: int) -> bool:
+        """Whether a stage can be entered without a copy of its own."""
+        return self.slots is None or self.slots.holds(layer)
+
+    def stage(self, layer: int) -> StageWeights:
+        """The matrices of a stage, for work on the compute stream once it is entered."""
+        return self.stages[layer + 1]
+
+
+def host_memory(placement: Placement, device: Device) -> dict[int, Allocate]:
+    """By stage, what allocates its matrices in host memory: pinned chunks to stream, or one piece for the CPU; and
+    what allocates the embedding."""
+    pinned = in_chunks(lambda size: device.pinned((size,), torch.uint8), CHUNK_BYTES)
+    where = {Place.STREAMED: pinned, Place.CPU: torch.empty}
+    memory = {stage: where[place] for stage, place in enumerate(placement.places, -1) if place in where}
+    return {**memory, EMBEDDING: device.mapped} if placement.embedding_on_host else memory
+
+
+def read_weights(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    part: ModelPart | None = None,
+    on_host: Mapping[int, Allocate] = NONE_ON_HOST,
+) -> LlamaWeights:
+    """The tensors that a configuration names; see :func:`~swiftllm.model.weights.load_weights`."""
+    if config.load_format == "dummy":
+        return dummy_weights(model, device, dtype, config.seed, part, on_host)
+    return load_weights(config.model, model, device, dtype, part, on_host)
+
+
+def open_weights(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    ops: Ops,
+    placement: Placement,
+    device: Device,
+    host_ops: Ops,
+) -> LoadedWeights:
+    """The weights that a configuration names, where ``placement`` has them; see :class:`LoadedWeights`.
+
+    Raises what :func:`~swiftllm.model.weights.load_weights` does.
+    """
+    on_host = host_memory(placement, device)
+    weights = read_weights(config, model, device.torch_device, dtype, on_host=on_host)
+    return LoadedWeights(model, weights, ops, placement, device, host_ops)
+
+
+def _cpu_linear(device: Device, host_ops: Ops, weight: Matrix, bias: torch.Tensor | None) -> Linear:
+    """A linear of rows on the device that the CPU computes. It waits for the rows, and the device for the product."""
+    linear, stream = make_linear(host_ops, weight, bias), device.compute
+
+    def compute_on_cpu(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        rows = stream.fetch(x)
+        stream.mark().synchronize()
+        product = stream.send(linear(rows))
+        return product if out is None else out.copy_(product)
+
+    return compute_on_cpu
+
+
+def _cpu_experts(device: Device, host_ops: Ops, weights: ExpertWeights) -> Experts:
+    """The same for an FFN of experts."""
+    bias = None if weights.router_bias is None else weights.router_bias.cpu()
+    of_host = replace(weights, router=weights.router.cpu(), router_bias=bias)
+    experts, stream = host_ops.make_experts(of_host), device.compute
+
+    def compute_on_cpu(x: torch.Tensor, num_rows: torch.Tensor | None = None) -> torch.Tensor:
+        rows, count = stream.fetch(x), None if num_rows is None else stream.fetch(num_rows)
+        stream.mark().synchronize()
+        return stream.send(experts(rows, count))
+
+    return compute_on_cpu

@@ -1,1 +1,0 @@
-"""The weights of each stage where they are: on the device, streamed to it, or with the CPU."""

@@ -1,0 +1,599 @@
+"""Weights of a Llama-family model: fused matrices, filled from safetensors or with random numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.folder import StoredTensor, WeightsError, read_tensors, tell
+from swiftllm.model.quantised_weights import (
+    IN,
+    OUT,
+    Axis,
+    FusedTarget,
+    QuantisedCollector,
+    StoredMatrix,
+    divisible_axes,
+)
+from swiftllm.model.rope import rotary_order
+from swiftllm.model.weight_memory import Allocate, PackedTensor, write_rows
+from swiftllm.ops.matrices import MXFP4_GROUP, MXFP4_NUMBERS, Matrix, QuantisedMatrix
+
+# -- a checkpoint's tensors as Llama's ---------------------------------------------------------------------------------
+# A checkpoint's tensors as Llama's: fused modules part by part, outputs in the order and with the factors that the
+# operations expect.
+
+TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "language_model.": "model.",
+}
+BARE = ("layers.", "embed_tokens.", "norm.")  # how names begin in a checkpoint of the model without its vocabulary
+EXPERT_NAMES = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "router": "gate"}
+STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(bias|blocks|scales))?")
+EVERY_OTHER = slice(0, None, 2), slice(1, None, 2)
+IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
+TO_RESIDUAL = ("o_proj", "down_proj")
+FINAL_NORM = "model.norm.weight"
+EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
+
+Rows = TypeVar("Rows", torch.Tensor, StoredMatrix)
+
+
+def fused_modules(config: ModelConfig) -> Mapping[str, Mapping[str, int]]:
+    """Modules of a checkpoint that hold the outputs of several of ours, one after the other, and how many of each."""
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    ffn = config.intermediate_size
+    return {
+        "qkv_proj": {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+        "gate_up_proj": {"gate_proj": ffn, "up_proj": ffn},
+    }
+
+
+def as_llama(config: ModelConfig, tensors: Iterable[tuple[str, StoredTensor]]) -> Iterator[tuple[str, StoredTensor]]:
+    """The ``tensors`` of a checkpoint with the names that Llama's have; ``config`` is that of the whole model. A matrix
+    that is tied has the embedding's, whatever a checkpoint calls it.
+
+    Raises:
+        WeightsError: a tensor cannot be split.
+    """
+    axes: dict[str, tuple[Axis, ...]] = {"weight": (OUT, IN), "bias": (OUT,)}
+    if config.quantisation is not None:
+        axes |= divisible_axes(config.quantisation)
+    fused = fused_modules(config)
+    for name, stored in tensors:
+        if config.is_wrapped:
+            if name.startswith(IMAGE_PREFIXES):
+                continue
+            prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
+            name = TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        name = f"model.{name}" if name.startswith(BARE) else name
+        if name == HEAD_NAME and config.tie_word_embeddings:
+            name = EMBEDDING_NAME
+        if config.experts is not None:
+            name = ".".join(EXPERT_NAMES.get(word, word) for word in name.split("."))
+            if ".mlp.gate." in name and not name.endswith((".gate.weight", ".gate.bias")):
+                raise WeightsError(f"{name}: routers that are quantised are not supported")
+            if (stack := STACK.fullmatch(name)) is not None:
+                block, module, kind = stack.groups()
+                yield from _experts_of(block, module, kind, stored, config)
+                continue
+        place, _, kind = name.rpartition(".")
+        block, _, module = place.rpartition(".")
+        parts = fused.get(module)
+        if parts is None or kind not in axes:
+            yield name, stored
+            continue
+        first, total = 0, sum(parts.values())
+        for part, size in parts.items():
+            own = stored
+            if OUT in axes[kind]:
+                axis = axes[kind].index(OUT)
+                count = stored.get_shape()[axis]
+                start, stop = (count * output // total for output in (first, first + size))
+                if start * total != count * first or stop * total != count * (first + size):
+                    raise WeightsError(f"{name} has shape {stored.get_shape()}, which has no part {part}")
+                own = _Part(stored, axis, range(start, stop))
+            yield f"{block}.{part}.{kind}", own
+            first += size
+
+
+def _experts_of(
+    block: str, module: str, kind: str | None, stored: StoredTensor, config: ModelConfig
+) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors in a stack ``[num_experts, out, in]``, ``[num_experts, out]`` or of MXFP4. Gate is above up, but in
+    gpt-oss their outputs alternate.
+
+    Raises:
+        WeightsError: it has another shape.
+    """
+    assert config.experts is not None
+    hidden, ffn, experts = config.hidden_size, config.intermediate_size, config.experts.num_experts
+    alternates, of_expert = config.has_swiglu_limit, {"down_proj": range(hidden)}
+    outputs, inputs = hidden, ffn
+    if module == "gate_up_proj":
+        outputs, inputs = 2 * ffn, hidden
+        of_gate, of_up = EVERY_OTHER if alternates else (slice(0, ffn), slice(ffn, None))
+        of_expert = {"gate_proj": range(outputs)[of_gate], "up_proj": range(outputs)[of_up]}
+    is_transposed = alternates and kind is None
+    shapes = {
+        None: [inputs, outputs] if is_transposed else [outputs, inputs],
+        "bias": [outputs],
+        "blocks": [outputs, inputs // MXFP4_GROUP, MXFP4_GROUP // 2],
+        "scales": [outputs, inputs // MXFP4_GROUP],
+    }
+    shape = [experts, *shapes[kind]]
+    if stored.get_shape() != shape:
+        stack = f"{block}.{module}" + (f"_{kind}" if kind else "")
+        raise WeightsError(f"{stack} has shape {stored.get_shape()}, config.json asks for {shape}")
+    for expert in range(experts):
+        own: StoredTensor = _OfExpert(stored, expert)
+        for part, wanted in of_expert.items():
+            rows = _Part(_Transposed(own) if is_transposed else own, 0, wanted)
+            yield f"{block}.{expert}.{part}.{kind or 'weight'}", rows
+
+
+@dataclass(frozen=True)
+class _OfExpert:
+    """A matrix of a stored stack."""
+
+    stored: StoredTensor
+    expert: int
+
+    def get_shape(self) -> list[int]:
+        return list(self.stored.get_shape()[1:])
+
+    def get_dtype(self) -> str:
+        return self.stored.get_dtype()
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
+        return self.stored[(slice(self.expert, self.expert + 1), *slices)][0]
+
+
+@dataclass(frozen=True)
+class _Transposed:
+    """A stored matrix ``[in, out]`` as ``[out, in]``."""
+
+    stored: StoredTensor
+
+    def get_shape(self) -> list[int]:
+        return self.stored.get_shape()[::-1]
+
+    def get_dtype(self) -> str:
+        return self.stored.get_dtype()
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
+        rows, columns = (*slices, slice(None))[:2]
+        return self.stored[columns, rows].t()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows or columns of a stored tensor; those in between may be of another part."""
+
+    stored: StoredTensor
+    axis: int
+    wanted: range
+
+    def get_shape(self) -> list[int]:
+        shape = list(self.stored.get_shape())
+        shape[self.axis] = len(self.wanted)
+        return shape
+
+    def get_dtype(self) -> str:
+        return self.stored.get_dtype()
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
+        whole = [*slices, *[slice(None)] * (self.axis + 1 - len(slices))]
+        own = self.wanted[whole[self.axis]]
+        whole[self.axis] = slice(own.start, own.stop, own.step)
+        return self.stored[tuple(whole)]
+
+
+class Folding:
+    """What of a model is done to its tensors when they are read."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._order = rotary_order(config.head_dim, config.rotary_dim or config.head_dim, config.interleaved_rotary)
+        self._residual_scale = config.residual_scale
+        self._logits_multiplier = config.logits_multiplier
+
+    def rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of tensor ``name``: whole heads of those that turn."""
+        module = name.rsplit(".", 2)[-2]
+        if name == FINAL_NORM and self._logits_multiplier != 1.0:
+            rows = rows.float() * self._logits_multiplier
+        return self._fold(module, rows)
+
+    def matrix(self, module: str, matrix: torch.Tensor | StoredMatrix) -> torch.Tensor | StoredMatrix:
+        """The same for a matrix that may be quantised."""
+        return self._fold(module.rpartition(".")[-1], matrix)
+
+    def _fold(self, module: str, rows: Rows) -> Rows:
+        if module in ROTATED and self._order is not None:
+            if isinstance(rows, StoredMatrix):
+                return rows.with_heads_ordered(self._order)
+            return rows.unflatten(0, (-1, len(self._order)))[:, self._order.to(rows.device)].flatten(0, 1)
+        if module in TO_RESIDUAL and self._residual_scale != 1.0:
+            return rows.scaled(self._residual_scale) if isinstance(rows, StoredMatrix) else rows * self._residual_scale
+        return rows
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+STD_OF_CODES = (255 / 12) ** 0.5  # of 0 to 15, equally likely
+STD_OF_MXFP4 = (sum(number**2 for number in MXFP4_NUMBERS) / 16) ** 0.5
+NONE_ON_HOST: Mapping[int, Allocate] = MappingProxyType({})
+EMBEDDING = -2  # among stages, of which it comes before the first
+CACHE_SCALE = re.compile(  # the names that tools for quantising give them, as vLLM lists them
+    r".*\.((q|k|v|kv|prob|prob_output)_(scale|zero_point)|(q|k|v|qkv)_proj\.output_scale|kv_cache_scaling_factor)"
+)
+DUMMY_PERIOD = (1 << 20) + 7  # elements; odd, so that no two rows of a matrix start alike
+
+LinearTensors = tuple[Matrix, torch.Tensor | None]
+"""A matrix and its bias."""
+
+
+class FusedMatrix(NamedTuple):
+    """A matrix of a layer: the field of :class:`LayerWeights`, and the modules whose outputs it stacks."""
+
+    name: str
+    block: str
+    modules: tuple[str, ...]
+    out_features: tuple[int, ...]
+    in_features: int
+    has_bias: bool
+    is_quantised: bool
+
+    def stage(self, layer: int) -> int:
+        """The stage that uses the matrix of a layer."""
+        return layer - 1 if self.name == "qkv" else layer
+
+
+def fused_matrices(config: ModelConfig) -> tuple[FusedMatrix, ...]:
+    """The matrices of each layer."""
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv_sizes = q_size, kv_size, kv_size
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    gate_up, down, of_ffn = ("gate_proj", "up_proj"), ("down_proj",), 1
+    if config.experts is not None:  # expert below expert
+        of_ffn = config.experts.num_experts
+        gate_up, down = (
+            tuple(f"experts.{expert}.{module}" for expert in range(of_ffn) for module in modules)
+            for modules in (gate_up, down)
+        )
+    scheme = config.quantisation
+    is_quantised, of_attention = scheme is not None, scheme is not None and not scheme.experts_only
+    qkv = ("q_proj", "k_proj", "v_proj")
+    return (
+        FusedMatrix("qkv", "self_attn", qkv, qkv_sizes, hidden, config.qkv_bias, of_attention),
+        FusedMatrix("o", "self_attn", ("o_proj",), (hidden,), q_size, config.o_bias, of_attention),
+        FusedMatrix("gate_up", "mlp", gate_up, (ffn, ffn) * of_ffn, hidden, config.mlp_bias, is_quantised),
+        FusedMatrix("down", "mlp", down, (hidden,) * of_ffn, ffn, config.mlp_bias, is_quantised),
+    )
+
+
+class ModelPart:
+    """What one rank holds of each tensor of a checkpoint; as it is here, all of a model that is not divided.
+
+    Attributes:
+        sizes: of the matrices of the part.
+    """
+
+    def __init__(self, sizes: ModelConfig) -> None:
+        self.sizes = sizes
+
+    def slices(self, name: str, shape: Sequence[int], axes: Sequence[Axis] = (OUT, IN)) -> tuple[slice, ...]:
+        """The part of tensor ``name``, whose whole shape is ``shape``; where it has fewer rows than the matrix of the
+        part, the other rows are zero. ``axes``: those of a linear module's tensor.
+
+        Raises:
+            ValueError: the tensor cannot be divided so.
+        """
+        return (slice(None),)
+
+
+@dataclass
+class LayerWeights:
+    """One layer. Matrices are ``[out, in]``; ``qkv`` stacks Q, K, V rows, ``gate_up`` stacks gate and up rows.
+
+    The matrices of a quantised model are None until they are loaded, and all are once they are taken.
+    """
+
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o_norm: torch.Tensor | None = None
+    """Of attention's output, and ``down_norm`` of the FFN's, in models that norm these before they add them."""
+    down_norm: torch.Tensor | None = None
+    router: torch.Tensor | None = None
+    """``[num_experts, hidden_size]``, in models with experts; it stays on the device, as its bias does."""
+    router_bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    """float32 ``[num_heads]``, in models that have them."""
+    qkv: Matrix | PackedTensor | None = None
+    o: Matrix | PackedTensor | None = None
+    gate_up: Matrix | PackedTensor | None = None
+    down: Matrix | PackedTensor | None = None
+    qkv_bias: torch.Tensor | PackedTensor | None = None
+    o_bias: torch.Tensor | PackedTensor | None = None
+    gate_up_bias: torch.Tensor | PackedTensor | None = None
+    down_bias: torch.Tensor | PackedTensor | None = None
+
+    def take(self, name: str) -> LinearTensors:
+        """A matrix and its bias, which the layer lets go."""
+        taken = getattr(self, name), getattr(self, f"{name}_bias")
+        setattr(self, name, None)
+        setattr(self, f"{name}_bias", None)
+        return taken
+
+
+@dataclass
+class LlamaWeights:
+    """All weights; ``lm_head`` is ``embedding`` itself where the model ties them."""
+
+    embedding: torch.Tensor
+    lm_head: torch.Tensor
+    final_norm: torch.Tensor
+    layers: list[LayerWeights]
+
+    @classmethod
+    def empty(
+        cls,
+        config: ModelConfig,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        on_host: Mapping[int, Allocate] = NONE_ON_HOST,
+    ) -> LlamaWeights:
+        """Allocate without filling; not the layers' matrices of a quantised model.
+
+        ``on_host``: stages whose linears are in host memory, and what allocates it; see :class:`FusedMatrix`. At
+        :data:`EMBEDDING` what allocates the embedding, unless the vocabulary's matrix is tied to it.
+        """
+        new = partial(torch.empty, device=device, dtype=dtype)
+        hidden, vocabulary = config.hidden_size, config.vocab_size
+        allocate = new if config.tie_word_embeddings else on_host.get(EMBEDDING, new)
+        embedding = allocate((vocabulary, hidden), dtype=dtype)
+        lm_head = embedding if config.tie_word_embeddings else new((vocabulary, hidden))
+        layers = []
+        for index in range(config.num_layers):
+            of_heads = [new(config.head_dim) if config.norms_heads else None for _ in "qk"]
+            of_outputs = [new(hidden) if config.norms_outputs else None for _ in ("o", "down")]
+            layer = LayerWeights(new(hidden), new(hidden), *of_heads, *of_outputs)
+            if config.experts is not None:
+                layer.router = new((config.experts.num_experts, hidden))
+                if config.has_swiglu_limit:
+                    layer.router_bias = new((config.experts.num_experts,))
+            if config.has_sinks:
+                layer.sinks = new((config.num_heads,), dtype=torch.float32)
+            layers.append(layer)
+            for matrix in fused_matrices(config):
+                allocate, rows = on_host.get(matrix.stage(index), new), sum(matrix.out_features)
+                if not matrix.is_quantised:
+                    setattr(layer, matrix.name, allocate((rows, matrix.in_features), dtype=dtype))
+                if matrix.has_bias:
+                    setattr(layer, f"{matrix.name}_bias", allocate((rows,), dtype=dtype))
+        assert isinstance(embedding, torch.Tensor) and isinstance(lm_head, torch.Tensor)  # never in chunks
+        return cls(embedding, lm_head, new(hidden), layers)
+
+    def take_linears(self, stage: int) -> dict[str, LinearTensors]:
+        """Matrices and biases of a stage by name, in the order of their use, but for the vocabulary's. The layers
+        let them go."""
+        taken = {}
+        if stage >= 0:
+            taken = {name: self.layers[stage].take(name) for name in ("o", "gate_up", "down")}
+        if stage + 1 < len(self.layers):
+            taken["qkv"] = self.layers[stage + 1].take("qkv")
+        return taken
+
+    def by_checkpoint_name(self, config: ModelConfig) -> dict[str, torch.Tensor | PackedTensor]:
+        """The place of each tensor of a Hugging Face checkpoint, as a view of the fused matrices."""
+        places: dict[str, torch.Tensor | PackedTensor] = {
+            EMBEDDING_NAME: self.embedding,
+            FINAL_NORM: self.final_norm,
+        }
+        if not config.tie_word_embeddings:
+            places[HEAD_NAME] = self.lm_head
+        for index, layer in enumerate(self.layers):
+            prefix = f"model.layers.{index}."
+            places[prefix + "input_layernorm.weight"] = layer.input_norm
+            places[prefix + "post_attention_layernorm.weight"] = layer.post_norm
+            if layer.q_norm is not None and layer.k_norm is not None:
+                places[prefix + "self_attn.q_norm.weight"] = layer.q_norm
+                places[prefix + "self_attn.k_norm.weight"] = layer.k_norm
+            if layer.o_norm is not None and layer.down_norm is not None:
+                places[prefix + "post_self_attn_layernorm.weight"] = layer.o_norm
+                places[prefix + "post_mlp_layernorm.weight"] = layer.down_norm
+            if layer.router is not None:
+                places[prefix + "mlp.gate.weight"] = layer.router
+            if layer.router_bias is not None:
+                places[prefix + "mlp.gate.bias"] = layer.router_bias
+            if layer.sinks is not None:
+                places[prefix + "self_attn.sinks"] = layer.sinks
+            for matrix in fused_matrices(config):
+                for kind, name in (("weight", matrix.name), ("bias", f"{matrix.name}_bias")):
+                    tensor = getattr(layer, name)
+                    if isinstance(tensor, torch.Tensor | PackedTensor):
+                        parts = zip(matrix.modules, tensor.split(matrix.out_features), strict=True)
+                        places |= {f"{prefix}{matrix.block}.{module}.{kind}": part for module, part in parts}
+        return places
+
+    def empty_quantised(
+        self, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
+    ) -> list[QuantisedMatrix]:
+        """Allocate the matrices of a quantised model without filling them."""
+        matrices = []
+        for target in self.fused_targets(config, device):
+            assert config.quantisation is not None  # else there are no targets
+            matrices.append(target.empty(config.quantisation, dtype))
+            target.put(matrices[-1])
+        return matrices
+
+    def fused_targets(
+        self, config: ModelConfig, device: torch.device | str, on_host: Mapping[int, Allocate] = NONE_ON_HOST
+    ) -> list[FusedTarget]:
+        """Where the layers' matrices go that come quantised; ``on_host``: see :meth:`empty`."""
+        if config.quantisation is None:
+            return []
+        targets = []
+        for index, layer in enumerate(self.layers):
+            for matrix in filter(lambda matrix: matrix.is_quantised, fused_matrices(config)):
+                modules = [f"model.layers.{index}.{matrix.block}.{module}" for module in matrix.modules]
+                allocate = on_host.get(matrix.stage(index))
+                target = FusedTarget(
+                    dict(zip(modules, matrix.out_features, strict=True)),
+                    matrix.in_features,
+                    matrix.in_features * (config.quantisation.parts if matrix.name in ("o", "down") else 1),
+                    allocate or partial(torch.empty, device=device),
+                    partial(setattr, layer, matrix.name),
+                    device if allocate is None else "cpu",
+                )
+                targets.append(target)
+        return targets
+
+
+def load_weights(
+    folder: str | Path,
+    config: ModelConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    part: ModelPart | None = None,
+    on_host: Mapping[int, Allocate] = NONE_ON_HOST,
+) -> LlamaWeights:
+    """Read a folder's safetensors, converting to ``dtype``; one tensor at a time beside the result.
+
+    Quantised matrices stay packed, with the dtype of their scales.
+
+    Of each tensor only ``part`` is read, by default all. ``on_host``: see :meth:`LlamaWeights.empty`.
+
+    Raises:
+        FileNotFoundError: no safetensors in the folder, or a shard of the index is missing.
+        WeightsError: a tensor is missing, unknown, or of the wrong shape, or a file is damaged.
+    """
+    part = part or ModelPart(config)
+    weights = LlamaWeights.empty(part.sizes, device, dtype, on_host)
+    places, shapes = weights.by_checkpoint_name(part.sizes), _whole_shapes(config)
+    quantised, folding = None, Folding(config)
+    if config.quantisation is not None:
+        targets = weights.fused_targets(part.sizes, device, on_host)
+        quantised = QuantisedCollector(config.quantisation, targets, dtype, part.slices, folding.matrix)
+        for name, tensor in as_llama(config, read_tensors(Path(folder))):
+            quantised.look_ahead(name, tensor)
+    seen: set[str] = set()
+    unknown: list[str] = []
+    for name, tensor in as_llama(config, read_tensors(Path(folder))):
+        if name.endswith("rotary_emb.inv_freq"):  # in old checkpoints, a buffer that is computed anew
+            continue
+        try:
+            if name in places:
+                shape = tensor.get_shape()
+                if shape != shapes[name]:
+                    raise ValueError(f"{name} has shape {shape}, config.json asks for {shapes[name]}")
+                rows = folding.rows(name, tensor[part.slices(name, shape)])
+                write_rows(places[name], 0, rows)
+                _zero(places[name], len(rows))
+                seen.add(name)
+            elif quantised is None or not quantised.take(name, tensor):
+                unknown.append(name)
+        except ValueError as error:
+            raise WeightsError(f"{folder}: {error}") from None
+    scales = [name for name in unknown if CACHE_SCALE.fullmatch(name)]
+    if scales:
+        tell(f"{folder}: {scales[0]} and other scales of a KV cache in 8 bits are left out: the cache here has its own")
+        unknown = [name for name in unknown if name not in scales]
+    missing = sorted((places.keys() - seen) | set(quantised.missing() if quantised else ()))
+    for problem, names in (("lacks", missing), ("has unknown", sorted(unknown))):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise WeightsError(f"{folder}: the checkpoint {problem} tensors {', '.join(names[:5])}{more}")
+    return weights
+
+
+def dummy_weights(
+    config: ModelConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int = 0,
+    part: ModelPart | None = None,
+    on_host: Mapping[int, Allocate] = NONE_ON_HOST,
+) -> LlamaWeights:
+    """Normal random weights with the model's initial standard deviation, norms 1, biases and sinks 0.
+
+    They are equal for equal seeds. All tensors repeat one sequence of random numbers, each from another offset. So
+    filling takes no longer than writing the memory: seconds for billions of parameters. The numbers of a ``part`` are
+    those that the whole model has there; not so in quantised matrices, whose words hold inputs of several parts.
+    """
+    part = part or ModelPart(config)
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw_offset() -> int:
+        return int(torch.randint(DUMMY_PERIOD, (), generator=generator))
+
+    own_noise = torch.randn(DUMMY_PERIOD, generator=generator).mul_(config.initializer_range).to(dtype)
+    noise = {True: own_noise, False: own_noise.to(device)}  # by whether it is in host memory
+    weights, shapes = LlamaWeights.empty(part.sizes, device, dtype, on_host), _whole_shapes(config)
+    for name, tensor in weights.by_checkpoint_name(part.sizes).items():
+        if name.endswith("norm.weight"):
+            assert isinstance(tensor, torch.Tensor)
+            tensor.fill_(1.0)
+        elif name.endswith(("bias", "sinks")):
+            _zero(tensor, 0)
+        else:
+            slices = part.slices(name, shapes[name])
+            _fill(tensor, noise[tensor.device.type == "cpu"], draw_offset(), shapes[name], slices)
+    if (scheme := part.sizes.quantisation) is not None:
+        own_words = torch.randint(-(2**31), 2**31, (DUMMY_PERIOD,), dtype=torch.int32, generator=generator)
+        words = {True: own_words, False: own_words.to(device)}
+        for target in weights.fused_targets(part.sizes, device, on_host):
+            matrix = target.empty(scheme, dtype)
+            codes, scale = matrix.codes, config.initializer_range / STD_OF_CODES
+            if matrix.is_mxfp4:
+                scale = 127 + round(math.log2(config.initializer_range / STD_OF_MXFP4))
+            _fill(codes, words[codes.device.type == "cpu"], draw_offset(), codes.shape, (slice(None),))
+            for tensor, value in ((matrix.scales, scale), (matrix.zeros, 8)):
+                if tensor is not None:
+                    write_rows(tensor, 0, torch.full(tensor.shape, value, dtype=tensor.dtype))
+            target.put(matrix)
+    return weights
+
+
+def _fill(
+    target: torch.Tensor | PackedTensor,
+    noise: torch.Tensor,
+    offset: int,
+    shape: Sequence[int],
+    slices: Sequence[slice],
+) -> None:
+    """Fill a matrix with the ``slices`` of one of ``shape``, which repeats ``noise`` from ``offset`` on row by row."""
+    period, (height, width) = len(noise), shape
+    rows, columns = (range(height)[slices[0]], slices[1] if len(slices) > 1 else slice(None))
+    step = max(1, period // width)
+    for first in range(0, len(rows), step):
+        count = min(step, len(rows) - first)
+        numbers = noise.roll(offset - (rows.start + first) * width)[: count * width]
+        write_rows(target, first, numbers.view(count, width)[:, columns])
+    _zero(target, len(rows))
+
+
+def _zero(place: torch.Tensor | PackedTensor, first: int) -> None:
+    """From row ``first`` on; packed memory is zero from the start."""
+    if isinstance(place, torch.Tensor):
+        place[first:].zero_()
+
+
+def _whole_shapes(config: ModelConfig) -> dict[str, list[int]]:
+    """The shape of each tensor of a checkpoint."""
+    whole = LlamaWeights.empty(config, "meta", torch.float32).by_checkpoint_name(config)
+    return {name: list(tensor.shape) for name, tensor in whole.items()}

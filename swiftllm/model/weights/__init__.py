@@ -1,1 +1,0 @@
-"""A model's weights: read from a checkpoint or random, as Llama's tensors, fused and quantised."""

@@ -1,1 +1,0 @@
-"""HTTP: OpenAI's endpoints, the request bodies they accept, and the responses."""

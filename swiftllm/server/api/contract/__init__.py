@@ -1,1 +1,0 @@
-"""What requests may say: bodies, their fields, and the checks across fields."""

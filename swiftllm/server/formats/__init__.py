@@ -1,1 +1,0 @@
-"""Forms in which models write calls of tools and reasoning, and the reading of them."""

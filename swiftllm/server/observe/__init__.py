@@ -1,1 +1,0 @@
-"""What an operator sees of a server: metrics, status page, log."""
