@@ -170,7 +170,8 @@ def start_message(client: EngineClient, settings: ServerSettings, defaults: Mapp
     return (
         f"{description['system']} serves {description['model']} ({description['dtype']}{weights}) "
         f"on {description['device']}\n"
-        f"limits: {ready.request_limits.longest_request:,} tokens a request, {ready.max_num_seqs} with KV cache at once, "
+        f"limits: {ready.request_limits.longest_request:,} tokens a request, "
+        f"{ready.max_num_seqs} with KV cache at once, "
         f"{limits.max_queued_requests} running or waiting, {limits.max_queued_best_effort} best-effort ones\n"
         f"{by_default if defaults else ''}"
         f"{no_text if tokenizer is None else ''}"
