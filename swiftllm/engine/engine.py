@@ -170,7 +170,7 @@ class Engine:
         )
         if not is_checked:
             self.request_limits.check(request)
-        self.kv.name_prompt(request)
+        self.kv.hash_prompt(request)
         return request
 
     def add(self, request: Request, *, check_targets: bool = True) -> Request:
@@ -336,8 +336,8 @@ class Engine:
         return {
             "waiting": len(self.state.waiting),
             "running": {tier.value: len(queue) for tier, queue in self.state.running.items()},
-            "blocks_used": {tier.value: pool.num_used for tier, pool in self.kv.allocators.items()},
-            "blocks_free": {tier.value: pool.num_free for tier, pool in self.kv.allocators.items()},
+            "blocks_used": {tier.value: pool.num_used for tier, pool in self.kv.block_pools.items()},
+            "blocks_free": {tier.value: pool.num_free for tier, pool in self.kv.block_pools.items()},
         }
 
     def describe(self) -> dict[str, Any]:

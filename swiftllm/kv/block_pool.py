@@ -153,9 +153,9 @@ def _places(rings: tuple[int | None, ...], count: int) -> np.ndarray:
 
 
 # -- the pool ----------------------------------------------------------------------------------------------------------
-# The blocks of a tier: free, held by requests, or cached, that is held by none and still findable by name.
+# The blocks of a tier: free, held by requests, or cached, that is held by none and still findable by hash.
 #
-# A block is written only while one request holds it and it is not full. A full block may have a name and several
+# A block is written only while one request holds it and it is not full. A full block may have a hash and several
 # holders.
 
 
@@ -212,12 +212,13 @@ class BlockOrder:
 class BlockPool:
     """Allocates the block ids ``first``..``first + num_blocks - 1`` of one tier, or of one host's part of the CPU tier.
 
-    With ``caches``, blocks may have names. A named block that nobody holds any more is cached: it is found by its name,
-    and counts as free, until it is the least recently used one and another one is needed.
+    With ``caches``, blocks may have hashes. A hashed block that nobody holds any more is cached: it is found by its
+    hash, and counts as free, until it is the least recently used one and another one is needed.
 
     Attributes:
         num_tables: requests whose blocks are here; kept by :class:`~swiftllm.kv.kv_cache_manager.KVCacheManager`.
-        on_evict: called with cached blocks that are about to be reused, the least recently used first, and their names.
+        on_evict: called with cached blocks that are about to be reused, the least recently used first, and their
+            hashes.
     """
 
     on_evict: Callable[[Sequence[int], Sequence[bytes]], None] | None = None
@@ -262,14 +263,14 @@ class BlockPool:
         return blocks
 
     def free_all(self) -> None:
-        """Free all blocks, whatever their state, and forget their names."""
+        """Free all blocks, whatever their state, and forget their hashes."""
         self._free = list(range(self.first + self.num_blocks - 1, self.first - 1, -1))
         self._used.clear()
         self.num_tables = 0
         self._more_holders: dict[int, int] = {}  # of held blocks, how many hold them beside the first one
         num_hashed = self.num_blocks if self.caches else 0
-        self._blocks: dict[bytes, int] = {}  # by name
-        self._names: list[bytes | None] = [None] * num_hashed
+        self._blocks: dict[bytes, int] = {}  # by hash
+        self._hashes: list[bytes | None] = [None] * num_hashed
         self._cached = BlockOrder(num_hashed)  # counted from ``first``; the next one to be reused comes first
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -287,10 +288,10 @@ class BlockPool:
         if not self._blocks:
             self._free += blocks
             return
-        names, first = self._names, self.first
-        self._free += [block for block in blocks if names[block - first] is None]
+        block_hashes, first = self._hashes, self.first
+        self._free += [block for block in blocks if block_hashes[block - first] is None]
         for block in reversed(blocks):  # the last ones go first, so that prefixes stay
-            if names[block - first] is not None:
+            if block_hashes[block - first] is not None:
                 self._cached.append(block - first)
 
     def _leave(self, block: int) -> bool:
@@ -300,11 +301,11 @@ class BlockPool:
             self._more_holders[block] = more - 1
         return more > 0
 
-    # -- names --------------------------------------------------------------------------------------------------------
+    # -- hashes --------------------------------------------------------------------------------------------------------
 
-    def find(self, name: bytes) -> int | None:
-        """The block of this name, held or cached."""
-        return self._blocks.get(name)
+    def find(self, block_hash: bytes) -> int | None:
+        """The block of this hash, held or cached."""
+        return self._blocks.get(block_hash)
 
     def hold(self, blocks: Iterable[int]) -> None:
         """Add a holder to each of these held or cached blocks."""
@@ -315,18 +316,18 @@ class BlockPool:
                 self._cached.remove(block - self.first)
                 self._used.add(block)
 
-    def name(self, block: int, name: bytes) -> None:
-        """Make a full block findable. No effect if there is another one of this name, or without ``caches``."""
-        if self.caches and name not in self._blocks:
-            self._blocks[name] = block
-            self._names[block - self.first] = name
+    def add_hash(self, block: int, block_hash: bytes) -> None:
+        """Make a full block findable. No effect if there is another one of this hash, or without ``caches``."""
+        if self.caches and block_hash not in self._blocks:
+            self._blocks[block_hash] = block
+            self._hashes[block - self.first] = block_hash
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Take the names of these blocks away, if they have any: what they hold is not valid."""
+        """Take the hashes of these blocks away, if they have any: what they hold is not valid."""
         for block in blocks:
-            if self.caches and (name := self._names[block - self.first]) is not None:
-                del self._blocks[name]
-                self._names[block - self.first] = None
+            if self.caches and (block_hash := self._hashes[block - self.first]) is not None:
+                del self._blocks[block_hash]
+                self._hashes[block - self.first] = None
                 if block - self.first in self._cached:
                     self._cached.remove(block - self.first)
                     self._free.append(block)
@@ -337,25 +338,27 @@ class BlockPool:
     def _evict(self, count: int) -> None:
         """Free the least recently used cached blocks."""
         blocks = [self._cached.pop_first() + self.first for _ in range(count)]
-        names = [name for block in blocks if (name := self._names[block - self.first]) is not None]  # all have one
-        for block, name in zip(blocks, names, strict=True):
-            del self._blocks[name]
-            self._names[block - self.first] = None
+        block_hashes = [
+            block_hash for block in blocks if (block_hash := self._hashes[block - self.first]) is not None
+        ]  # all have one
+        for block, block_hash in zip(blocks, block_hashes, strict=True):
+            del self._blocks[block_hash]
+            self._hashes[block - self.first] = None
         self._free += blocks
         if self.on_evict is not None:
-            self.on_evict(blocks, names)
+            self.on_evict(blocks, block_hashes)
 
     def check(self) -> Counter[int]:
-        """Assert that each block is free, held or cached, and that names and blocks belong to each other. Returns the
+        """Assert that each block is free, held or cached, and that hashes and blocks belong to each other. Returns the
         number of holders of each held block."""
         free, first = set(self._free), self.first
-        cached = {block + first for block in range(len(self._names)) if block in self._cached}
+        cached = {block + first for block in range(len(self._hashes)) if block in self._cached}
         assert len(free) == len(self._free) and not free & self._used and not cached & (free | self._used)
         assert len(free) + len(self._used) + len(cached) == self.num_blocks, "a block is lost"
         assert len(cached) == self.num_cached and self._more_holders.keys() <= self._used
-        named = {block + first: name for block, name in enumerate(self._names) if name is not None}
-        assert named == {block: name for name, block in self._blocks.items()} and not free & named.keys()
-        assert cached <= named.keys()
+        hashed = {block + first: block_hash for block, block_hash in enumerate(self._hashes) if block_hash is not None}
+        assert hashed == {block: block_hash for block_hash, block in self._blocks.items()} and not free & hashed.keys()
+        assert cached <= hashed.keys()
         return Counter({block: self.num_holders(block) for block in self._used})
 
 

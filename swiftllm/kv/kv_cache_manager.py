@@ -19,17 +19,17 @@ from swiftllm.core.request import Request, Tier
 from swiftllm.kv.block_pool import BlockPool, HostPools, LayerGroups
 
 # -- block hashes ------------------------------------------------------------------------------------------------------
-# Names of full KV blocks: two blocks have one name only if they hold K and V of the same tokens at the same place.
+# Hashes of full KV blocks: two blocks have one hash only if they hold K and V of the same tokens at the same place.
 #
-# A name is the SHA-256 of the name before it and of the block's token ids, so it stands for all tokens up to the
+# A hash is the SHA-256 of the hash before it and of the block's token ids, so it stands for all tokens up to the
 # block's end. The chain begins at a secret of the process and the request's ``cache_salt``. So nobody outside can
-# compute a name, or find two texts with one, and requests with different salts never share a block. Weights and formats
-# of the tiers are those of one engine, which has a secret of its own. Where the CPU tier is int8, blocks of one name
+# compute a hash, or find two texts with one, and requests with different salts never share a block. Weights and formats
+# of the tiers are those of one engine, which has a secret of its own. Where the CPU tier is int8, blocks of one hash
 # may differ in the bits that its codes lose: one that comes back from there holds elements made of codes.
 
 
 class BlockHashes:
-    """Makes the names of one engine's blocks of ``block_size`` tokens. :meth:`extend` may be called on any thread."""
+    """Makes the hashes of one engine's blocks of ``block_size`` tokens. :meth:`extend` may be called on any thread."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -40,17 +40,17 @@ class BlockHashes:
 
     def extend(self, request: Request, num_blocks: int) -> None:
         """Add to ``request.block_hashes`` until there are so many. All tokens of these blocks must be known."""
-        names, size = request.block_hashes, self._block_size
-        assert names is not None, "a request that has no part in the cache"
-        first = len(names)
+        block_hashes, size = request.block_hashes, self._block_size
+        assert block_hashes is not None, "a request that has no part in the cache"
+        first = len(block_hashes)
         if first >= num_blocks:
             return
         tokens = memoryview(array("i", request.token_ids(first * size, num_blocks * size)).tobytes())
         num_bytes = 4 * size
-        name = names[-1] if names else self._root(request.cache_salt)
+        block_hash = block_hashes[-1] if block_hashes else self._root(request.cache_salt)
         for start in range(0, len(tokens), num_bytes):
-            name = sha256(name + tokens[start : start + num_bytes]).digest()
-            names.append(name)
+            block_hash = sha256(block_hash + tokens[start : start + num_bytes]).digest()
+            block_hashes.append(block_hash)
 
 
 # -- block tables and prefix cache -------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ class KVCacheManager:
     Attributes:
         groups: the layers by their attention window.
         block_tables: of each request, in its tier.
-        names: of full blocks; None without a prefix cache.
+        hashes: of full blocks; None without a prefix cache.
         swaps: copies for the plan being made, in order.
         most_copies: cached GPU blocks that a plan copies to the CPU tier at most, before they are reused.
         copying_pays: whether so many blocks should be copied from the tier, or be computed again.
@@ -90,11 +90,11 @@ class KVCacheManager:
         self.groups = groups or LayerGroups(block_size)
         assert self.groups.are_exact or not cached_tiers, "blocks of a ring are overwritten"
         self.block_size = block_size
-        self.names = BlockHashes(block_size) if cached_tiers else None
+        self.hashes = BlockHashes(block_size) if cached_tiers else None
         self.host_pools = HostPools((num_cpu_blocks, *host_blocks), caches=Tier.CPU in cached_tiers)
         self._gpu_pool = gpu = BlockPool(num_gpu_blocks, caches=Tier.GPU in cached_tiers)
         local = self.host_pools.pools[0]
-        self.allocators: dict[Tier, BlockPool | HostPools] = {
+        self.block_pools: dict[Tier, BlockPool | HostPools] = {
             Tier.GPU: gpu,
             Tier.CPU: self.host_pools if host_blocks else local,
         }
@@ -128,24 +128,24 @@ class KVCacheManager:
 
     def capacity(self, tier: Tier) -> int:
         """Blocks that a tier always has. Other hosts may go away, so theirs do not count."""
-        return self.host_pools.pools[0].num_blocks if tier is Tier.CPU else self.allocators[tier].num_blocks
+        return self.host_pools.pools[0].num_blocks if tier is Tier.CPU else self.block_pools[tier].num_blocks
 
     def pools(self, tier: Tier) -> Sequence[BlockPool]:
         """The pools of a tier in the order in which they are filled: this host, then the host with most free blocks."""
-        allocator = self.allocators[tier]
-        return allocator.by_preference() if isinstance(allocator, HostPools) else (allocator,)
+        pool = self.block_pools[tier]
+        return pool.by_preference() if isinstance(pool, HostPools) else (pool,)
 
     def pool_of(self, request: Request) -> BlockPool:
         """The pool of a request that holds blocks."""
         assert request.tier is not None, "a waiting request"
-        allocator = self.allocators[request.tier]
-        if isinstance(allocator, HostPools):
-            return allocator.pool_of(self.block_tables[request.request_id][0])
-        return allocator
+        pool = self.block_pools[request.tier]
+        if isinstance(pool, HostPools):
+            return pool.pool_of(self.block_tables[request.request_id][0])
+        return pool
 
     def num_free(self, tier: Tier) -> int:
         """Blocks that can be allocated, cached ones included."""
-        return self.allocators[tier].num_free
+        return self.block_pools[tier].num_free
 
     def num_held(self, request: Request) -> int:
         return len(self.block_tables.get(request.request_id, ()))
@@ -169,9 +169,9 @@ class KVCacheManager:
         prefix of its tokens, and others. Its ``num_uncomputed`` tells how many tokens are left to compute."""
         tier = request.tier
         assert tier is not None, "a request that enters no tier"
-        names, num_blocks = self._names_to_find(request), self.blocks_for(num_tokens)
-        pool = self._pool_with_room(tier, num_blocks, names)
-        here, there = self._longest_prefix(names, pool)
+        block_hashes, num_blocks = self._hashes_to_find(request), self.blocks_for(num_tokens)
+        pool = self._pool_with_room(tier, num_blocks, block_hashes)
+        here, there = self._longest_prefix(block_hashes, pool)
         source = self._other_pool(pool) if there else None
         pool.hold(here.values())
         if source is not None:
@@ -180,7 +180,7 @@ class KVCacheManager:
         table = [here[i] if i in here else next(others) for i in range(num_blocks)]
         if source is not None:
             for i in there:
-                pool.name(table[i], names[i])
+                pool.add_hash(table[i], block_hashes[i])
             self._swap(None, tier.other, list(there.values()), [table[i] for i in there])
             source.free(list(there.values()))
         pool.num_tables += 1
@@ -215,18 +215,18 @@ class KVCacheManager:
     def allocate_block_each(self, requests: Sequence[Request], tier: Tier) -> bool:
         """Give each of these requests of a tier room for ``block_size`` more tokens. False, and no change: too few
         blocks."""
-        allocator = self.allocators[tier]
+        pool = self.block_pools[tier]
         missing = [self._growth_of(request) for request in requests]
-        if isinstance(allocator, HostPools):
+        if isinstance(pool, HostPools):
             counts: Counter[BlockPool] = Counter()
             for request, count in zip(requests, missing, strict=True):
                 counts[self.pool_of(request)] += count
             if any(count > pool.num_free for pool, count in counts.items()):
                 return False
             return all(self.allocate_slots(request, request.num_kv_slots + self.block_size) for request in requests)
-        if sum(missing) > allocator.num_free:
+        if sum(missing) > pool.num_free:
             return False
-        blocks = iter(allocator.allocate(sum(missing)))
+        blocks = iter(pool.allocate(sum(missing)))
         for request, count in zip(requests, missing, strict=True):
             self.block_tables[request.request_id] += islice(blocks, count)
             request.num_kv_slots += self.block_size
@@ -247,8 +247,10 @@ class KVCacheManager:
         self.publish(request)
         old_blocks, old_pool = self.block_tables[request.request_id], self.pool_of(request)
         new_pool = self._pool_with_room(target, len(old_blocks))
-        names = self._computed_names(request) if new_pool.caches else ()
-        shared = {i: block for i, name in enumerate(names) if (block := new_pool.find(name)) is not None}
+        block_hashes = self._computed_hashes(request) if new_pool.caches else ()
+        shared = {
+            i: block for i, block_hash in enumerate(block_hashes) if (block := new_pool.find(block_hash)) is not None
+        }
         new_pool.hold(shared.values())
         others = iter(new_pool.allocate(len(old_blocks) - len(shared)))
         new_blocks = [shared[i] if i in shared else next(others) for i in range(len(old_blocks))]
@@ -264,7 +266,7 @@ class KVCacheManager:
     def drop_move(self, request: Request) -> None:
         """The request is about to lose its blocks. A move of this plan is not carried out, unless others may find the
         blocks that it fills."""
-        if self.names is None:
+        if self.hashes is None:
             self.swaps = [swap for swap in self.swaps if swap.request is not request]
 
     def may_move_out(self, request: Request) -> bool:
@@ -281,14 +283,14 @@ class KVCacheManager:
         request.num_kv_slots = request.num_hashed = 0
 
     def free_all_blocks(self) -> None:
-        """Free all blocks of both tiers, and drop all block tables and names."""
+        """Free all blocks of both tiers, and drop all block tables and hashes."""
         self.block_tables.clear()
-        for allocator in self.allocators.values():
-            allocator.free_all()
+        for pool in self.block_pools.values():
+            pool.free_all()
 
-    def _pool_with_room(self, tier: Tier, num_blocks: int, names: Sequence[bytes] = ()) -> BlockPool:
+    def _pool_with_room(self, tier: Tier, num_blocks: int, block_hashes: Sequence[bytes] = ()) -> BlockPool:
         """Where a request that enters a tier gets its blocks: of the pools with room for it and the next token of each
-        request there, the one with most of ``names``, by default the first; else of those with room. Without any, the
+        request there, the one with most of ``hashes``, by default the first; else of those with room. Without any, the
         one filled first."""
         pools = self.pools(tier)
         if len(pools) == 1:
@@ -296,16 +298,20 @@ class KVCacheManager:
         for spare in (self.groups.growth, 0):
             roomy = [pool for pool in pools if num_blocks + spare * pool.num_tables <= pool.num_free]
             if roomy:
-                return max(roomy, key=lambda pool: len(self._longest_prefix(names, pool)[0])) if names else roomy[0]
+                return (
+                    max(roomy, key=lambda pool: len(self._longest_prefix(block_hashes, pool)[0]))
+                    if block_hashes
+                    else roomy[0]
+                )
         return pools[0]
 
     # -- the prefix cache ---------------------------------------------------------------------------------------------
 
-    def name_prompt(self, request: Request) -> None:
+    def hash_prompt(self, request: Request) -> None:
         """Name the full blocks of a new request's prompt, if there is a prefix cache. Any thread."""
-        if self.names is not None:
+        if self.hashes is not None:
             request.block_hashes = []
-            self.names.extend(request, request.prompt_len // self.block_size)
+            self.hashes.extend(request, request.prompt_len // self.block_size)
 
     def publish(self, request: Request) -> None:
         """Make the full blocks of a request findable, as far as their K and V are computed.
@@ -313,7 +319,7 @@ class KVCacheManager:
         Prompts' are after each chunk. What decodes fill is when the request moves or gives its blocks back: naming 60
         blocks an iteration of 1,000 decodes one by one takes half a millisecond.
         """
-        if request.block_hashes is None or self.names is None:
+        if request.block_hashes is None or self.hashes is None:
             return
         num_full = request.num_computed_tokens // self.block_size
         if num_full <= request.num_hashed:
@@ -321,16 +327,16 @@ class KVCacheManager:
         pool, table = self.pool_of(request), self.block_tables[request.request_id]
         if not pool.caches:
             return
-        self.names.extend(request, num_full)
+        self.hashes.extend(request, num_full)
         for i in range(request.num_hashed, num_full):
-            pool.name(table[i], request.block_hashes[i])
+            pool.add_hash(table[i], request.block_hashes[i])
         request.num_hashed = num_full
 
     def num_findable(self, request: Request) -> int:
         """The first blocks of a request's tokens that are cached, in whatever tier."""
         count = 0
-        for name in self._names_to_find(request):
-            if all(pool.find(name) is None for pool in self._caching):
+        for block_hash in self._hashes_to_find(request):
+            if all(pool.find(block_hash) is None for pool in self._caching):
                 break
             count += 1
         return count
@@ -339,22 +345,22 @@ class KVCacheManager:
         """The blocks that others hold in a tier and a request would share there, so that they take no room, whether it
         starts or moves. Counts none in a tier of several pools."""
         (pool, *others), count = self.pools(tier), 0
-        names = self._names_to_find(request) if request.tier is None else self._computed_names(request)
-        for name in names if pool.caches and not others else ():
-            block = pool.find(name)
+        block_hashes = self._hashes_to_find(request) if request.tier is None else self._computed_hashes(request)
+        for block_hash in block_hashes if pool.caches and not others else ():
+            block = pool.find(block_hash)
             if block is None:
                 break
             count += pool.num_holders(block) > 0
         return count
 
-    def _names_to_find(self, request: Request) -> Sequence[bytes]:
+    def _hashes_to_find(self, request: Request) -> Sequence[bytes]:
         """The blocks that a request may find; those whose prompt is to be scored must compute all of it."""
         if not request.block_hashes or request.sampling.prompt_logprobs is not None:
             return ()
         return request.block_hashes[: max(0, request.num_tokens - LEAST_COMPUTED) // self.block_size]
 
-    def _computed_names(self, request: Request) -> Sequence[bytes]:
-        """The full blocks of a running request, as far as K and V are computed and names are made."""
+    def _computed_hashes(self, request: Request) -> Sequence[bytes]:
+        """The full blocks of a running request, as far as K and V are computed and hashes are made."""
         return (request.block_hashes or ())[: request.num_computed_tokens // self.block_size]
 
     def _other_pool(self, pool: BlockPool) -> BlockPool | None:
@@ -362,17 +368,17 @@ class KVCacheManager:
         gpu, local = self._gpu_pool, self.host_pools.pools[0]
         return {gpu: local, local: gpu}.get(pool)
 
-    def _longest_prefix(self, names: Sequence[bytes], pool: BlockPool) -> tuple[dict[int, int], dict[int, int]]:
+    def _longest_prefix(self, block_hashes: Sequence[bytes], pool: BlockPool) -> tuple[dict[int, int], dict[int, int]]:
         """The cached blocks of the longest prefix, by place: those of a pool, and those to be copied to it."""
         here: dict[int, int] = {}
         there: dict[int, int] = {}
         other = self._other_pool(pool)
         on_gpu = pool is self._gpu_pool
         too_early = () if on_gpu else self._arriving
-        for i, name in enumerate(names if pool.caches else ()):
-            if (block := pool.find(name)) is not None:
+        for i, block_hash in enumerate(block_hashes if pool.caches else ()):
+            if (block := pool.find(block_hash)) is not None:
                 here[i] = block
-            elif other is not None and (block := other.find(name)) is not None and block not in too_early:
+            elif other is not None and (block := other.find(block_hash)) is not None and block not in too_early:
                 there[i] = block
             else:
                 break
@@ -381,15 +387,15 @@ class KVCacheManager:
             return {i: block for i, block in here.items() if i < first}, {}
         return here, there
 
-    def _save_evicted(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+    def _save_evicted(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
         """Copy cached GPU blocks that are about to be reused to the CPU tier, if it has room; of too many the newest.
 
         A block that a swap of this plan fills cannot be the source of another one."""
         local = self.host_pools.pools[0]
         saved = [
-            (block, name)
-            for block, name in zip(blocks, names, strict=True)
-            if block not in self._arriving and local.find(name) is None
+            (block, block_hash)
+            for block, block_hash in zip(blocks, block_hashes, strict=True)
+            if block not in self._arriving and local.find(block_hash) is None
         ]
         most = min(self._copies_left, local.num_free)
         saved = saved[len(saved) - most :] if most < len(saved) else saved
@@ -397,8 +403,8 @@ class KVCacheManager:
             return
         self._copies_left -= len(saved)
         targets = local.allocate(len(saved))
-        for target, (_, name) in zip(targets, saved, strict=True):
-            local.name(target, name)
+        for target, (_, block_hash) in zip(targets, saved, strict=True):
+            local.add_hash(target, block_hash)
         local.free(targets[::-1])
         self._swap(None, Tier.GPU, [block for block, _ in saved], targets)
 
@@ -418,14 +424,14 @@ class KVCacheManager:
             pool.forget([block])
 
     def reset_cache(self) -> None:
-        """Forget the names of all blocks."""
+        """Forget the hashes of all blocks."""
         for pool in self._caching:
             pool.forget_all()
 
     @property
     def num_cached(self) -> dict[Tier, int]:
         """Blocks that no request holds and that are still findable."""
-        return {tier: allocator.num_cached for tier, allocator in self.allocators.items()}
+        return {tier: pool.num_cached for tier, pool in self.block_pools.items()}
 
     def check_blocks(self) -> None:
         """Assert that each block is free, cached, or in as many tables as it has holders."""

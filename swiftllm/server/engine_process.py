@@ -104,7 +104,7 @@ class EngineService:
             engine.state.limits.max_num_seqs,
             sorted(engine.eos_token_ids),
             None if tokenizer is None else tokenizer.folder,
-            engine.kv.names is not None,
+            engine.kv.hashes is not None,
             engine.scheduler.slo,
             self._recorder is not None,
         )

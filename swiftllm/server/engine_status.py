@@ -218,7 +218,7 @@ class Snapshot(Counts):
 
 def take_snapshot(engine: Engine, held: Collection[Request], step_failures: int) -> Snapshot:
     """Reads the engine, so only on its thread. ``held`` requests wait outside the engine."""
-    state, pools = engine.state, engine.kv.allocators
+    state, pools = engine.state, engine.kv.block_pools
     counters = dict(vars(engine.stats()))
     del counters["best_effort_output_tokens"]  # it is among the classes
     return Snapshot(

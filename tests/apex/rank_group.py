@@ -71,7 +71,7 @@ def run(engine: Engine) -> None:
     while engine.has_unfinished():
         engine.step()
     engine.kv.check_blocks()
-    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+    assert all(pool.num_used == 0 for pool in engine.kv.block_pools.values())
 
 
 def run_on(engine: Engine) -> Exception:

@@ -125,7 +125,7 @@ def run(
         engine.step()
     assert not engine.has_unfinished(), engine.status()
     engine.kv.check_blocks()
-    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+    assert all(pool.num_used == 0 for pool in engine.kv.block_pools.values())
     stats = engine.stats()
     engine.close()
     return requests, stats

@@ -64,7 +64,7 @@ def check(model_dir: Path, requests: Sequence[Request], what: str) -> None:
 
 def run_with_aborts(engine: Engine, seed: int) -> list[Request]:
     """Requests of both classes, some of which are aborted while they wait, prefill or decode in either tier."""
-    rng, pool = random.Random(seed), engine.kv.allocators
+    rng, pool = random.Random(seed), engine.kv.block_pools
     requests = []
     for number in range(16):
         prompt = [rng.randrange(3, 128) for _ in range(rng.randint(1, 60))]
@@ -129,7 +129,7 @@ def test_a_dead_worker_is_started_again(model_dir: Path) -> None:
                 engine.add(request)
     assert deaths and not engine.has_unfinished()
     assert all(request.output_len == 20 for request in requests)
-    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+    assert all(pool.num_used == 0 for pool in engine.kv.block_pools.values())
     engine.close()
     check(model_dir, requests, "after deaths")
 

@@ -50,7 +50,7 @@ def serve(engine: Engine, classes: Sequence[ServiceClass] = (LS,)) -> list[Reque
     while engine.has_unfinished():
         engine.step()
     assert all(request.output_len == 10 for request in requests)
-    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+    assert all(pool.num_used == 0 for pool in engine.kv.block_pools.values())
     return requests
 
 

@@ -46,7 +46,7 @@ def sampling_of(client: int) -> SamplingParams:
 def poison(engine: Engine) -> None:
     tensors = engine.backend.kv_pools.tensors
     for tier in Tier:
-        pool = engine.kv.allocators[tier]
+        pool = engine.kv.block_pools[tier]
         tensors[tier][:, torch.tensor(pool._free, dtype=torch.int64)] = poison_of(tensors[tier])
 
 

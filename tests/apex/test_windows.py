@@ -81,10 +81,10 @@ def test_requests_that_end_early_leave_the_others_alone(folders) -> None:
                 engine.abort(draw.choice([request for request in requests if not request.is_finished]).request_id)
             engine.step()
             for tier, pool in pools.items():
-                free = set(range(pool.shape[1])) - engine.kv.allocators[tier]._used
+                free = set(range(pool.shape[1])) - engine.kv.block_pools[tier]._used
                 pool[:, sorted(free)] = poison_of(pool)
         engine.kv.check_blocks()
-        assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+        assert all(pool.num_used == 0 for pool in engine.kv.block_pools.values())
         engine.close()
         expected = greedy(tiny_judge(folders["alternating"], ""), [list(r.prompt_token_ids) for r in requests], 14)
         for request, tokens in zip(requests, expected, strict=True):

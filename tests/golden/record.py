@@ -82,7 +82,7 @@ def unfinished(engine: Engine) -> list[Request]:
 
 def used_blocks(engine: Engine) -> int:
     """KV blocks of both tiers that requests hold."""
-    return sum(pool.num_used for pool in engine.kv.allocators.values())
+    return sum(pool.num_used for pool in engine.kv.block_pools.values())
 
 
 def all_used_blocks_are_freed(engine: Engine) -> None:

@@ -59,7 +59,7 @@ def drive(engine: Engine, variant: str, judge: Judge, seconds: float) -> None:
             unchecked.clear()
     check_some(judge, unchecked, draw, f"{variant}, seed {seed}")
     engine.kv.check_blocks()
-    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values()), engine.status()
+    assert all(pool.num_used == 0 for pool in engine.kv.block_pools.values()), engine.status()
     assert num_requests >= MOST_UNFINISHED // 4, f"{variant}: only {num_requests} requests in {seconds:g} s"
     print(f"  {variant}: {num_requests} requests, {num_steps} steps, {engine.stats().swapped_blocks} blocks swapped")
 

@@ -115,7 +115,7 @@ class FakeBackend:
             self._notes[request.request_id] = request, notes
         if len(notes) < num_tokens:
             positions = range(len(notes), num_tokens)
-            if self.kv is None or self.kv.names is None:
+            if self.kv is None or self.kv.hashes is None:
                 notes += [(request.request_id, position) for position in positions]
             else:
                 for token in request.token_ids(len(notes), num_tokens):
@@ -127,7 +127,7 @@ class FakeBackend:
         if self.kv is not None:
             pool = self.kv.pool_of(request)
             assert pool.num_holders(block) == 1, f"{request.request_id} writes to a block that it shares"
-            assert not pool.caches or pool._names[block - pool.first] is None, "a full block is written again"
+            assert not pool.caches or pool._hashes[block - pool.first] is None, "a full block is written again"
         slots = self.slots.setdefault((tier, block, layer), [None] * self.block_size)
         slots[offset] = self.notes(request, position + 1)[position]
 
@@ -157,7 +157,7 @@ class FakeBackend:
             for source, target in zip(swap.source_blocks, swap.target_blocks, strict=True):
                 for layer in range(self.num_layers):
                     slots = self.slots.get((swap.source, source, layer))
-                    if self.kv is None or self.kv.names is None:  # else others may find it there
+                    if self.kv is None or self.kv.hashes is None:  # else others may find it there
                         self.slots.pop((swap.source, source, layer), None)
                     self.slots.pop((swap.source.other, target, layer), None)
                     if slots is not None:

@@ -101,7 +101,7 @@ def test_room_on_the_gpu_that_is_promised_to_a_request_called_back_goes_to_nobod
     engine.step()
     state.push_out(older)
     state.cpu_batches.start([older])
-    engine.kv.allocators[Tier.GPU].allocate(5)
+    engine.kv.block_pools[Tier.GPU].allocate(5)
     builder = PlanBuilder(state)
     swap_in(builder, ServiceClass.LATENCY_SENSITIVE)
     # It comes as soon as its attention is done, and takes 2 of 3 blocks.

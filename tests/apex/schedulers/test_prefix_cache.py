@@ -50,7 +50,7 @@ def check(state: SchedulerState) -> None:
             assert request.num_hashed <= request.num_computed_tokens // kv.block_size
             for block, name in zip(kv.block_tables[request.request_id], names, strict=False):
                 allocator = kv.pool_of(request)
-                found = allocator._names[block - allocator.first] if allocator.caches else None
+                found = allocator._hashes[block - allocator.first] if allocator.caches else None
                 assert found in (None, name), "a block has another name than its request's tokens"
 
 

@@ -103,7 +103,7 @@ def drive(
         engine.step()
     assert not engine.has_unfinished()
     engine.kv.check_blocks()
-    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+    assert all(pool.num_used == 0 for pool in engine.kv.block_pools.values())
     assert not engine.executor.cpu_batches
     for request_id, expected in wanted.items():
         output = list(finished[request_id].token_ids)

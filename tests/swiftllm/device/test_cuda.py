@@ -105,7 +105,7 @@ def tokens_of(engine: Engine) -> list[list[int]]:
     while engine.has_unfinished():
         engine.step()
     engine.kv.check_blocks()
-    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+    assert all(pool.num_used == 0 for pool in engine.kv.block_pools.values())
     return [request.output_token_ids for request in sorted(requests, key=lambda request: request.request_id)]
 
 

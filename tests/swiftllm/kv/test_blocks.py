@@ -47,7 +47,7 @@ def test_a_block_lost_from_either_tier_is_noticed(tier: Tier) -> None:
     for each in Tier:
         holding(kv, each, 6)
     kv.check_blocks()
-    kv.allocators[tier].num_blocks += 1
+    kv.block_pools[tier].num_blocks += 1
     with pytest.raises(AssertionError):
         kv.check_blocks()
 

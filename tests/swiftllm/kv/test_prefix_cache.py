@@ -20,7 +20,7 @@ def request_of(
     kv: KVCacheManager, tokens: list[int], tier: Tier = GPU, salt: str | None = None, name: str = "r"
 ) -> Request:
     request = Request(f"{name}{id(tokens)}", tuple(tokens), SamplingParams(max_tokens=100), tier=tier, cache_salt=salt)
-    kv.name_prompt(request)
+    kv.hash_prompt(request)
     return request
 
 
@@ -69,7 +69,7 @@ def test_the_least_recently_used_blocks_go_first_and_of_a_request_the_last() -> 
     assert kv.num_cached[GPU] == 8
     compute(kv, request_of(kv, [300] * 12))  # the free block, and the last two of the first request
     assert [kv.num_findable(request) for request in (first, second)] == [2, 3]
-    pool = kv.allocators[GPU]
+    pool = kv.block_pools[GPU]
     assert [pool.find(name) is not None for name in first.block_hashes] == [True, True, False, False]
     kv.check_blocks()
 
@@ -83,7 +83,7 @@ def test_a_hit_makes_a_prefix_the_most_recently_used() -> None:
     assert (kv.num_held(again), again.num_hashed) == (4, 4)
     kv.free_blocks(again)
     compute(kv, request_of(kv, [300] * 13))  # 4 blocks: none of the first three
-    pool = kv.allocators[GPU]
+    pool = kv.block_pools[GPU]
     assert [pool.find(name) is not None for name in requests[0].block_hashes[:3]] == [True] * 3
     assert kv.num_findable(requests[1]) == 0
 
@@ -135,7 +135,7 @@ def test_evicted_blocks_go_to_the_cpu_tier_as_many_as_the_plan_may_copy() -> Non
     compute(kv, request_of(kv, [70] * 16))
     (swap,) = kv.swaps
     assert (swap.request, swap.source, len(swap.source_blocks)) == (None, GPU, 3)
-    local = kv.allocators[CPU]
+    local = kv.block_pools[CPU]
     assert [local.find(name) is not None for name in old.block_hashes] == [True] * 3 + [False]
     assert kv.num_cached == {GPU: 0, CPU: 3} and kv.num_free(CPU) == 8
     kv.check_blocks()
@@ -246,7 +246,7 @@ def test_a_million_names_take_little_memory() -> None:
         pool = BlockPool(count, caches=True)
         blocks = pool.allocate(count)
         for block in blocks:
-            pool.name(block, block.to_bytes(32, "big"))
+            pool.add_hash(block, block.to_bytes(32, "big"))
         pool.free(blocks)
         del blocks
         after, _ = tracemalloc.get_traced_memory()

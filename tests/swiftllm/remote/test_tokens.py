@@ -63,7 +63,7 @@ def run_to_end(engine: Engine, most_steps: int = 20_000) -> None:
         engine.step()
     assert not engine.has_unfinished(), engine.status()
     engine.kv.check_blocks()
-    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+    assert all(pool.num_used == 0 for pool in engine.kv.block_pools.values())
 
 
 def tokens_beside_a_host(

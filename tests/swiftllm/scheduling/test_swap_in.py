@@ -43,9 +43,9 @@ def test_it_comes_back_with_one_token_left_in_the_budget_and_not_with_none() -> 
 def test_a_younger_one_does_not_overtake_an_older_one_that_finds_no_room() -> None:
     engine = fake_engine("swiftllm", num_gpu_blocks=8, num_cpu_blocks=20)
     older, younger = pushed_out(engine, 15, 3)
-    blocker = engine.kv.allocators[Tier.GPU].allocate(5)
+    blocker = engine.kv.block_pools[Tier.GPU].allocate(5)
     swap_in(PlanBuilder(engine.state), LS)
     assert older.tier is younger.tier is Tier.CPU  # they need 4 blocks and 1, and 3 are free
-    engine.kv.allocators[Tier.GPU].free(blocker)
+    engine.kv.block_pools[Tier.GPU].free(blocker)
     swap_in(PlanBuilder(engine.state), LS)
     assert older.tier is younger.tier is Tier.GPU

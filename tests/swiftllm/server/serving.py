@@ -147,7 +147,7 @@ def serve(
 
 def check_empty(engine: Engine) -> None:
     engine.kv.check_blocks()
-    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values())
+    assert all(pool.num_used == 0 for pool in engine.kv.block_pools.values())
     assert not engine.state.requests
     assert not engine.executor.cpu_batches
 

@@ -96,7 +96,7 @@ def random_load(
         step()
     assert not engine.has_unfinished(), engine.status()
     engine.kv.check_blocks()
-    assert all(pool.num_used == 0 for pool in engine.kv.allocators.values()) and not engine.executor.cpu_batches
+    assert all(pool.num_used == 0 for pool in engine.kv.block_pools.values()) and not engine.executor.cpu_batches
 
 
 def best_effort_rows(plan: IterationPlan) -> int:

@@ -179,7 +179,7 @@ def run(machine: Machine, system: str, *, alone: bool = False) -> Outcome:
         assert iteration < 100_000, engine.status()
         if engine.last_iteration is not None:
             waits.observe(iteration, *engine.last_iteration)
-    assert not any(pool.num_used for pool in engine.kv.allocators.values()) and not engine.executor.cpu_batches
+    assert not any(pool.num_used for pool in engine.kv.block_pools.values()) and not engine.executor.cpu_batches
     for name, request in requests.items():
         assert told.get(name, 0) == request.output_len == len(request.token_times_s)
         assert request.finish_reason.value == "abort" or request.output_len == request.sampling.max_tokens

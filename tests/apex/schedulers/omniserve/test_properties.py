@@ -271,4 +271,4 @@ def test_a_recovered_engine_starts_over(system: str) -> None:
         engine.step()
     assert all(request.output_len == 300 for request in requests)
     assert all(a.arrival_order < b.arrival_order for a, b in pairwise(requests))
-    assert not any(pool.num_used for pool in engine.kv.allocators.values())
+    assert not any(pool.num_used for pool in engine.kv.block_pools.values())
