@@ -41,7 +41,8 @@ import numpy as np
 
 from apex.cli.options import parse_options
 from apex.perf.model import FREE, ProfileTable, Surface
-from apex.replay.metrics import RequestRecord, distribution_metrics, output_tokens_per_s, per_token_latency_s
+from apex.replay.metrics import distribution_metrics, output_tokens_per_s, per_token_latency_s
+from apex.replay.records import RequestRecord
 from apex.simulator.build import build_simulated
 from benchmarks.overhead_clients import PROMPT_LEN, ClientStream, stream_all
 from evaluation.measure.server import connect_server

@@ -29,7 +29,7 @@ from apex.cli.validate import optional_module
 from apex.perf.online_correction import OPERATIONS
 from apex.placement.search import UniformLoad
 from apex.replay.loop import check_requests, replay_requests
-from apex.replay.metrics import ReplayRequest, RequestRecord
+from apex.replay.records import ReplayRequest, RequestRecord
 from apex.strategy import StrategyConfig
 from swiftllm.model.folder import model_name
 

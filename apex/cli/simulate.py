@@ -13,7 +13,7 @@ from apex.cli.options import BestEffortFlags, OutputFile, StrategyFlags, SystemN
 from apex.cli.output import input_errors, stdout_console
 from apex.cli.systems_command import SystemsCommand
 from apex.replay.loop import check_requests
-from apex.replay.metrics import REFUSED, Replay, ReplayRequest
+from apex.replay.records import REFUSED, Replay, ReplayRequest
 from apex.simulator.backend import VLLM, VLLM_DEFAULTS, SimulatedBackend, vllm_runtime
 from apex.simulator.bound import decode_bound
 from apex.simulator.build import build_simulated

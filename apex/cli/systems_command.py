@@ -12,7 +12,8 @@ from apex.cli.options import BestEffortFlags, ConfigFile, TimelineFlags, check_o
 from apex.cli.output import InputError, input_errors, number, ratio, stdout_console, strategy_mix, table
 from apex.progress import progress_bar
 from apex.replay.loop import replay_requests
-from apex.replay.metrics import Replay, ReplayRequest, Targets, compute_metrics, predicted_over_actual
+from apex.replay.metrics import Targets, compute_metrics, predicted_over_actual
+from apex.replay.records import Replay, ReplayRequest
 from apex.strategy import StrategyConfig
 from swiftllm.config import check_at_least
 from swiftllm.core.request import ServiceClass

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from apex.replay.metrics import REFUSED, Replay, ReplayRequest, RequestRecord, record_of
+from apex.replay.records import REFUSED, Replay, ReplayRequest, RequestRecord, record_of
 from swiftllm.core.request import Request, RequestRefused, SamplingParams
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from apex.replay.metrics import DEFAULT_TARGETS, ReplayRequest, RequestRecord, Targets, compute_metrics
+from apex.replay.metrics import DEFAULT_TARGETS, Targets, compute_metrics
+from apex.replay.records import ReplayRequest, RequestRecord
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import ENGINE_FIELDS, warm_up, workload_values
 from evaluation.results.progress import TokenProgress

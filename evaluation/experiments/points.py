@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from apex.replay.metrics import summary_of
+from apex.replay.records import summary_of
 from evaluation.experiments.http_point import HttpTask, run_http_point
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.simulated_point import SimulatedTask, run_simulated_point

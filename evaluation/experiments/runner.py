@@ -24,7 +24,7 @@ from typing import Any, ParamSpec
 from rich.console import Console
 
 from apex.cli.output import stdout_console
-from apex.replay.metrics import RequestRecord, RequestSummary
+from apex.replay.records import RequestRecord, RequestSummary
 from evaluation.measure.child import ChildEnded
 from evaluation.results.folder import FlatRecord, ResultFolder, flat_record, median_record
 from evaluation.results.other_work import DISTURBING_CORES

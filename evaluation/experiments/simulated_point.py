@@ -11,7 +11,8 @@ from rich.console import Console
 
 from apex.perf.model import ProfileTable
 from apex.replay.loop import STALL_TIMEOUT_S, replay_requests
-from apex.replay.metrics import RequestRecord, Targets, compute_metrics
+from apex.replay.metrics import Targets, compute_metrics
+from apex.replay.records import RequestRecord
 from apex.simulator.backend import OWN_ENGINE, VLLM, vllm_runtime
 from apex.simulator.build import build_simulated
 from apex.simulator.links import Interconnect, RemoteHosts, SimulatedWeights

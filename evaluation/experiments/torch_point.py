@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from apex.replay.loop import STALL_TIMEOUT_S, replay_requests
-from apex.replay.metrics import ReplayRequest, compute_metrics
+from apex.replay.metrics import compute_metrics
+from apex.replay.records import ReplayRequest
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.results.other_work import OtherWork
 from evaluation.results.progress import TokenProgress

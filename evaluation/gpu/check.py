@@ -30,7 +30,8 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from apex.perf.model import ProfileTable
 from apex.replay.loop import check_requests, replay_requests
-from apex.replay.metrics import ReplayRequest, compute_metrics
+from apex.replay.metrics import compute_metrics
+from apex.replay.records import ReplayRequest
 from apex.source_tree import CONFIGS
 from evaluation.gpu.report import SYSTEMS
 from swiftllm.config import EngineConfig

@@ -9,7 +9,7 @@ import numpy as np
 
 from apex.perf.model import ProfileTable
 from apex.replay.loop import replay_requests
-from apex.replay.metrics import ReplayRequest, RequestRecord
+from apex.replay.records import ReplayRequest, RequestRecord
 from apex.simulator.backend import Runtime
 from apex.simulator.build import build_simulated
 from evaluation.groundtruth.run_files import RealRun, RunRequest

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 from httpx_sse import EventSource, SSEError, aconnect_sse
 
-from apex.replay.metrics import REFUSED, Replay, ReplayRequest, RequestRecord
+from apex.replay.records import REFUSED, Replay, ReplayRequest, RequestRecord
 from evaluation.measure.server import PROBE_TIMEOUT_S, SHOWN_CHARS, Server, error_message, refusal, still_running
 from evaluation.results.progress import TokenProgress
 from evaluation.traces.workloads import Workload

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from apex.replay.metrics import RequestRecord, RequestSummary, per_token_latency_s
+from apex.replay.metrics import per_token_latency_s
+from apex.replay.records import RequestRecord, RequestSummary
 from evaluation.plots.apex_paper import latency_panel, ratio_panel
 from evaluation.plots.lines import Level, LinePanel, Series, line_figure
 from evaluation.plots.notes import (

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from apex.replay.metrics import RequestRecord, RequestSummary, record_values
+from apex.replay.records import RequestRecord, RequestSummary, record_values
 from evaluation.results.provenance import (
     fingerprint,
     git_state,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from apex.replay.metrics import ReplayRequest
+from apex.replay.records import ReplayRequest
 from evaluation.traces.catalogue import Origin, Trace, TraceRow
 from evaluation.traces.corpus import load_corpus
 from swiftllm.core.request import ServiceClass

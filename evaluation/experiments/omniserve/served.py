@@ -15,7 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from apex.replay.metrics import RequestRecord, Targets
+from apex.replay.metrics import Targets
+from apex.replay.records import RequestRecord
 from apex.strategy import StrategyConfig
 from evaluation.experiments.grid import Grid, Place
 from evaluation.experiments.http_point import HttpTask, run_http_point

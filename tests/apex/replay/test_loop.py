@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from apex.replay.loop import ReplayStalled, check_requests, replay_requests
-from apex.replay.metrics import ReplayRequest
+from apex.replay.records import ReplayRequest
 from swiftllm.core.request import RequestRefused
 from tests.apex.replay.fake_engine import FakeEngine
 from tests.reference.fake_engine import fake_engine

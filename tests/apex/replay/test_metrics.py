@@ -4,16 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from apex.replay.metrics import (
-    RequestRecord,
-    Targets,
-    compute_metrics,
-    per_token_latency_s,
-    predicted_over_actual,
-    record_of,
-    record_values,
-    summary_of,
-)
+from apex.replay.metrics import Targets, compute_metrics, per_token_latency_s, predicted_over_actual
+from apex.replay.records import RequestRecord, record_of, record_values, summary_of
 from swiftllm.core.request import Request, SamplingParams
 
 

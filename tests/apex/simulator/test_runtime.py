@@ -8,7 +8,7 @@ import pytest
 
 from apex.perf.model import Curve, ProfileTable
 from apex.replay.loop import replay_requests
-from apex.replay.metrics import ReplayRequest, RequestRecord
+from apex.replay.records import ReplayRequest, RequestRecord
 from apex.simulator.backend import OWN_ENGINE, Runtime, graph_sizes, vllm_runtime
 from apex.simulator.build import build_simulated
 from swiftllm.core.request import Tier

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from apex.perf.model import Curve, ProfileTable, Surface
-from apex.replay.metrics import RequestRecord
+from apex.replay.records import RequestRecord
 from apex.simulator.links import Interconnect
 from apex.strategy import StrategyConfig
 from evaluation import validate

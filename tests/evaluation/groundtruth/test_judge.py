@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from apex.replay.metrics import RequestRecord
+from apex.replay.records import RequestRecord
 from apex.simulator.hardware_files import known_models, load_link, load_model_config
 from evaluation.groundtruth.command import remarks
 from evaluation.groundtruth.judge import Judged, judge, ladder, recorded_errors, worse_than_recorded

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from apex.replay.metrics import REFUSED
+from apex.replay.records import REFUSED
 from tests.evaluation.fake_server import token_by_token
 from tests.evaluation.http_replay import only_record, replayed
 

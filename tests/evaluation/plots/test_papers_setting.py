@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.legend import Legend
 from rich.console import Console
 
-from apex.replay.metrics import RequestRecord, summary_of
+from apex.replay.records import RequestRecord, summary_of
 from evaluation.plots.apex_paper import draw_fig5, draw_fig6, draw_fig7
 from evaluation.plots.bars import axis_top, label_distance
 from evaluation.plots.neo_paper import draw_neo

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from apex.replay.metrics import RequestRecord, compute_metrics
+from apex.replay.metrics import compute_metrics
+from apex.replay.records import RequestRecord
 from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.results import folder as results

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from apex.replay.metrics import REFUSED, RequestRecord
+from apex.replay.records import REFUSED, RequestRecord
 from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.omniserve.refusals import BURST, refusals
 from evaluation.experiments.omniserve.served import contract, found_here, median_gap_s, most_blocks
