@@ -358,7 +358,7 @@ class RemoteCpuTier:
             self.channel.post(header, write.blocks, write.offsets, write.content.contiguous(), arrived=arrived)
         else:
             header = Header(FrameKind.PUT, write.layers.start, count)
-            with _in_swap():
+            with _swaps_incomplete_if_it_dies():
                 self.channel.post(header, write.blocks, write.content, arrived=arrived)
 
     def read(self, read: HostRead, send_back: Callable[[], None] | None = None) -> RemoteFuture:
@@ -368,7 +368,7 @@ class RemoteCpuTier:
             header = Header(FrameKind.LOAD, read.layer, read.out.shape[2])
             return self.channel.ask(header, read.blocks, out=read.out, send_back=send_back)
         ids = read.blocks.tolist()
-        with _in_swap():
+        with _swaps_incomplete_if_it_dies():
             if not self._are_here(ids):
                 future = self._ask_for(read, send_back)
                 future.wait()
@@ -427,12 +427,13 @@ class RemoteCpuTier:
 
 
 @contextmanager
-def _in_swap() -> Iterator[None]:
-    """Marks a host's death inside the ``with`` as one during swaps."""
+def _swaps_incomplete_if_it_dies() -> Iterator[None]:
+    """Marks a host's death inside the ``with`` as one that leaves swaps incomplete: of several parts, and of several
+    hosts, nobody knows which have been carried out."""
     try:
         yield
     except HostDied as death:
-        death.in_swap = True
+        death.swaps_incomplete = True
         raise
 
 

@@ -78,7 +78,7 @@ def test_a_death_in_a_swap_is_known_as_such() -> None:
     ):
         with pytest.raises(HostDied) as death:
             work()
-        assert death.value.in_swap is in_swap
+        assert death.value.swaps_incomplete is in_swap
     tier.close()
 
 
