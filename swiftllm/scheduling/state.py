@@ -355,7 +355,7 @@ class SchedulerState:
         ``unfinished_swaps`` fill are requeued too: their K and V may be incomplete. Returns the requests, which are
         computed again.
         """
-        # First, so that aborted requests are gone, and their blocks are not those of a lost request.
+        # First: aborted requests give their blocks back before the pools of hosts are withdrawn.
         for request in self.cpu_batches.dissolve():
             self._become_idle(request)
         pools = [self.kv.host_pools.pools[host] for host in hosts]
@@ -390,13 +390,12 @@ class SchedulerState:
     def apply(self, plan: IterationPlan, result: StepResult) -> tuple[list[Request], list[Request]]:
         """Apply the result of a plan. Returns the requests that got a token, and those of them that end with it."""
         now_s, iteration, tokens = self.now(), self.iteration, result.tokens
-        # CPU batches before tokens: a request that ends must be out of its CPU batch when its blocks are freed.
         done, left = self.cpu_batches.advance(result)
         for request in left:
             self._become_idle(request)
         for request in done:
             request.cpu_batch_id, request.last_served = None, iteration
-        # Batches that are waited for end with their iteration, so ``cpu_batches`` never had them.
+        # Those that began and ended with this iteration were never under way, so they are not among ``done``.
         for cpu_batch in plan.cpu_batches:
             if cpu_batch.mode.waits:
                 for request in cpu_batch.requests:
@@ -405,7 +404,7 @@ class SchedulerState:
             request = item.request
             request.last_served = iteration
             request.num_uncomputed -= item.num_tokens
-            self.kv.publish(request)  # only now: in the plan nobody may find what is not computed yet
+            self.kv.publish(request)  # only now are K and V of the chunk computed
             if request.num_uncomputed <= 1:  # one is left; or none, and the result has a new one
                 request.num_uncomputed = 1
                 self.prefilling.remove_request(request)
@@ -467,7 +466,7 @@ class SchedulerState:
         while not self.kv.allocate_slots(request, request.num_tokens):
             pool = self.kv.pool_of(request)  # blocks of other hosts would not help: a request is in one pool
             younger = [other for other in self._evictable_for(request) if self.kv.pool_of(other) is pool]
-            if not younger:  # it keeps its blocks: freed, they would only go to requests that are computed anew
+            if not younger:
                 return
             self.recompute(younger[-1])
 
@@ -542,7 +541,7 @@ class SchedulerState:
             self.cpu_batches.detach(request)
         elif self.fetches.are_here(request):
             return True
-        # Without the promise other requests would take the room until then, and its token would be lost for nothing.
+        # Without the promise other requests would take the room until then, and it would be recalled for nothing.
         self._gpu_blocks_promised += num_blocks + self.kv.groups.growth
         return False
 
