@@ -62,10 +62,10 @@ class SwapTimes:
 
 
 class AttentionFuture(Protocol):
-    """One CPU attention task under way. It is *ready* once its result is where the next stage reads it."""
+    """One CPU attention task under way. It is *ready* once a stage that is launched reads its result."""
 
     def ready(self) -> bool:
-        """Whether the result is there; never blocks."""
+        """Whether :meth:`wait` would return at once; never blocks."""
         ...
 
     def wait(self) -> float:

@@ -8,7 +8,8 @@ alone: on the GPU, in products of its own.
 The modes of a plan's CPU batches make its strategy (APEX section 3). A plan without CPU batches is GPU-only.
 
 A CPU batch is *under way* from the stage -1 of a token to that token: through one plan, or through many where nothing
-waits for its attention tasks. An attention task is *ready* once its output is where the next stage reads it.
+waits for its attention tasks. An attention task is *ready* once the host need not wait for it: a stage that is launched
+now reads its output.
 """
 
 from __future__ import annotations
