@@ -155,9 +155,6 @@ def fastest_placements(problem: PlacementProblem) -> list[TimedPlacement]:
     """The fastest placement for each number of streamed stages, fastest first.
 
     Those that their objective excludes are left out, but for :data:`STARTS` placements.
-
-    Raises:
-        ValueError: no placement fits; the message says what would.
     """
     bounded = []
     for placement in _placements_that_fit(problem):
@@ -188,9 +185,6 @@ def refined_placement(problem: PlacementProblem) -> TimedPlacement:
     """The best of the fastest few, each improved stage by stage. Takes up to a second.
 
     The first and the last stage are smaller than the others, for which an even spread does not account.
-
-    Raises:
-        ValueError: no placement fits; the message says what would.
     """
     found = [_improve(timed, problem) for timed in fastest_placements(problem)[:STARTS]]
     # The fastest by rounding alone may be one that streams for nothing, whose slots would take room from KV cache.
@@ -396,9 +390,6 @@ def best_budget(model: CostModel, workload: UniformLoad, *, offloads: bool, cpu_
     """The budget with the highest predicted rate, of all numbers of stages' worth of memory from none on.
 
     Arguments are those of :func:`estimate_budget`.
-
-    Raises:
-        ValueError: none is possible; the message says why the smallest is not.
     """
     estimates: list[Estimate] = []
     refused: ValueError | None = None

@@ -183,9 +183,6 @@ class SimulatedBackend:
     ) -> None:
         """``launch_s``: seconds to launch a stage or a layer's attention, for profiles that leave them out.
         ``block_size``: tokens of a KV block. ``synchronous``, ``whole_swaps``: what does not overlap, see the module.
-
-        Raises:
-            ValueError: weights are placed, and there is no interconnect over which to stream them.
         """
         streaming = None
         if weights is not None:

@@ -183,11 +183,7 @@ class WeightSlots:
     """
 
     def __init__(self, device: Device, chunks: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """``chunks``: of each streamed stage its weights, uint8 ``[bytes]`` each, in :meth:`Device.pinned` memory.
-
-        Raises:
-            ValueError: there is no stage.
-        """
+        """``chunks``: of each streamed stage its weights, uint8 ``[bytes]`` each, in :meth:`Device.pinned` memory."""
         if not chunks:
             raise ValueError("streamed weights need at least one stage")
         self._device, self._copies, self._chunks = device, device.new_stream(), dict(chunks)

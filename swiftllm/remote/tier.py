@@ -265,11 +265,7 @@ class RemoteCpuTier:
     may_die = True
 
     def __init__(self, find_address: FindAddress, secret: bytes, shape: KVShape, most_blocks: int) -> None:
-        """Connect to the host; more than ``most_blocks`` would be of no use.
-
-        Raises:
-            OSError: it cannot be reached, or refuses; the message has its address.
-        """
+        """Connect to the host; more than ``most_blocks`` would be of no use."""
         self.num_blocks = 0
         self._most_blocks = most_blocks
         self._shape = shape
