@@ -107,7 +107,7 @@ class Executor:
         backend, result, at_work = self.backend, _ResultSoFar(), self._at_work
         self._plan = plan
         start_s = backend.now()
-        # CPU batches that this plan does not name included: no stage of theirs comes to their attention tasks below.
+        # Also out of CPU batches that this plan does not name: below, only those named come to their attention tasks.
         try:
             self._detach_leaving(plan, result)
         except HostDied as death:

@@ -172,7 +172,9 @@ A power of two, since torch rounds pinned memory up to one.
 
 
 class WeightSlots:
-    """The streamed stages of a model. Each has one fixed slot, so that captured graphs find its weights.
+    """The streamed stages of a model: those whose weights are copied to the device in each iteration.
+
+    Each has one fixed slot, so that captured graphs find its weights.
 
     An iteration enters the stages in ascending order. Once the next one is entered, whichever that is, the slot of
     the one before takes the next but one of the streamed stages. Who enters a stage out of order waits for a

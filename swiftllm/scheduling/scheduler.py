@@ -21,7 +21,7 @@ class PlanBuilder:
     """
 
     def __init__(self, state: SchedulerState) -> None:
-        """Begins a plan: what ``state`` move from now on is part of it."""
+        """Begins a plan: what ``state`` moves from now on is part of it."""
         state.begin_plan()
         self.state = state
         self.decodes: list[Request] = []
@@ -197,7 +197,8 @@ def running_prompts(builder: PlanBuilder, service_class: ServiceClass) -> None:
     by_chunk = state.rules.by_chunk
     for tier in state.open_tiers:
         for request in state.prefilling.of_class(service_class):
-            if request.tier is not tier or request in state.fetches:  # or preempted for an older one meanwhile
+            # Not one that is on its way to the GPU, nor one that an older prompt of this loop has preempted.
+            if request.tier is not tier or request in state.fetches:
                 continue
             if not by_chunk or state.hold_on_gpu(request, builder.tokens_to_hold(request)):
                 builder.add_prefill(request)
@@ -231,6 +232,7 @@ def start_prompt(builder: PlanBuilder, request: Request, made_way: Callable[[Pla
     tier = state.find_tier(request, num_blocks)
     if tier is None:
         return False
+    # Only now that it is sure to start: nobody is preempted for a prompt that then has to wait.
     num_moves = len(state.kv.moves)
     state.make_way(tier, request, num_blocks)
     if made_way is not None and len(state.kv.moves) > num_moves:
@@ -262,6 +264,8 @@ def two_tiers(builder: PlanBuilder, before_prompts: Callable[[PlanBuilder], None
     """
     startable: list[Request] = []
     for service_class in ServiceClass:
+        # Whoever holds blocks before whoever waits, and first those who may preempt others for their next token. What
+        # they preempt is then no part of the plan yet.
         gpu_decodes(builder, service_class)
         swap_in(builder, service_class)
         # After the swap-in, so that requests that move to the GPU are not among them.
