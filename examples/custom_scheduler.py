@@ -1,4 +1,4 @@
-"""A scheduler of one's own: every CPU request that is ready joins the GPU batch, which waits for it.
+"""A scheduler of one's own: every CPU request that may start a token joins the GPU batch, which waits for it.
 
 .venv/bin/python examples/custom_scheduler.py
 
@@ -20,12 +20,13 @@ class JoinAll(Predicting):
 
     def plan(self, state):
         builder = PlanBuilder(state)
-        ready = CpuDecodes(two_tiers(builder))  # fills the GPU batch, GPU first; these CPU decodes may start a token
+        # Fills the GPU batch, GPU first; what it returns are the CPU decodes that may start a token.
+        startable = CpuDecodes(two_tiers(builder))
         load = GpuBatchLoad.from_builder(builder)  # what the GPU batch computes: prompt chunks and GPU decodes
-        if not ready:
+        if not startable:
             return gpu_only(builder, self.model, load)
         pipeline = Pipeline(self.model, load)  # predicts the iteration's time from the profile
-        pipeline.batches[0].add_requests(ready.requests, ready.context_tokens)
+        pipeline.batches[0].add_requests(startable.requests, startable.context_tokens)
         return pipelined(builder, pipeline)
 
 

@@ -462,11 +462,12 @@ def best_split(
     return int(alone[best]), int(joining[best])
 
 
-def candidate_splits(num_ready: int, least_members: int, flat_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def candidate_splits(num_startable: int, least_members: int, flat_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of members and, of these, of those that run alone, to be compared; int64 [candidates] each."""
-    members = np.ceil(num_ready * np.array(SPLIT_MEMBER_SHARES)).astype(int)
-    members = np.unique(np.maximum(members, min(least_members, num_ready)))
+    members = np.ceil(num_startable * np.array(SPLIT_MEMBER_SHARES)).astype(int)
+    members = np.unique(np.maximum(members, min(least_members, num_startable)))
     shares = np.round(members[:, None] * np.array(SPLIT_ALONE_SHARES)).astype(int)
+    # As many alone as their stage takes for nothing: up to there it costs reading the weights, whatever their number.
     at_flat_end = np.minimum(members, flat_tokens)[:, None]
     alone = np.concatenate([shares, at_flat_end], axis=1)
     return np.repeat(members, alone.shape[1]), alone.ravel()
@@ -633,6 +634,7 @@ class Adaptive(Hybrid):
 
     def limit_prompts(self, builder: PlanBuilder) -> None:
         """Choose the strategy, unless the last choice still stands, and the most prompt tokens of this iteration."""
+        # Before the plan has any prompt: how many an iteration should compute depends on what the CPU decodes do in it.
         state = builder.state
         if self._chunk_sizes is None:
             budget = state.limits.max_num_batched_tokens
