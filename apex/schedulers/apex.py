@@ -133,7 +133,7 @@ class Apex(Hybrid):
         """The threshold of section 4.2: hand-overs cost time, so overlap pays only with many CPU requests."""
         if not startable:
             return False
-        # Those in flight count: a few that start while others are under way must not be held back.
+        # Of all CPU requests, those in flight included: the threshold is their number per GPU request.
         is_large = num_cpu >= self.config.min_cpu_request_ratio * load.requests
         return self.config.is_forced or startable.overdue is not None or is_large
 
