@@ -20,11 +20,7 @@ SETUP = "type `make setup`" if IS_SOURCE_TREE else "install apex-llm-serving aga
 
 
 def configs_folder(name: str) -> Path:
-    """A folder of ``configs/``.
-
-    Raises:
-        FileNotFoundError: this copy of the package came without it.
-    """
+    """A folder of ``configs/``."""
     folder = CONFIGS / name
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}: copy the source tree as a whole, or install the package")

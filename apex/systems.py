@@ -56,10 +56,7 @@ register_system(
 
 
 def build(system: System, config: EngineConfig, strategy: Mapping[str, Any]) -> Engine:
-    """
-    Raises:
-        TypeError: a name is no field of :class:`StrategyConfig`.
-    """
+    """The engine of a system; ``strategy`` has fields of :class:`StrategyConfig` by name."""
     from apex.build import build_system  # loads torch
 
     known = {field.name for field in fields(StrategyConfig)}

@@ -13,10 +13,7 @@ CpuKVDtype = Literal["auto", "int8"]
 
 
 def check_at_least(least: int, options: object, *names: str) -> None:
-    """
-    Raises:
-        ValueError: one of these fields is a number below ``least``, 0 or 1; the message names it.
-    """
+    """Check that none of these fields is a number below ``least``, 0 or 1; None passes."""
     for name in names:
         value = getattr(options, name)
         if value is not None and value < least:

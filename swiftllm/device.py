@@ -130,11 +130,7 @@ class Device(Protocol):
 
     def left_free(self, work: Callable[[], object]) -> int | None:
         """Bytes that remain for permanent use beside what ``work`` needs, which is run to measure that. None: the
-        device's memory is the host's.
-
-        Raises:
-            InsufficientMemory: there is not enough for ``work``.
-        """
+        device's memory is the host's."""
 
 
 # -- how long the host waits -------------------------------------------------------------------------------------------

@@ -122,10 +122,7 @@ class LLM:
 
 
 def _list_of_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """
-    Raises:
-        TypeError: something is neither a text nor a list of token ids.
-    """
+    """The prompts, each a text or a list of token ids; one alone need not be in a list."""
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be a text, a list of texts or lists of token ids, not {type(prompts).__name__}")
     several: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)

@@ -414,21 +414,13 @@ class Share:
         return cls(int(match[1]), int(match[2]))
 
     def cores_of(self, cores: Sequence[int]) -> list[int]:
-        """The cores of this part. Parts are adjacent, differ by one core at most, and there is at least one core each.
-
-        Raises:
-            ValueError: there are fewer cores than parts.
-        """
+        """The cores of this part. Parts are adjacent, differ by one core at most, and have at least one core each."""
         if len(cores) < self.parts:
             raise ValueError(f"share={self.number}/{self.parts}: there are {len(cores)} cores for {self.parts} engines")
         return equal_parts(cores, self.parts)[self.number - 1]
 
     def cards_of(self, cards: Sequence[str]) -> tuple[list[str], float]:
-        """The GPUs of this part, and its fraction of each: whole GPUs, or a part of a single one.
-
-        Raises:
-            ValueError: the GPUs cannot be divided so that each engine has whole ones or shares one with as many others.
-        """
+        """The GPUs of this part, and its fraction of each: whole GPUs, or a part of a single one."""
         count = len(cards)
         if count % self.parts == 0:
             each = count // self.parts
@@ -440,11 +432,7 @@ class Share:
 
 
 def take_share(share: Share) -> None:
-    """Confine this process to its share: cores, whose NUMA node its memory then comes from, memory and GPUs.
-
-    Raises:
-        ValueError: the machine cannot be divided so.
-    """
+    """Confine this process to its share: cores, whose NUMA node its memory then comes from, memory and GPUs."""
     cores = share.cores_of(in_node_order(os.sched_getaffinity(0), numa_nodes(SYSTEM)))
     cards, of_card = visible_cards(), 1.0
     if cards:

@@ -98,11 +98,7 @@ class Generate(ConfigFile):
 
 
 def read_lines() -> tuple[str, ...]:
-    """The lines of standard input that are not blank, as prompts, whatever system wrote their ends.
-
-    Raises:
-        InputError: there are none.
-    """
+    """The lines of standard input that are not blank, as prompts, whatever system wrote their ends."""
     text = "" if sys.stdin.isatty() else decoded(sys.stdin.buffer.read(), sys.stdin.encoding)
     prompts = tuple(line for line in re.split(r"\r\n|\r|\n", text) if line.strip())
     if not prompts:
@@ -119,10 +115,7 @@ def decoded(text: bytes, encoding: str) -> str:
 
 
 def check_text(prompts: Sequence[str]) -> None:
-    """
-    Raises:
-        InputError: a prompt came as bytes that are not UTF-8, which Python reads as lone surrogates.
-    """
+    """Refuse a prompt of bytes that are not UTF-8, which Python reads as lone surrogates."""
     for prompt in prompts:
         try:
             prompt.encode()

@@ -114,11 +114,7 @@ def config_path(arguments: Sequence[str]) -> Path | None:
 
 
 def read_config_file(path: Path, command: type) -> dict[str, Any]:
-    """The file's values by field name, converted to the types of the options.
-
-    Raises:
-        InputError: see :func:`parse_command`.
-    """
+    """The file's values by field name, converted to the types of the options."""
     import yaml
 
     try:
@@ -164,11 +160,7 @@ def shown_fields(command: type) -> Iterator[tuple[dataclasses.Field, Any]]:
 
 
 def checked_value(where: str, name: str, value: Any, kind: Any) -> Any:
-    """``value`` converted to an option's type.
-
-    Raises:
-        InputError: it cannot be converted.
-    """
+    """``value`` converted to an option's type."""
     from pydantic import TypeAdapter, ValidationError
 
     if get_origin(kind) is tuple and not isinstance(value, list):
@@ -221,22 +213,14 @@ OutputFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 
 def check_output_file(flag: str, path: Path | None) -> None:
-    """Check that the file of an output flag can be written, before anything runs. Its folder is created.
-
-    Raises:
-        InputError: it cannot be written; the message names the flag.
-    """
+    """Check that the file of an output flag can be written, before anything runs. Its folder is created."""
     if path is not None and path.is_dir():
         raise InputError(f"{flag} {path} is a folder: name a file")
     check_output_folder(flag, path and path.parent)
 
 
 def check_output_folder(flag: str, folder: Path | None) -> None:
-    """Check that files can be written to the folder of an output flag. It is created.
-
-    Raises:
-        InputError: they cannot be written; the message names the flag.
-    """
+    """Check that files can be written to the folder of an output flag. It is created."""
     if folder is None:
         return
     try:
@@ -256,11 +240,7 @@ class Unchecked:
         pass
 
     def checked(self, **changes: Any) -> Any:
-        """The configuration with these values.
-
-        Raises:
-            ValueError: one of them is out of range.
-        """
+        """The configuration with these values."""
         return type(self).__bases__[1](**{**asdict(self), **changes})
 
 
@@ -271,12 +251,7 @@ class EngineFlags(Unchecked, EngineConfig):
     model: tyro.conf.Suppress[str] = ""  # the command's own positional argument
 
     def config(self, model: str) -> EngineConfig:
-        """The engine's configuration; a model on the hub is downloaded.
-
-        Raises:
-            FileNotFoundError: the model is neither a local folder nor on the hub.
-            ValueError: a value is out of range.
-        """
+        """The engine's configuration; a model on the hub is downloaded."""
         config = self.checked(model=model)
         return replace(config, model=str(model_folder(model, weights=config.load_format == "auto")))
 
@@ -299,12 +274,7 @@ class StrategyFlags(Unchecked, StrategyConfig):
     """How the CPU is used."""
 
     def config(self, *systems: SystemName) -> StrategyConfig:
-        """The strategies' configuration.
-
-        Raises:
-            InputError: a strategy flag is given and none of ``systems`` has strategies.
-            ValueError: the flags contradict each other.
-        """
+        """The strategies' configuration."""
         if not any(find_system(name).needs_predictions for name in systems) and self != StrategyFlags():
             raise InputError(
                 f"the strategy flags have no effect on {' and '.join(systems)}, GPU-only: drop them, or name another "
@@ -328,10 +298,7 @@ class BestEffortFlags:
     By default it ends with its last request."""
 
     def check_flags(self) -> None:
-        """
-        Raises:
-            ValueError: a flag is out of range or has no effect.
-        """
+        """Refuse flags that are out of range or have no effect."""
         check_at_least(0, self, "best_effort_requests")
         for name in ("best_effort_input_len", "best_effort_output_len"):
             if getattr(self, name) is not None and not self.best_effort_requests:
@@ -353,12 +320,7 @@ class TimelineFlags:
     """First iteration to record, from 0; by default those nearest to the middle of the run that move CPU requests."""
 
     def check_flags(self, systems: Sequence[str]) -> None:
-        """Check the flags before anything runs.
-
-        Raises:
-            ValueError: a flag has no effect or is out of range, or several systems share a file.
-            InputError: the file cannot be written.
-        """
+        """Check the flags before anything runs."""
         if self.trace_timeline is None:
             if self != TimelineFlags():
                 raise ValueError("--timeline-iterations and --timeline-start mean nothing without --trace-timeline")
@@ -407,9 +369,6 @@ def start_engine(
     """The engine that a command's flags ask for; prints its pools and threads.
 
     ``workload``: see :func:`apex.build.build_system`.
-
-    Raises:
-        InputError: the engine cannot be built; the message says what to do.
     """
     with input_errors():
         from apex.build import build_system

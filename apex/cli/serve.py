@@ -126,11 +126,7 @@ def build_service(
 
 
 def reserve(host: str, port: int, stack: ExitStack) -> int:
-    """Reserve the port, or a free one for 0, until ``stack`` ends.
-
-    Raises:
-        InputError: another program listens there, or this machine has no such address.
-    """
+    """Reserve the port, or a free one for 0, until ``stack`` ends."""
     where = f"--host {host} --port {port}"
     try:
         return stack.enter_context(reserved_port(host, port))

@@ -37,11 +37,7 @@ class SystemsCommand(ConfigFile):
     timeline: TimelineFlags
 
     def check_flags(self) -> None:
-        """Check what both commands have, before anything runs.
-
-        Raises:
-            InputError: an option is out of range or has no effect, or a file cannot be written.
-        """
+        """Check what both commands have, before anything runs."""
         with input_errors(of_engine=False):
             check_at_least(1, self, "num_requests", "input_len", "output_len")
             if not self.system:

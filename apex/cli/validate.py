@@ -14,20 +14,12 @@ OPTIONAL_VERBS = {"validate": ("evaluation.validate", "Compare the simulator wit
 
 
 def run_optional(verb: str, arguments: Sequence[str]) -> int:
-    """Run a verb of another package with its own arguments and return its exit status.
-
-    Raises:
-        InputError: the package is not installed; the message says where it comes from.
-    """
+    """Run a verb of another package with its own arguments and return its exit status."""
     return optional_module(OPTIONAL_VERBS[verb][0], f"apex {verb}").command(arguments)
 
 
 def optional_module(module: str, wanted_by: str) -> ModuleType:
-    """A module of a package above this one.
-
-    Raises:
-        InputError: the package is not installed; the message says where it comes from.
-    """
+    """A module of a package above this one."""
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         raise InputError(

@@ -79,11 +79,7 @@ class EngineMemory:
 
     def given_bytes(self, memory_gib: float) -> float:
         """Bytes for resident stages and slots, and an embedding beside all of them, where weights may use
-        ``memory_gib``.
-
-        Raises:
-            ValueError: it is too little, or the host does not hold the others.
-        """
+        ``memory_gib``."""
         gpu_bytes = memory_gib * GIB - self.other_bytes
         if gpu_bytes < 0:
             raise ValueError(
@@ -94,11 +90,7 @@ class EngineMemory:
         return gpu_bytes
 
     def check_tiers(self) -> None:
-        """Check that GPU and host together hold the weights.
-
-        Raises:
-            ValueError: they do not.
-        """
+        """Check that GPU and host together hold the weights."""
         gpu_bytes, host_bytes = max(0, self.usable_bytes), max(0, self.host_bytes)
         if self.other_bytes > gpu_bytes or self.weight_bytes - self.embedding_bytes > gpu_bytes + host_bytes:
             raise ValueError(
@@ -319,9 +311,6 @@ def place_weights(config: EngineConfig, workload: UniformLoad | None = None, *, 
 
     Given memory is filled for iterations of ``max_num_seqs`` rows. ``auto`` takes the memory with the highest predicted
     rate for ``workload``, by default :func:`assumed_workload`. ``offloads``: whether the system decodes on the CPU.
-
-    Raises:
-        ValueError: there is no GPU, or the weights fit neither in the given memory nor in the host's.
     """
     if config.weights_gpu_memory is None:
         return WeightsPlan()

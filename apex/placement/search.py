@@ -1,4 +1,8 @@
-"""The search for the places of weights that do not fit the GPU: what they cost, and how much GPU memory they get."""
+"""The search for the places of weights that do not fit the GPU: what they cost, and how much GPU memory they get.
+
+A stage's weights are *resident* on the GPU, *streamed* (copied to one of a few slots there in each iteration, which has
+nothing to do with CUDA streams), or the CPU's, which then computes the stage.
+"""
 
 from __future__ import annotations
 
@@ -79,6 +83,7 @@ def batch_s(streamed_bytes: float, kv_bytes: float, gpu_s: float, rates: Rates, 
     need for the stages that they compute; G is the GPU batch's time, those stages included.
     """
     cpu_s = cpu_linear_s + kv_bytes / rates.cpu_attention + streamed_bytes / rates.dram
+    # Link, cores and GPU work side by side, so the slowest sets the pace.
     return max(streamed_bytes / rates.pcie, cpu_s, gpu_s)
 
 
@@ -150,9 +155,6 @@ def fastest_placements(problem: PlacementProblem) -> list[TimedPlacement]:
     """The fastest placement for each number of streamed stages, fastest first.
 
     Those that their objective excludes are left out, but for :data:`STARTS` placements.
-
-    Raises:
-        ValueError: no placement fits; the message says what would.
     """
     bounded = []
     for placement in _placements_that_fit(problem):
@@ -160,6 +162,7 @@ def fastest_placements(problem: PlacementProblem) -> list[TimedPlacement]:
         # GPU time adds to the CPU's: a stage waits for the one before.
         bounded.append((max(cpu_s + gpu_s, stream_s), placement, parts_s))
     found: list[TimedPlacement] = []
+    # In the order of their bounds: once a bound exceeds the best time found, so do all that follow.
     for bound_s, placement, parts_s in sorted(bounded, key=lambda entry: entry[0]):
         if len(found) >= STARTS and bound_s >= min(timed.iteration_s for timed in found):
             break
@@ -182,11 +185,9 @@ def refined_placement(problem: PlacementProblem) -> TimedPlacement:
     """The best of the fastest few, each improved stage by stage. Takes up to a second.
 
     The first and the last stage are smaller than the others, for which an even spread does not account.
-
-    Raises:
-        ValueError: no placement fits; the message says what would.
     """
     found = [_improve(timed, problem) for timed in fastest_placements(problem)[:STARTS]]
+    # The fastest by rounding alone may be one that streams for nothing, whose slots would take room from KV cache.
     useful = (timed for timed in found if not any(_makes_useless(other, timed, problem) for other in found))
     return min(useful, key=lambda timed: timed.iteration_s)
 
@@ -237,6 +238,7 @@ def iteration_s(placement: Placement, problem: PlacementProblem) -> float:
         copied += 1
         arrivals.append(link_free_s)
 
+    # All slots are filled before the first iteration. It is therefore too fast, as CYCLES accounts for.
     for _ in range(SLOTS if order else 0):
         copy(0.0)
     for _ in range(CYCLES):
@@ -244,7 +246,7 @@ def iteration_s(placement: Placement, problem: PlacementProblem) -> float:
         for place, cost in stages:
             if place is Place.STREAMED:
                 clock_s = max(clock_s, arrivals.popleft()) + cost.gpu_s
-                copy(clock_s)
+                copy(clock_s)  # into the slot that has just been left: that of a later stage, or of the next iteration
             elif place is Place.CPU:
                 clock_s += cost.crossing_s
                 busy_s = max(0.0, link_free_s - clock_s)  # the link's, from now on without a gap
@@ -388,9 +390,6 @@ def best_budget(model: CostModel, workload: UniformLoad, *, offloads: bool, cpu_
     """The budget with the highest predicted rate, of all numbers of stages' worth of memory from none on.
 
     Arguments are those of :func:`estimate_budget`.
-
-    Raises:
-        ValueError: none is possible; the message says why the smallest is not.
     """
     estimates: list[Estimate] = []
     refused: ValueError | None = None
@@ -422,7 +421,7 @@ def estimate_budget(
     least_bytes = model.other_bytes + least_gpu_bytes(model.stage_bytes, cpu_computes)
     if weight_bytes < least_bytes:
         least = gib_rounded_up(least_bytes)
-        # Raises what is in the way of so many, too.
+        # The least is named only if it works: this raises what is in the way of it.
         estimate_budget(model, float(least) * GIB, workload, offloads, cpu_computes)
         raise ValueError(
             f"{weight_bytes / GIB:.2f} GiB of GPU memory for weights do not hold vocabulary and norms, "
@@ -431,7 +430,7 @@ def estimate_budget(
         )
     gpu_kv_bytes = model.gpu_kv_bytes(weight_bytes)
     gpu_bytes = weight_bytes - model.other_bytes
-    slots = model.layer_groups.slots(workload.context)
+    slots = model.layer_groups.slots(workload.context)  # fewer than tokens where layers have attention windows
     on_gpu = min(workload.num_requests, gpu_kv_bytes / (model.kv_bytes_per_token * slots))
     tier_bytes = model.cpu_kv_bytes(sum(model.stage_bytes) - max(0.0, gpu_bytes))
     most_on_cpu = min(workload.num_requests - on_gpu, tier_bytes / (model.cpu_kv_bytes_per_token * slots))
@@ -464,8 +463,10 @@ def _estimate(
         model.rates.copy_effect,
         cpu_computes,
     )
+    # The spread placements suffice to compare budgets; the one chosen is refined (:func:`refined_placement`).
     fastest = fastest_placements(problem)[0]
     streamed_bytes = fastest.placement.bytes_at(Place.STREAMED, model.stage_bytes)
     kv_bytes = on_cpu * model.layer_groups.slots(workload.context) * model.cpu_kv_bytes_per_token
+    # CPU attention comes on top: a placement is searched for as if the cores computed stages alone.
     seconds = batch_s(streamed_bytes, kv_bytes, fastest.iteration_s, model.rates, fastest.cpu_s)
     return Estimate(weight_bytes, requests / seconds, requests, problem)

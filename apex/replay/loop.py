@@ -118,11 +118,7 @@ def replay_requests(
 
 
 def check_requests(engine: Engine, requests: Sequence[ReplayRequest]) -> None:
-    """Check that the engine would serve all ``requests``. Runs none of them.
-
-    Raises:
-        RequestRefused: the engine would refuse one; the message names the limit.
-    """
+    """Check that the engine would serve all ``requests``. Runs none of them."""
     for request in requests:
         engine.make_request(request.request_id, request.prompt_token_ids, sampling_params(request))
 

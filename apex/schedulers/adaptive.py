@@ -157,7 +157,7 @@ class Rate:
     prompt_tokens: Floats
     """Prompt tokens in an iteration."""
     joined: Floats
-    """CPU decodes that run the GPU batch's stages with it, in an iteration."""
+    """Number of CPU decodes that run the GPU batch's stages with it, in an iteration."""
     num_cpu_batches: Floats
     """Free-running CPU batches; 0 in other strategies."""
     alone_stages_s: Floats
@@ -248,7 +248,8 @@ def cpu_batches_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Float
     for _ in range(OVERLAP_ROUNDS):
         gpu_batch_s = np.maximum(times.layer_s(times.linear_s(g + prompts) + gpu_attention_s) + ends_s, LEAST_S)
         single_s = cpu_s + gpu_batch_s / 2 + alone_stage_s
-        # A CPU batch runs a streamed stage when the GPU batch does, since its weights are there then: once a pass.
+        # A stage whose weights are copied in each iteration is run when the GPU batch runs it, as they are there then:
+        # once a pass.
         round_s = np.maximum(
             np.maximum(single_s, alone_stages_s + gpu_batch_s / 2), times.streamed_layers * gpu_batch_s
         )
@@ -302,8 +303,8 @@ class ChunkSizes:
         efficient: tokens from which on a batch's linear time per token is within ``EFFICIENT`` of the least.
         token_s: that least linear time per token, in seconds of one layer (b).
         flat_tokens: tokens up to which a stage costs about as much as for one.
-        free: of these, the tokens that cost so little that others can wait for them; where weights are streamed, those
-            that are done before the next layer's arrive.
+        free: of these, the tokens that cost so little that others can wait for them; where weights are copied to the
+            GPU in each iteration, those that are done before the next layer's arrive.
     """
 
     def __init__(self, times: OperationTimes, budget: int, flat_tokens: int) -> None:
@@ -343,8 +344,8 @@ class PromptNeed:
 
 
 def free_prompt_tokens(sizes: ChunkSizes, gpu_batch_decodes: int, joined: float) -> float:
-    """Prompt tokens that cost a GPU batch of these rows nothing, because reading the weights takes as long anyway, or
-    their way to the GPU."""
+    """Prompt tokens that cost a GPU batch of so many decodes and ``joined`` rows of CPU decodes nothing, because
+    reading the weights takes as long anyway, or their way to the GPU."""
     return max(0.0, sizes.free - gpu_batch_decodes - joined)
 
 
@@ -384,8 +385,8 @@ def prompt_chunk(
     """The most prompt tokens of the next iteration.
 
     Args:
-        gpu_batch_decodes, joined CPU batches, cpu_decodes: decodes of the GPU batch, CPU decodes beside them, all CPU
-        decodes.
+        gpu_batch_decodes, joined, cpu_decodes: numbers of decodes of the GPU batch, of CPU decodes that join its
+            stages, and of all CPU decodes.
         gpu_attention_s: attention of the GPU batch's decodes, in seconds of one layer.
         is_settled: whether the steady chunk rests on outputs seen.
         short_queue_tokens: prompt tokens of all who wait, if they are few; they are served at once.
@@ -420,32 +421,33 @@ def best_split(
     times: OperationTimes,
     model: PerfModel,
     load: GpuBatchLoad,
-    ready_tokens: np.ndarray,
-    partial: tuple[int, int],
+    startable_tokens: np.ndarray,
+    in_flight: tuple[int, int],
     *,
     token_s: float,
     least_members: int = 0,
 ) -> tuple[int, int]:
-    """How many of the first ready CPU decodes join, and how many run alone.
+    """How many CPU decodes, of those that may start a token, join, and how many run alone.
 
     The split maximises the decodes over the time that the prompts do not pay. Prompts pay for the linear work of their
     tokens in a large batch, and for their attention.
 
     Args:
-        ready_tokens: context of each ready CPU decode, in the order in which they are taken; int64 [number].
-        partial: requests under way, which run alone too, and the sum of their context in tokens.
+        startable_tokens: context of each startable CPU decode, in the order in which they are taken; int64 [number].
+        in_flight: number of requests that are part of the way through their token, which run alone too, and the sum
+            of their context in tokens.
         token_s: linear time of a token in a large batch, in seconds of one layer (b).
         least_members: take at least so many.
 
     Returns:
         The number that run alone, which come first, and the number that join, which come after them.
     """
-    num_partial, partial_context = partial
-    sums = np.concatenate(([0], np.cumsum(ready_tokens)))
-    members, alone = candidate_splits(len(ready_tokens), least_members, model.flat_linear_tokens)
+    num_in_flight, in_flight_context = in_flight
+    sums = np.concatenate(([0], np.cumsum(startable_tokens)))
+    members, alone = candidate_splits(len(startable_tokens), least_members, model.flat_linear_tokens)
     joining = members - alone
-    num_alone = alone + num_partial
-    alone_context = sums[alone] + partial_context
+    num_alone = alone + num_in_flight
+    alone_context = sums[alone] + in_flight_context
     joined_context = sums[members] - sums[alone]
     prefill_s = load.prefill_attention_s(model)
     gpu_batch_attention_s = model.gpu_attention_s(load.decodes, load.decode_context) + prefill_s
@@ -455,16 +457,17 @@ def best_split(
     total_s = times.num_layers * layer_s + times.outside_layers_s(load.requests + joining)
     total_s = total_s + times.outside_layers_s(num_alone)
     paid_s = times.num_layers * (token_s * (load.tokens - load.decodes) + prefill_s)
-    rates = (load.decodes + num_partial + members) / np.maximum(total_s - paid_s, LEAST_TIME_SHARE * total_s)
+    rates = (load.decodes + num_in_flight + members) / np.maximum(total_s - paid_s, LEAST_TIME_SHARE * total_s)
     best = int(rates.argmax())
     return int(alone[best]), int(joining[best])
 
 
-def candidate_splits(num_ready: int, least_members: int, flat_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def candidate_splits(num_startable: int, least_members: int, flat_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of members and, of these, of those that run alone, to be compared; int64 [candidates] each."""
-    members = np.ceil(num_ready * np.array(SPLIT_MEMBER_SHARES)).astype(int)
-    members = np.unique(np.maximum(members, min(least_members, num_ready)))
+    members = np.ceil(num_startable * np.array(SPLIT_MEMBER_SHARES)).astype(int)
+    members = np.unique(np.maximum(members, min(least_members, num_startable)))
     shares = np.round(members[:, None] * np.array(SPLIT_ALONE_SHARES)).astype(int)
+    # As many alone as their stage takes for nothing: up to there it costs reading the weights, whatever their number.
     at_flat_end = np.minimum(members, flat_tokens)[:, None]
     alone = np.concatenate([shares, at_flat_end], axis=1)
     return np.repeat(members, alone.shape[1]), alone.ravel()
@@ -513,7 +516,7 @@ class ChosenStrategy:
 
     strategy: Strategy
     joined: float
-    """CPU decodes beside the GPU batch's own in a stage of the GPU batch."""
+    """Number of CPU decodes beside the GPU batch's own in a stage of the GPU batch."""
     num_cpu_batches: int
     alone_stages_per_layer_s: float
     """Seconds that the GPU batch spends on stages that CPU batches run alone between two of its layers."""
@@ -548,6 +551,7 @@ def choose(
     times: OperationTimes, chunk_sizes: ChunkSizes, load: Load, strategies: Sequence[Strategy], max_cpu_batches: int
 ) -> ChosenStrategy:
     """The best of the strategies for a load."""
+    # The rates are asked for more CPU decodes than there are now, too: only they tell whether admitting requests pays.
     steady, layers, numbers = load.steady, times.num_layers, [load.cpu_decodes, *load.larger_cpu_decodes()]
     strategy, rates, reachable_per_s = compare(times, steady, numbers, strategies, max_cpu_batches)
     tokens_per_s, prompt_tokens = float(rates.tokens_per_s[0]), float(rates.prompt_tokens[0])
@@ -557,6 +561,7 @@ def choose(
     gpu_batch_s = times.linear_s(steady.gpu_decodes + free_tokens)
     gpu_batch_s += times.gpu_attention_s(steady.gpu_decodes, steady.gpu_context)
     layer_s = times.layer_s(gpu_batch_s) + times.outside_layers_s(steady.gpu_decodes) / layers
+    # Beyond what is free, prompts cost time whenever they are computed: then waiting for their turn gains nothing.
     exceeds = prompt_tokens > free_tokens
     waits = waiting_pays(chunk_sizes, layers, gain, free_tokens, prompt_tokens, float(layer_s))
     need = PromptNeed(
@@ -614,21 +619,22 @@ class Adaptive(Hybrid):
     def ended(self, request: Request) -> None:
         self.lengths.add_output(request.output_len, aborted=request.finish_reason is FinishReason.ABORT)
 
-    def decide(self, builder: PlanBuilder, ready: CpuDecodes) -> IterationPlan:
+    def decide(self, builder: PlanBuilder, startable: CpuDecodes) -> IterationPlan:
         under_way, load = builder.state.cpu_batches.under_way(), GpuBatchLoad.from_builder(builder)
-        if not ready and not under_way:
+        if not startable and not under_way:
             return gpu_only(builder, self.model, load)
-        ready = _longest_waiting_first(ready)
-        pipeline = self._pipeline(load, ready, under_way) if self.config.pipelines else None
+        startable = _longest_waiting_first(startable)
+        pipeline = self._pipeline(load, startable, under_way) if self.config.pipelines else None
         if pipeline is not None:
             self._left_out_s = 0.0
             return pipelined(builder, pipeline, under_way)
-        return self._overlapped(builder, load, ready, under_way)
+        return self._overlapped(builder, load, startable, under_way)
 
     # -- the choice of a strategy and of the prompt chunk -----------------------------------------------------------
 
     def limit_prompts(self, builder: PlanBuilder) -> None:
         """Choose the strategy, unless the last choice still stands, and the most prompt tokens of this iteration."""
+        # Before the plan has any prompt: how many an iteration should compute depends on what the CPU decodes do in it.
         state = builder.state
         if self._chunk_sizes is None:
             budget = state.limits.max_num_batched_tokens
@@ -694,50 +700,55 @@ class Adaptive(Hybrid):
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
-    def _pipeline(self, load: GpuBatchLoad, ready: CpuDecodes, under_way: Sequence[CpuBatch]) -> Pipeline | None:
+    def _pipeline(self, load: GpuBatchLoad, startable: CpuDecodes, under_way: Sequence[CpuBatch]) -> Pipeline | None:
         """The batches of pipelining; None if it is not its turn, or CPU batches under way should end first."""
-        partial = [request for cpu_batch in under_way for request in cpu_batch.members]
+        in_flight = [request for cpu_batch in under_way for request in cpu_batch.members]
         pipeline = Pipeline(self.model, load)
-        pipeline.add_under_way(partial)
+        pipeline.add_under_way(in_flight)
         if not load.requests:
-            pipeline.split_evenly(ready)  # no GPU batch to hide behind: the two batches hide each other
+            pipeline.split_evenly(startable)  # no GPU batch to hide behind: the two batches hide each other
             return pipeline
-        must = ready.overdue is not None and not self.config.overlaps
+        # With overlap an overdue request starts in a CPU batch, for which the GPU batch does not wait.
+        must = startable.overdue is not None and not self.config.overlaps
         is_chosen = self._chosen.strategy is Strategy.PIPELINING
-        if not must and (not is_chosen or (partial and not pipeline.hides_cpu())):
+        if not must and (not is_chosen or (in_flight and not pipeline.hides_cpu())):
             return None
         assert self._chunk_sizes is not None  # as for the choice
         alone, joining = best_split(
             self.times,
             self.model,
             load,
-            ready.tokens,
-            (len(partial), context_tokens(partial)),
+            startable.tokens,
+            (len(in_flight), context_tokens(in_flight)),
             token_s=self._chunk_sizes.token_s,
             least_members=1 if must or self.config.is_forced else 0,
         )
         first, second = pipeline.batches
         last = alone + joining
-        second.add_requests(ready.requests[:alone], int(ready.tokens[:alone].sum()))
-        first.add_requests(ready.requests[alone:last], int(ready.tokens[alone:last].sum()))
+        second.add_requests(startable.requests[:alone], int(startable.tokens[:alone].sum()))
+        first.add_requests(startable.requests[alone:last], int(startable.tokens[alone:last].sum()))
         return pipeline if first.size or second.size else None
 
     def _overlapped(
-        self, builder: PlanBuilder, load: GpuBatchLoad, ready: CpuDecodes, under_way: Sequence[CpuBatch]
+        self, builder: PlanBuilder, load: GpuBatchLoad, startable: CpuDecodes, under_way: Sequence[CpuBatch]
     ) -> IterationPlan:
         """CPU batches under way go on, and one may start."""
         state, choice, cpu_batches = builder.state, self._chosen, list(under_way)
         is_chosen = choice.strategy is Strategy.OVERLAP
+        # Of equal size, as the rate on which the choice rests assumes (:func:`cpu_batches_rate`).
         most = choice.num_cpu_batches if is_chosen else 1
-        size = -(-(len(ready) + sum(len(cpu_batch.members) for cpu_batch in under_way)) // most)
+        size = -(-(len(startable) + sum(len(cpu_batch.members) for cpu_batch in under_way)) // most)
+        # CPU decodes that the strategy leaves out get a turn once the GPU batch has worked long enough without them.
         if not under_way:
             self._left_out_s += gpu_batch_s(self.model, load)
-        its_turn = LEFT_OUT_SHARE * self._left_out_s >= self.model.num_layers * self.model.linear_s(len(ready))
-        starts = its_turn or ready.overdue is not None or not load.requests or (is_chosen and 2 * len(ready) >= size)
-        if self.config.overlaps and ready and starts and len(under_way) < most:
+        its_turn = LEFT_OUT_SHARE * self._left_out_s >= self.model.num_layers * self.model.linear_s(len(startable))
+        starts = (
+            its_turn or startable.overdue is not None or not load.requests or (is_chosen and 2 * len(startable) >= size)
+        )
+        if self.config.overlaps and startable and starts and len(under_way) < most:
             self._left_out_s = 0.0
-            cpu_batches.append(state.cpu_batches.start(ready.requests[:size]))
-        elif ready.overdue is not None:
+            cpu_batches.append(state.cpu_batches.start(startable.requests[:size]))
+        elif startable.overdue is not None:
             self.patience.look_again(state.iteration + 1)  # as soon as a CPU batch has ended
         if not cpu_batches:
             return gpu_only(builder, self.model, load)
@@ -757,6 +768,6 @@ class Adaptive(Hybrid):
         return FREE_RUNNING if members * gpu_batch_layer_s >= load.decodes * alone_stage_s else OVERLAPPED
 
 
-def _longest_waiting_first(ready: CpuDecodes) -> CpuDecodes:
+def _longest_waiting_first(startable: CpuDecodes) -> CpuDecodes:
     """In any order in which some come first for ever, the others would starve."""
-    return CpuDecodes(sorted(ready.requests, key=attrgetter("last_served")), ready.overdue)
+    return CpuDecodes(sorted(startable.requests, key=attrgetter("last_served")), startable.overdue)

@@ -1,4 +1,10 @@
-"""APEX (section 3.4, Algorithm 1): GPU-first placement, then the inequality decides how the CPU is used."""
+"""APEX (section 3.4, Algorithm 1): GPU-first placement, then the inequality decides how the CPU is used.
+
+Of the CPU requests, those *startable* have their last token and may start the next one in this plan. Those *in flight*
+are part of the way through the layers with a token, as members of CPU batches under way. The CPU attention of a layer
+*fits* if the GPU's work beside it takes as long, so that the GPU batch never waits for it. The GPU's time beside it is
+the CPU's *window*.
+"""
 
 from __future__ import annotations
 
@@ -25,37 +31,49 @@ from swiftllm.scheduling.scheduler import PlanBuilder
 
 
 class Apex(Hybrid):
-    """No CPU requests: GPU-only. Inequality (5) holds: asymmetric pipelining. Else: asynchronous overlap."""
+    """No CPU requests: GPU-only. Inequality (5) holds: asymmetric pipelining. Else: asynchronous overlap.
 
-    def decide(self, builder: PlanBuilder, ready: CpuDecodes) -> IterationPlan:
+    The placement itself, GPU first, is :func:`~swiftllm.scheduling.scheduler.two_tiers`, which :class:`Hybrid` calls
+    before :meth:`decide`.
+    """
+
+    def decide(self, builder: PlanBuilder, startable: CpuDecodes) -> IterationPlan:
         under_way, load = builder.state.cpu_batches.under_way(), GpuBatchLoad.from_builder(builder)
-        if not ready and not under_way:
+        if not startable and not under_way:
             return gpu_only(builder, self.model, load)
-        partial = [request for cpu_batch in under_way for request in cpu_batch.members]
-        num_cpu, cpu_context = len(ready) + len(partial), ready.context_tokens + context_tokens(partial)
+        in_flight = [request for cpu_batch in under_way for request in cpu_batch.members]
+        num_cpu, cpu_context = len(startable) + len(in_flight), startable.context_tokens + context_tokens(in_flight)
+        # Sizes of all CPU requests: pipelining would take along those in flight, too.
         inequality = self._inequality(load, num_cpu, cpu_context)
         pays = inequality.holds
         predicted = {"inequality_left": inequality.left, "inequality_right": inequality.right}
         if self.config.compare_overlap and self.config.overlaps:
             predicted["overlap_rate"] = self._overlap_rate(load, num_cpu, cpu_context)
             pays &= inequality.left > predicted["overlap_rate"]
-        may_start = self.config.overlaps and self._enough(ready, num_cpu, load)
-        only_way = ready.overdue is not None and not self.config.overlaps
+        may_start = self.config.overlaps and self._enough(startable, num_cpu, load)
+        # Without overlap an overdue request has pipelining alone, even where that costs throughput: none may starve.
+        only_way = startable.overdue is not None and not self.config.overlaps
         if self.config.pipelines and (pays or self.config.is_forced or only_way):
-            if self._hides(load, partial):
-                pipeline = self._pipeline(load, ready, partial)
+            if self._in_flight_fit(load, in_flight):
+                # The GPU batch waits for what pipelines, so requests in flight are waited for, too. Their remaining
+                # stages take the window of batch-1 (:meth:`_pipeline`), and end with the iteration.
+                pipeline = self._pipeline(load, startable, in_flight)
+                # Both may be empty: where no request fits beside the GPU batch, pipelining would only wait.
                 if any(batch.size for batch in pipeline.batches):
                     put_off_cpu_prompts(builder, pipeline, self.config)
                     return pipelined(builder, pipeline, under_way, predicted)
             else:
-                may_start = False  # CPU batches under way overlap to their end, and no other starts
+                # Waiting for those in flight would delay the GPU batch. They overlap to their end first. Were others
+                # started meanwhile, there might always be some in flight, and pipelining would never have its turn.
+                may_start = False
         cpu_batches = [cpu_batch.plan(OVERLAPPED) for cpu_batch in under_way]
         may_start = may_start and len(cpu_batches) < self.config.max_cpu_batches
-        if may_start and (started := self._in_time(ready, partial, load)):
+        if may_start and (started := self._in_time(startable, in_flight, load)):
             # One CPU batch starts per iteration, so that later arrivals need not wait for the end of all others.
             cpu_batches.append(builder.state.cpu_batches.start(started).plan(OVERLAPPED))
         if not cpu_batches:
             return gpu_only(builder, self.model, load, predicted)
+        # Every CPU batch under way is named, since one that a plan does not name stays at its stage.
         return builder.plan(cpu_batches, {"iteration_s": self._overlap_s(load, cpu_batches), **predicted})
 
     # -- Algorithm 1 ------------------------------------------------------------------------------------------------
@@ -64,8 +82,10 @@ class Apex(Hybrid):
         """Inequality (5) at this iteration's sizes; with prefills it has the longer CPU window of Algorithm 1."""
         model = self.model
         gpu_rate, cpu_rate, linear_s, attention_s = self._rates(load, num_cpu, cpu_context)
-        window_s = None
+        window_s = None  # that of a batch of decodes: 2 T_glinear + T_gatt
         if load.chunks:
+            # Algorithm 1 changes the CPU's window alone. Rates and T_glinear stay those of the decodes, since prompts
+            # yield no tokens to be compared.
             linear_with_prefill_s, attention_with_prefill_s = model.linear_s(load.tokens), load.gpu_attention_s(model)
             window_s = model.layer_s(mixed_cpu_window_s(linear_with_prefill_s, linear_s, attention_with_prefill_s))
             if not load.decodes:  # Algorithm 1 divides by the decodes' time; without any, the GPU batch's replaces it
@@ -86,34 +106,38 @@ class Apex(Hybrid):
         rates = self._rates(load, num_cpu, cpu_context)
         return overlap_rate(*rates, cpu_context, model.num_layers, model.stream_s)
 
-    def _hides(self, load: GpuBatchLoad, partial: Sequence[Request]) -> bool:
-        """Whether all requests under way fit the CPU's window; always with an empty GPU batch, since nothing waits."""
-        if not partial or not load.requests or self.config.disable_cpu_decode_limit:
+    def _in_flight_fit(self, load: GpuBatchLoad, in_flight: Sequence[Request]) -> bool:
+        """Whether the CPU attention of all requests in flight fits beside the GPU batch; always if that is empty, since
+        nothing waits."""
+        if not in_flight or not load.requests or self.config.disable_cpu_decode_limit:
             return True
         pipeline = Pipeline(self.model, load)
-        pipeline.add_under_way(partial)
+        pipeline.add_under_way(in_flight)
         return pipeline.hides_cpu()
 
-    def _pipeline(self, load: GpuBatchLoad, ready: CpuDecodes, partial: Sequence[Request]) -> Pipeline:
-        """Two batches that the CPU can compute in its window; requests under way come first."""
+    def _pipeline(self, load: GpuBatchLoad, startable: CpuDecodes, in_flight: Sequence[Request]) -> Pipeline:
+        """Two batches whose CPU attention fits; requests in flight are counted first (section 3.4)."""
         pipeline = Pipeline(self.model, load)
+        # In either order those in flight run, since the GPU batch must wait for them. The order decides whether they
+        # take the window from those that would start, or exceed it beside them.
         if not self.config.disable_partial_progress_priority:
-            pipeline.add_under_way(partial)
-        add_cpu_decodes(pipeline, ready, self.config)
+            pipeline.add_under_way(in_flight)
+        add_cpu_decodes(pipeline, startable, self.config)
         if self.config.disable_partial_progress_priority:
-            pipeline.add_under_way(partial)
+            pipeline.add_under_way(in_flight)
         return pipeline
 
     # -- asynchronous overlap ---------------------------------------------------------------------------------------
 
-    def _enough(self, ready: CpuDecodes, num_cpu: int, load: GpuBatchLoad) -> bool:
+    def _enough(self, startable: CpuDecodes, num_cpu: int, load: GpuBatchLoad) -> bool:
         """The threshold of section 4.2: hand-overs cost time, so overlap pays only with many CPU requests."""
-        if not ready:
+        if not startable:
             return False
+        # Of all CPU requests, those in flight included: the threshold is their number per GPU request.
         is_large = num_cpu >= self.config.min_cpu_request_ratio * load.requests
-        return self.config.is_forced or ready.overdue is not None or is_large
+        return self.config.is_forced or startable.overdue is not None or is_large
 
-    def _in_time(self, ready: CpuDecodes, partial: Sequence[Request], load: GpuBatchLoad) -> list[Request]:
+    def _in_time(self, startable: CpuDecodes, in_flight: Sequence[Request], load: GpuBatchLoad) -> list[Request]:
         """The CPU decodes to start: those left out longest, as many as the CPU attends to within an iteration.
 
         Section 6 reduces the number of CPU requests where the CPU is seen to take longer than the GPU: an attention
@@ -122,18 +146,20 @@ class Apex(Hybrid):
         not count.
         """
         if self.config.disable_cpu_request_limit or not load.decodes:
-            return ready.requests
+            return startable.requests
         model = self.model
         layer_s = model.linear_s(load.decodes) + model.gpu_attention_s(load.decodes, load.decode_context)
         iteration_s = model.num_layers * model.layer_s(layer_s) + model.outside_layers_s(load.decodes)
-        left_s = iteration_s - model.cpu_attention_s(len(partial), context_tokens(partial))
-        waiting = sorted(ready.requests, key=attrgetter("last_served"))
+        left_s = iteration_s - model.cpu_attention_s(len(in_flight), context_tokens(in_flight))
+        waiting = sorted(startable.requests, key=attrgetter("last_served"))
+        # sums[n]: context of the first n of them
         sums = [0, *accumulate(request.num_tokens for request in waiting)]
         most = longest_run(lambda count: model.cpu_attention_s(count, sums[count]), left_s, len(waiting))
-        return waiting[: max(most, not partial or ready.overdue is not None)]
+        # At least one where nothing is in flight: a CPU too slow for any would otherwise stay idle for ever.
+        return waiting[: max(most, not in_flight or startable.overdue is not None)]
 
     def _overlap_s(self, load: GpuBatchLoad, cpu_batches: Sequence[CpuBatchPlan]) -> float:
-        """GPU-only time, plus what each joined CPU batch adds to the stage it runs."""
+        """GPU-only time, plus what each CPU batch adds to the one stage of this iteration in which it joins."""
         model = self.model
         single_s = model.linear_s(load.tokens)
         joined_rows_s = total_s(

@@ -43,9 +43,9 @@ def pipelining_pays(
         cpu_rate: N_C, attention rate of the CPU.
         linear_s: T_glinear of the decode-only batch.
         gpu_attention_s: T_gatt of the decode-only batch.
-        cpu_window_s: how long the CPU may compute; by default ``2 T_glinear + T_gatt`` (decode-only). With prefills
-            Algorithm 1 takes :func:`mixed_cpu_window_s` and changes nothing else.
-        stream_s: what a layer takes at least, where weights are streamed. Not in the paper.
+        cpu_window_s: how long the CPU may compute in a layer before the GPU waits for it; by default ``2 T_glinear +
+            T_gatt`` (decode-only). With prefills Algorithm 1 takes :func:`mixed_cpu_window_s` and changes nothing else.
+        stream_s: what a layer takes at least, where weights are copied to the GPU in each iteration. Not in the paper.
     """
     pipelined_s = max(2 * linear_s + gpu_attention_s, stream_s)
     window_s = pipelined_s if cpu_window_s is None else cpu_window_s

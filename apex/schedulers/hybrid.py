@@ -120,9 +120,14 @@ def longest_run(seconds: Callable[[int], float], limit_s: float, most: int) -> i
 
 # -- the two batches of asymmetric pipelining --------------------------------------------------------------------------
 # The two batches of asymmetric pipelining, and how CPU decodes are assigned to them (NEO section 3.2, step 4).
+#
+# In each layer the GPU works for one batch while the CPU attends for the other one, and then the roles change. CPU
+# attention that *hides* fits into the GPU's time beside it, its *window* (a time, no attention window): the GPU batch
+# does not wait for it. So whoever hides costs the GPU batch the linear work of its rows alone.
 
 Window = tuple[Callable[[int, int], float], float]
-"""The seconds of a batch by its size and its context, and the seconds into which they must fit."""
+"""The CPU's seconds for a batch, by its size and its context in tokens, and the GPU's seconds beside them, into which
+they must fit."""
 
 
 @dataclass
@@ -131,7 +136,7 @@ class PipelineBatch:
 
     requests: list[Request] = field(default_factory=list)
     context_tokens: int = 0
-    num_under_way: int = 0  # requests of CPU batches under way, which run alone beside the batch
+    num_under_way: int = 0  # requests of CPU batches under way, which run alone as the batch does
 
     @property
     def size(self) -> int:
@@ -156,7 +161,10 @@ class Pipeline:
         self._gpu_batch_attention_s = load.gpu_attention_s(self.model)
 
     def add_under_way(self, requests: Sequence[Request]) -> None:
-        """Add requests that are part of the way through their token; they run alone, with batch-1."""
+        """Add requests that are part of the way through their token; they run alone, with batch-1.
+
+        They may stand at any stage, and what joins must be where the GPU batch is.
+        """
         self.batches[1].num_under_way += len(requests)
         self.batches[1].context_tokens += context_tokens(requests)
 
@@ -165,7 +173,7 @@ class Pipeline:
         return self.load.requests + self.batches[0].size + self.batches[1].size
 
     def hides(self, batch: PipelineBatch, size: int, context: int) -> bool:
-        """Whether the CPU attention of a layer stays hidden if the batch has these sizes."""
+        """Whether the CPU attention of a layer fits one of the batch's windows if the batch has these sizes."""
         return any(seconds(size, context) <= window_s for seconds, window_s in self._windows(batch))
 
     def hides_cpu(self) -> bool:
@@ -175,15 +183,18 @@ class Pipeline:
     def _windows(self, batch: PipelineBatch) -> list[Window]:
         """What must fit into what: T_c0 into T_l1 + T_ga0 for batch-0, T_c1 into T_l0 for batch-1.
 
-        Where weights are streamed, the GPU batch waits for a layer's before batch-0's stage. So batch-1's attention is
-        also hidden if it ends with the wait: T_c1 + T_l1 + T_ga0 within the time between layers. One window is enough.
+        Where weights are copied to the GPU in each iteration, the GPU batch waits for a layer's before batch-0's
+        stage. So batch-1's attention is also hidden if it ends with the wait: T_c1 + T_l1 + T_ga0 within the time
+        between layers. One window is enough.
         """
         model, (first, second) = self.model, self.batches
         cpu_attention_s = model.cpu_attention_s
+        # The windows rest on the GPU batch and the other batch alone, so that adding to a batch cannot narrow its own.
         if batch is first:
             return [(cpu_attention_s, model.linear_s(second.size) + self._gpu_batch_attention_s)]
         windows: list[Window] = [(cpu_attention_s, model.linear_s(self.load.tokens + first.size))]
         if model.stream_s:
+            # The wait follows batch-1's own stage, which takes longer with its size: so the stage is on the CPU's side.
 
             def with_stage_s(size: int, context: int) -> float:
                 return cpu_attention_s(size, context) + model.linear_s(size)
@@ -203,11 +214,11 @@ class Pipeline:
         )
         gpu_batch_rows = self.num_requests - second.size
         ends_s = model.outside_layers_s(gpu_batch_rows) + model.outside_layers_s(second.size)
-        if gpu_batch_rows and second.size:
+        if gpu_batch_rows and second.size:  # both have it in what they take outside the layers
             ends_s -= model.host_work_s(0)
         return model.num_layers * model.layer_s(layer_s) + ends_s
 
-    def add_hidden(self, ready: CpuDecodes) -> None:
+    def add_hidden(self, startable: CpuDecodes) -> None:
         """Add each request to batch-1 or batch-0 if the CPU stays hidden there; leave it out otherwise.
 
         One more request makes its batch's CPU time longer. It also makes the batch's linear time longer, which hides
@@ -215,10 +226,12 @@ class Pipeline:
         longest run that keeps its inequality, until neither can take the next request. Batches never shrink, so any
         request as long as one left out is left out too.
         """
-        queue = CpuDecodeQueue(ready)
+        queue = CpuDecodeQueue(startable)
         while queue:
+            # Batch-1 first: its window, the linear time of the GPU batch, is there before any request is added, while
+            # batch-0's grows with batch-1.
             runs = [self._take_hidden_run(batch, queue) for batch in reversed(self.batches)]
-            if not any(runs):
+            if not any(runs):  # the next request is too long for both; a shorter one behind it may still fit
                 queue.skip_too_long(self._fits_a_batch())
 
     def _take_hidden_run(self, batch: PipelineBatch, queue: CpuDecodeQueue) -> int:
@@ -242,27 +255,27 @@ class Pipeline:
         return lambda n: any(seconds(size, tokens + n) <= window_s for seconds, size, tokens, window_s in grown)
 
     def add_overdue(self, request: Request) -> None:
-        """Add a request to batch-1 unless a batch has it, hidden or not."""
+        """Add a request to batch-1 unless a batch has it, even if the GPU batch then waits for it."""
         if not any(request in batch.requests for batch in self.batches):
             self.batches[1].add_requests([request], request.num_tokens)
 
-    def split_evenly(self, ready: CpuDecodes) -> None:
-        """Add every request, the longest first, to the batch with less context, hidden or not."""
+    def split_evenly(self, startable: CpuDecodes) -> None:
+        """Add every request, the longest first, to the batch with less context, even if the GPU batch then waits."""
         first, second = self.batches
         ahead = first.context_tokens - second.context_tokens
-        longest_first = np.argsort(-ready.tokens, kind="stable")
+        longest_first = np.argsort(-startable.tokens, kind="stable")
         to_first: list[int] = []
         to_second: list[int] = []
-        for position, tokens in zip(longest_first.tolist(), ready.tokens[longest_first].tolist(), strict=True):
+        for position, tokens in zip(longest_first.tolist(), startable.tokens[longest_first].tolist(), strict=True):
             if ahead <= 0:
                 to_first.append(position)
                 ahead += tokens
             else:
                 to_second.append(position)
                 ahead -= tokens
-        first.requests += ready.requests_at(to_first)
-        second.requests += ready.requests_at(to_second)
-        total = first.context_tokens + second.context_tokens + ready.context_tokens
+        first.requests += startable.requests_at(to_first)
+        second.requests += startable.requests_at(to_second)
+        total = first.context_tokens + second.context_tokens + startable.context_tokens
         first.context_tokens = (total + ahead) // 2  # their sum and their difference are known
         second.context_tokens = (total - ahead) // 2
 
@@ -379,7 +392,7 @@ class Predicting(Scheduler):
             self.manage_copies(self._kv)
 
     def manage_copies(self, kv: KVCacheManager) -> None:
-        """Copies of cached blocks hide beside the shortest iteration, or take less time than computing them again."""
+        """Copies of cached prefixes hide beside the shortest iteration, or take less time than computing them again."""
         self._kv, table, layers = kv, self.model.table, self.model.num_layers
         hidden_s = layers * table.linear(1)
         kv.most_copies = bisect_right(range(1, MOST_COPIES + 1), hidden_s, key=table.swap)
@@ -399,7 +412,7 @@ class Predicting(Scheduler):
 
 
 class Hybrid(Predicting):
-    """Fills both tiers, the GPU first, and decides what the CPU decodes that are ready do.
+    """Fills both tiers, the GPU first, and decides what the startable CPU decodes do.
 
     One that is kept from the CPU predicts nothing, and its plans are those of ``one_tier``.
     """
@@ -415,15 +428,15 @@ class Hybrid(Predicting):
         if not self.uses_cpu:
             return one_tier(state)
         builder = PlanBuilder(state)
-        ready = two_tiers(builder, self.limit_prompts)
-        return self.decide(builder, CpuDecodes(ready, self.patience.overdue(ready, state.iteration)))
+        startable = two_tiers(builder, self.limit_prompts)
+        return self.decide(builder, CpuDecodes(startable, self.patience.overdue(startable, state.iteration)))
 
     def limit_prompts(self, builder: PlanBuilder) -> None:
         """Called once a plan, before the first prompt is added."""
 
-    def decide(self, builder: PlanBuilder, ready: CpuDecodes) -> IterationPlan:
+    def decide(self, builder: PlanBuilder, startable: CpuDecodes) -> IterationPlan:
         """The plan for what is in the builder and the CPU decodes that may start a token; it must serve
-        ``ready.overdue``."""
+        ``startable.overdue``."""
         raise NotImplementedError
 
 
@@ -438,10 +451,10 @@ class Patience:
         self.iterations = iterations
         self._next_look = 0  # the iteration of the next search
 
-    def overdue(self, ready: Sequence[Request], iteration: int) -> Request | None:
-        if iteration < self._next_look or not ready:
+    def overdue(self, startable: Sequence[Request], iteration: int) -> Request | None:
+        if iteration < self._next_look or not startable:
             return None
-        longest_waiting = min(ready, key=attrgetter("last_served"))
+        longest_waiting = min(startable, key=attrgetter("last_served"))
         if iteration - longest_waiting.last_served > self.iterations:
             self._next_look = iteration + self.iterations
             return longest_waiting
@@ -479,17 +492,17 @@ def pipelined(
     return builder.plan(plans, {"iteration_s": pipeline.iteration_s(), **(predicted or {})})
 
 
-def add_cpu_decodes(pipeline: Pipeline, ready: CpuDecodes, config: StrategyConfig) -> None:
-    """NEO's step 4: fill the batches with CPU decodes that stay hidden, and the overdue one.
+def add_cpu_decodes(pipeline: Pipeline, startable: CpuDecodes, config: StrategyConfig) -> None:
+    """NEO's step 4: fill the batches with CPU decodes whose attention stays hidden, and the overdue one.
 
     With the limit disabled, or with an empty GPU batch, take all of them: then the two batches hide each other.
     """
     if config.disable_cpu_decode_limit or not pipeline.load.requests:
-        pipeline.split_evenly(ready)
+        pipeline.split_evenly(startable)
         return
-    pipeline.add_hidden(ready)
-    if ready.overdue is not None:
-        pipeline.add_overdue(ready.overdue)
+    pipeline.add_hidden(startable)
+    if startable.overdue is not None:
+        pipeline.add_overdue(startable.overdue)
 
 
 def put_off_cpu_prompts(builder: PlanBuilder, pipeline: Pipeline, config: StrategyConfig) -> None:
@@ -507,6 +520,7 @@ def put_off_cpu_prompts(builder: PlanBuilder, pipeline: Pipeline, config: Strate
     for item in reversed([item for item in builder.prefills if item.tier is Tier.CPU]):
         if in_order and any(arrival_order(item.request) < arrival_order(request) for request in on_gpu):
             break
+        # Without the item the GPU batch is shorter, and so are the CPU's windows: it may be what hides the CPU.
         load = pipeline.load
         pipeline.set_load(load.without(item))
         gpu_batch_tokens = pipeline.load.tokens + pipeline.batches[0].size

@@ -32,10 +32,10 @@ class Neo(Hybrid):
             raise ValueError("neo has no asynchronous overlap; use --system apex for it")
         super().__init__(model, config, can_overlap=False)
 
-    def decide(self, builder: PlanBuilder, ready: CpuDecodes) -> IterationPlan:
+    def decide(self, builder: PlanBuilder, startable: CpuDecodes) -> IterationPlan:
         pipeline = Pipeline(self.model, GpuBatchLoad.from_builder(builder))
-        add_cpu_decodes(pipeline, ready, self.config)
-        if not pipeline.load.requests or ready.overdue is not None:
+        add_cpu_decodes(pipeline, startable, self.config)
+        if not pipeline.load.requests or startable.overdue is not None:
             return pipelined(builder, pipeline)
         put_off_cpu_prompts(builder, pipeline, self.config)
         if any(batch.size for batch in pipeline.batches):
@@ -60,10 +60,10 @@ class FastDecode(Predicting):
 
     def plan(self, state: SchedulerState) -> IterationPlan:
         builder = PlanBuilder(state)
-        ready = CpuDecodes(two_tiers(builder))
+        startable = CpuDecodes(two_tiers(builder))
         load = GpuBatchLoad.from_builder(builder)
-        if not ready:
+        if not startable:
             return gpu_only(builder, self.model, load)
         pipeline = Pipeline(self.model, load)
-        pipeline.split_evenly(ready)
+        pipeline.split_evenly(startable)
         return pipelined(builder, pipeline)

@@ -47,7 +47,7 @@ def joined_rows_s(
 
     Args:
         gpu_batch_tokens, gpu_batch_rows: rows of the GPU batch, and those of them that get a token.
-        joined CPU batches: rows by stage, from -1 to the number of layers - 1.
+        joined_rows: rows of CPU batches by the stage that they join, from -1 to the number of layers - 1.
     """
     last, seconds = model.num_layers - 1, 0.0
     for stage, rows in joined_rows.items():
@@ -70,7 +70,7 @@ def iteration_s(
     3.3.1), in seconds.
 
     Args:
-        joined CPU batches: rows that join, by stage.
+        joined_rows: rows of CPU batches by the stage that they join.
         swapped: blocks moved between the tiers; each layer's attention waits for its part of them.
     """
     linear_s = model.linear_s(load.tokens)
@@ -297,7 +297,7 @@ class GpuBatch:
     # -- piggybacking (section 3.3.6) -------------------------------------------------------------------------------
 
     def choose_joining(
-        self, ready: Sequence[Request], limit_s: float, most_cpu_batches: int, overdue: Request | None
+        self, startable: Sequence[Request], limit_s: float, most_cpu_batches: int, overdue: Request | None
     ) -> tuple[list[CpuBatch], list[Request]]:
         """CPU batches that may join their next stage within the limit, oldest first, and members of a new CPU batch.
 
@@ -318,9 +318,9 @@ class GpuBatch:
         starting = []
         if len(under_way) < most_cpu_batches:
             before = joined_rows[-1]
-            count = longest_run(lambda rows: self._added_s(load, before, rows, -1), spare_s, len(ready))
-            starting = list(ready[:count])
-        if overdue in ready and overdue not in starting:
+            count = longest_run(lambda rows: self._added_s(load, before, rows, -1), spare_s, len(startable))
+            starting = list(startable[:count])
+        if overdue in startable and overdue not in starting:
             starting = [*starting[:-1], overdue]
         return joining, starting
 
@@ -608,11 +608,11 @@ class OmniServe(Predicting):
             if state.hold_on_gpu(overdue, overdue.num_tokens):
                 builder.add_decodes([overdue])
             decodes = [request for request in decodes if request is not overdue and request.tier is Tier.GPU]
-        ready = state.grow_on_cpu(BEST_EFFORT)
-        joining, starting = gpu_batch.choose_joining(ready, limit_s, self.most_cpu_batches, overdue)
+        startable = state.grow_on_cpu(BEST_EFFORT)
+        joining, starting = gpu_batch.choose_joining(startable, limit_s, self.most_cpu_batches, overdue)
         self.fill(gpu_batch, decodes, rows_by_stage(joining, starting), limit_s)
         if gpu_batch.is_empty and not joining:
-            starting = starting or ready[:1]  # nothing else goes on, so the least does, whatever the target
+            starting = starting or startable[:1]  # nothing else goes on, so the least does, whatever the target
         return self._plan_cpu_batches(gpu_batch, joining, starting, limit_s)
 
     @property

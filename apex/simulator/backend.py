@@ -23,8 +23,8 @@ Resources:
   and an iteration ends with a copy of the K and V that its prompts stored in the CPU tier. With an
   :class:`Interconnect`, which gives their sizes, q, k, v go to the host and outputs back; without one the profile's CPU
   attention includes these transfers.
-- Weights: all on the GPU, unless a placement is given (``weight_path.py``). Then a streamed stage waits for its
-  copy. A stage of the CPU is a task of the CPU worker, for which the GPU batch waits.
+- Weights: all on the GPU, unless a placement is given. Then a *streamed* stage, whose weights are copied to the GPU in
+  each iteration, waits for its copy. A stage of the CPU is a task of the CPU worker, for which the GPU batch waits.
 - DRAM bandwidth: a PCIe transfer reads or writes DRAM at the link's rate, and the CPU worker gets the rest. During a
   transfer it runs at ``1 - link rate / DRAM rate`` of its speed. Transfers do not slow down.
 """
@@ -183,9 +183,6 @@ class SimulatedBackend:
     ) -> None:
         """``launch_s``: seconds to launch a stage or a layer's attention, for profiles that leave them out.
         ``block_size``: tokens of a KV block. ``synchronous``, ``whole_swaps``: what does not overlap, see the module.
-
-        Raises:
-            ValueError: weights are placed, and there is no interconnect over which to stream them.
         """
         streaming = None
         if weights is not None:
@@ -204,11 +201,13 @@ class SimulatedBackend:
         self._context_from_s = 0.0  # when the copy of a layer's context may begin
         self._host_done_s = 0.0  # when the host's work of this iteration is done, where it runs beside the GPU
         self._last = model.num_layers - 1
-        self._linear_s = cache(model.linear_s)  # sizes recur in every layer
+        # Sizes recur in every layer. Online correction changes the model of the scheduler, never that of the machine.
+        self._linear_s = cache(model.linear_s)
         self._first_s = cache(model.first_stage_s)
         self._last_s = cache(model.last_stage_s)
         self._hand_over_s = cache(model.hand_over_s)
         self._iteration_s = iteration_s = model.host_work_s(0)
+        # What an iteration takes in any case is charged where it begins (:meth:`swap`), not once for each batch.
         self._requests_s = cache(lambda requests: model.host_work_s(requests) - iteration_s)
         self._gpu_busy_s = 0.0
         self._cpu_busy_s = 0.0
@@ -248,13 +247,15 @@ class SimulatedBackend:
         self._work_on_host(self._requests_s(len(items)))
         load = GpuBatchLoad.from_items(items)
         sampled = tuple(item.request.request_id for item in items if not item.is_prefill or item.samples)
-        self._context_from_s = self.clock_s
+        self._context_from_s = self.clock_s  # the first layer has no layer before, so its copy begins with the batch
         tokens, attention_s = self._runtime.padded(load.tokens), load.gpu_attention_s(self.model)
         context_s, stored_s = self._context_s(items), self._stored_s(items)
         return SimulatedBatch(tokens, attention_s, sampled, context_s=context_s, stored_s=stored_s)
 
     def _context_s(self, items: Sequence[GpuBatchItem]) -> float:
-        if self.model.table.prefill_attention_cpu_tier is not None:  # which has been measured with it
+        if (
+            self.model.table.prefill_attention_cpu_tier is not None
+        ):  # measured with these copies: never count them twice
             return 0.0
         found = [item for item in items if item.is_prefill and item.tier is Tier.CPU and item.request.cached_tokens]
         blocks = sum(-(-item.start // self._block_size) for item in found)
@@ -296,6 +297,7 @@ class SimulatedBackend:
             self._stream.leave(self.clock_s)
         if layer < self._last:
             return {}
+        # The end of the iteration for whoever is in its last stage: what did not overlap is paid for here.
         for batch in batches:
             if batch.stored_s:
                 start_s, self.clock_s = self._to_host.book_transfer(self.clock_s, batch.stored_s)
@@ -327,6 +329,7 @@ class SimulatedBackend:
             link = self._interconnect
             assert link is not None, "there is one where weights are placed"
             crossing_s = link.transfer_s(rows * weights.hidden_bytes_per_row)
+            # Outputs that came before go first: a link serves in the order in which it is asked.
             self._worker.return_outputs(self.clock_s)
             to_host = self._to_host.book_transfer(self.clock_s, crossing_s)
             task = self._worker.submit(to_host[1], weights.cpu_s(layer, rows), crossing_s, to_host)
@@ -336,7 +339,7 @@ class SimulatedBackend:
 
     def gpu_attention(self, layer: int, gpu_batch: SimulatedBatch) -> None:
         if self._swaps is not None:
-            self.clock_s = max(self.clock_s, self._swaps.ready_s(layer))
+            self.clock_s = max(self.clock_s, self._swaps.ready_s(layer))  # of this layer's part alone
             if layer == self._last:
                 self._swaps = None
         if gpu_batch.context_s:
@@ -346,7 +349,10 @@ class SimulatedBackend:
         self._run(gpu_batch.attention_s)
 
     def run_full_graph(self, gpu_batch: SimulatedBatch) -> Mapping[str, int] | None:
-        """All layers of a GPU batch at once, in the same sums; declined where copies meet layers."""
+        """All layers of a GPU batch at once; declined where copies meet layers.
+
+        The sums are made in the order of single stages, so that the clock has the same bits either way.
+        """
         if self._stream is not None or self._swaps is not None or gpu_batch.context_s:
             return None
         self._cross(-1, (gpu_batch,))
@@ -378,7 +384,7 @@ class SimulatedBackend:
             arrived_s = to_host[1]
             return_s = link.transfer_s(cpu_batch.num_rows * link.out_bytes_per_row)
         task = self._worker.submit(arrived_s, cpu_batch.attention_s, return_s, to_host)
-        if self._synchronous:
+        if self._synchronous:  # the GPU batch waits as with a worker that computes on the calling thread
             self.clock_s = max(self.clock_s, self._worker.ready_s(task))
         return SimulatedFuture(self, task)
 
@@ -399,9 +405,10 @@ class SimulatedBackend:
         self._work_on_host(self._iteration_s)
         if not swaps:
             return None
-        if self._swaps is not None:  # no GPU batch has waited for them
+        if self._swaps is not None:  # no GPU batch has waited for them, and the new ones may use the same blocks
             self.clock_s = max(self.clock_s, self._swaps.end_s)
         self._worker.return_outputs(self.clock_s)
+        # Out before in, though the links could work at once: what comes in may take the blocks of what leaves.
         first_s, last_s = float("inf"), self.clock_s
         for source, link in ((Tier.GPU, self._to_host), (Tier.CPU, self._to_gpu)):
             blocks = sum(len(swap.source_blocks) for swap in swaps if swap.source is source)

@@ -105,11 +105,7 @@ def table_file(folder: Path, name: str) -> Path | None:
 
 
 def read_table(folder: Path, name: str, columns: Sequence[str]) -> list[Row]:
-    """The rows of a CSV file.
-
-    Raises:
-        ValueError: the file is missing, is no text, has no row, or lacks a column.
-    """
+    """The rows of a CSV file."""
     path = table_file(folder, name)
     if path is None:
         raise ValueError(f"{folder / name} is missing: it needs the columns {', '.join(columns)}")
@@ -126,11 +122,7 @@ def read_table(folder: Path, name: str, columns: Sequence[str]) -> list[Row]:
 
 
 def number(path: Path, line: int, row: Mapping[str, str], column: str, least: float = 0.0) -> float:
-    """A finite number of a row.
-
-    Raises:
-        ValueError: it is none, or below ``least``; the message names file, line and column.
-    """
+    """A finite number of a row."""
     try:
         value = float(row[column])
     except (KeyError, TypeError, ValueError):
@@ -283,11 +275,7 @@ class LayerShape:
         return cls(config.hidden_size, config.intermediate_size, *heads, *experts)
 
     def shard(self, tensor_parallel: int) -> LayerShape:
-        """The part of each of ``tensor_parallel`` GPUs: heads and FFN columns are divided, the hidden state is whole.
-
-        Raises:
-            ValueError: they do not divide; the message names what does not.
-        """
+        """The part of each of ``tensor_parallel`` GPUs: heads and FFN columns are divided, the hidden size is whole."""
         if tensor_parallel < 1:
             raise ValueError(f"tensor_parallel={tensor_parallel} must be at least 1")
         divided = {
@@ -487,12 +475,7 @@ def known_hardware(kind: str) -> list[str]:
 
 
 def read_figures(path: Path) -> dict[str, Figure]:
-    """Read the figures of a hardware file, without assumptions.
-
-    Raises:
-        ValueError: there are no figures, a figure lacks a field, or its value is no number; the message names file and
-            figure.
-    """
+    """Read the figures of a hardware file, without assumptions."""
     figures, raw = {}, _load_yaml(path).get("figures")
     if not isinstance(raw, dict):
         raise ValueError(f"{path} lacks `figures:`, with a line for each figure below it")
@@ -505,11 +488,7 @@ def read_figures(path: Path) -> dict[str, Figure]:
 
 
 def read_measured_layer(path: Path) -> MeasuredLayer:
-    """Read a file of measured layer times, in milliseconds over tokens.
-
-    Raises:
-        ValueError: a part is missing or malformed; the message names the file.
-    """
+    """Read a file of measured layer times, in milliseconds over tokens."""
     raw = _load_yaml(path)
 
     def curve(name: str) -> Curve:
@@ -550,11 +529,7 @@ def _read(
 
 
 def _load_yaml(path: Path) -> dict[str, Any]:
-    """The mapping that a file holds.
-
-    Raises:
-        ValueError: it holds something else; the message names the file, and the line where that is known.
-    """
+    """The mapping that a file holds."""
     try:
         raw = _parsed(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -153,11 +153,7 @@ class PaperSetting:
         return self.launch_us[system] if self.charges_launches else 0.0
 
     def stated_cpu_gb_s(self, kernel: str) -> float | None:
-        """GB/s of a kernel where the setting itself states it; None where it follows from the host.
-
-        Raises:
-            ValueError: the setting states it of other kernels only.
-        """
+        """GB/s of a kernel where the setting itself states it; None where it follows from the host."""
         shares = {name.removesuffix(OF_GPU): figure for name, figure in self.figures.items() if name.endswith(OF_GPU)}
         if self.cpu_bandwidth_gb_s is not None or not shares:
             return self.cpu_bandwidth_gb_s

@@ -132,11 +132,7 @@ class PredictedMachine:
         )
 
     def num_blocks(self, num_gpu: int | None, num_cpu: int | None, block_size: int) -> tuple[int, int]:
-        """KV blocks of the GPU and the CPU tier: the given numbers, else what the memory allows.
-
-        Raises:
-            ValueError: the weights leave no room on the GPU, or a tier exceeds its memory.
-        """
+        """KV blocks of the GPU and the CPU tier: the given numbers, else what the memory allows."""
         budget = self.budget(block_size)
         most = budget.max_gpu_blocks, budget.max_cpu_blocks
         if most[0] == 0:
@@ -230,11 +226,7 @@ class PlacedMachine:
         return {"interconnect": self.interconnect, "weights": self.weights, "scheduler_table": self.scheduler_table}
 
     def num_blocks(self, num_gpu: int | None, num_cpu: int | None) -> tuple[int, int]:
-        """KV blocks of the GPU and the CPU tier: the given numbers, else what the memory allows.
-
-        Raises:
-            ValueError: a tier exceeds its memory.
-        """
+        """KV blocks of the GPU and the CPU tier: the given numbers, else what the memory allows."""
         most = self.num_gpu_blocks, self.num_cpu_blocks
         return choose_blocks((num_gpu, num_cpu), most, most)
 
@@ -246,10 +238,7 @@ class WeightPlacer:
     """
 
     def __init__(self, machine: PredictedMachine, block_size: int) -> None:
-        """
-        Raises:
-            ValueError: there are several GPUs, or the machine's DRAM is no faster than PCIe.
-        """
+        """The machine has one GPU, and DRAM that is faster than PCIe."""
         if machine.tensor_parallel > 1:
             raise ValueError("weights are streamed to one GPU: leave out --weights-gpu-memory or --tensor-parallel")
         self.machine = machine
@@ -284,9 +273,6 @@ class WeightPlacer:
         """The machine with as many GiB of GPU memory for weights; auto: as many as give the highest predicted rate.
 
         ``offloads``, ``cpu_computes``: see :func:`apex.placement.search.estimate_budget`.
-
-        Raises:
-            ValueError: nothing fits; the message says what would.
         """
         if memory_gib == "auto":
             return self._placed(best_budget(self, workload, offloads=offloads, cpu_computes=cpu_computes))

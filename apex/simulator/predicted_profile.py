@@ -75,9 +75,6 @@ def cpu_attention_gb_s(host: Host, cpu_kernel: str, shape: LayerShape, cpu_kv_dt
     in full use reads less than one alone. Arithmetic and reading do not overlap, as in the measurement.
 
     Of int8 its gain was measured: tokens over those of 16 bits, on one core.
-
-    Raises:
-        ValueError: there is no figure for the kernel; the message lists the known kernels.
     """
     heads = "gqa" if shape.num_kv_heads < shape.num_heads else "mha"
     if shape.num_experts and shape.num_heads >= WIDE_GROUP * shape.num_kv_heads:
@@ -483,11 +480,7 @@ def prefill_attention_s(gpu: Gpu, shape: LayerShape, new_tokens: float, cached_t
 def remote_hosts(
     host: Host, model_config: ModelConfig, dtype: str, cpu_hosts: int, network_gbps: float
 ) -> RemoteHosts | None:
-    """The hosts beside the GPUs' own, of ``cpu_hosts`` in all; None if there is no other.
-
-    Raises:
-        ValueError: there is no host at all, or the network has no bandwidth.
-    """
+    """The hosts beside the GPUs' own, of ``cpu_hosts`` in all; None if there is no other."""
     if cpu_hosts < 1:
         raise ValueError(f"cpu_hosts={cpu_hosts} must be at least 1: the GPUs' own host is one of them")
     if not 0.0 < network_gbps < inf:

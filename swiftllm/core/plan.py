@@ -147,7 +147,8 @@ class StepResult:
 
     ``tokens`` maps request ids to sampled tokens. ``stages`` maps each unfinished CPU batch to the stage that it
     runs next (-1 is the embedding). A finished CPU batch is absent and its requests are in ``tokens``.
-    ``left`` has the ids of leaving requests that are now out of their CPU batches; no attention task uses their blocks.
+    ``detached`` has the ids of leaving requests that are now out of their CPU batches: no attention task uses their
+    blocks.
     ``gpu_batch_busy_s`` excludes the time spent waiting for attention tasks. ``cpu_busy_s`` sums the CPU attention
     finished.
     """

@@ -175,22 +175,14 @@ FIELD_NAMES = tuple(field.name for field in fields(SamplingParams))
 
 
 def token_ids(name: str, values: object) -> tuple[int, ...]:
-    """``values`` as ints.
-
-    Raises:
-        ValueError: they are no token ids; the message has the name.
-    """
+    """``values`` as ints."""
     if not isinstance(values, Iterable):
         raise ValueError(f"{name}={values!r} must be a list of token ids")
     return tuple(whole_number(name, value) for value in values)
 
 
 def whole_number(name: str, value: SupportsIndex) -> int:
-    """``value`` as an int. Integers of any type are accepted, numpy's included.
-
-    Raises:
-        ValueError: it is not an integer; the message has name and value.
-    """
+    """``value`` as an int. Integers of any type are accepted, numpy's included."""
     try:
         return operator.index(value)
     except TypeError:

@@ -24,12 +24,13 @@ class HostDied(RuntimeError):
     """Another host that held a part of the CPU tier is gone, and its K and V with it.
 
     Attributes:
-        in_swap: whether swaps were under way, so that none of the plan's is known to be done.
+        swaps_incomplete: whether it died before the swaps of the plan being run were known to be done. Blocks that
+            they fill, of whatever tier, may then hold anything.
     """
 
-    def __init__(self, message: str, *, in_swap: bool = False) -> None:
+    def __init__(self, message: str, *, swaps_incomplete: bool = False) -> None:
         super().__init__(message)
-        self.in_swap = in_swap
+        self.swaps_incomplete = swaps_incomplete
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,10 @@ class SwapTimes:
 
 
 class AttentionFuture(Protocol):
-    """One CPU attention task under way."""
+    """One CPU attention task under way. It is *ready* once a stage that is launched reads its result."""
 
     def ready(self) -> bool:
-        """Whether the result is available; never blocks."""
+        """Whether :meth:`wait` would return at once; never blocks."""
         ...
 
     def wait(self) -> float:

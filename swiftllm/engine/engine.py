@@ -268,7 +268,7 @@ class Engine:
         self.executor.abandon()
         self.backend.take_logprobs()
         plan, self._running_plan = self._running_plan, None
-        unfinished = plan.swaps if plan is not None and death is not None and death.in_swap else ()
+        unfinished = plan.swaps if plan is not None and death is not None and death.swaps_incomplete else ()
         lost = self.state.forget_hosts(hosts, unfinished)
         self._stats.host_deaths += len(hosts)
         self._stats.recomputed_after_host_deaths += len(lost)

@@ -6,6 +6,10 @@ CPU's, as an asynchronous task. A CPU batch joins a stage of the GPU batch, in t
 alone: on the GPU, in products of its own.
 
 The modes of a plan's CPU batches make its strategy (APEX section 3). A plan without CPU batches is GPU-only.
+
+A CPU batch is *under way* from the stage -1 of a token to that token: through one plan, or through many where nothing
+waits for its attention tasks. An attention task is *ready* once the host need not wait for it: a stage that is launched
+now reads its output.
 """
 
 from __future__ import annotations
@@ -23,10 +27,10 @@ from swiftllm.engine.backend import AttentionFuture, Batch, ExecutorBackend, Hos
 
 @dataclass(eq=False)
 class CpuBatchRun:
-    """A CPU batch under way. ``stage`` is the one it runs next, ``future`` the attention that precedes it.
+    """A CPU batch under way. ``stage`` is the one it runs next, ``future`` the attention task that precedes it.
 
-    ``submission`` counts the attention tasks: the CPU worker serves them in this order. ``mode`` and
-    ``stages_left`` are those of the iteration that last named it.
+    ``submission`` numbers the attention tasks of all CPU batches: the CPU worker serves them in this order. ``mode``
+    and ``stages_left`` are those of the iteration that last named it.
     """
 
     batch: Batch
@@ -38,19 +42,19 @@ class CpuBatchRun:
     stages_left: float = math.inf
 
     @property
-    def is_ready(self) -> bool:
-        """Whether the attention that precedes the stage is done; never blocks."""
+    def attention_is_ready(self) -> bool:
+        """Whether the stage can be run without waiting for the attention task that precedes it; never blocks."""
         return self.future is None or self.future.ready()
 
 
 @dataclass
-class _Run:
-    """What one iteration has given so far."""
+class _ResultSoFar:
+    """The :class:`StepResult` of the iteration being run, as far as it is known."""
 
     tokens: dict[str, int] = field(default_factory=dict)
-    detached: set[str] = field(default_factory=set)
-    waited_s: float = 0.0
-    cpu_busy_s: float = 0.0
+    detached: set[str] = field(default_factory=set)  # ids of requests that have left their CPU batch
+    waited_s: float = 0.0  # for attention tasks
+    cpu_busy_s: float = 0.0  # of the CPU worker
 
 
 class _AtWork:
@@ -80,7 +84,7 @@ class Executor:
     def __init__(self, backend: ExecutorBackend, may_run_alone: Callable[[int], bool] = lambda stage: True) -> None:
         """``may_run_alone``: whether a CPU batch that is not waited for may run this stage without the GPU batch now.
 
-        It may not where the weights would be streamed for it alone.
+        It may not where the weights of the stage would be copied to the GPU for it alone.
         """
         self.backend = backend
         self.may_run_alone = may_run_alone
@@ -100,14 +104,16 @@ class Executor:
 
         CPU batches of earlier plans that this plan does not name stay at their stage.
         """
-        backend, run, at_work = self.backend, _Run(), self._at_work
+        backend, result, at_work = self.backend, _ResultSoFar(), self._at_work
         self._plan = plan
         start_s = backend.now()
+        # Also out of CPU batches that this plan does not name: below, only those named come to their attention tasks.
         try:
-            self._detach_leaving(plan, run)
+            self._detach_leaving(plan, result)
         except HostDied as death:
-            death.in_swap = True  # the plan's swaps have not begun
+            death.swaps_incomplete = True  # the scheduler has moved requests, but no block has been copied yet
             raise
+        # Before the batches: the plan reuses blocks as if its swaps were done.
         with at_work.on([request.request_id for request in plan.moving()]):
             backend.swap(plan.swaps)
         with at_work.on(gpu_batch=True):
@@ -116,28 +122,35 @@ class Executor:
         last = backend.num_layers - 1
         stages = range(-1, backend.num_layers)
         if gpu_batch is not None and not cpu_batches:
+            # CPU batches that this plan does not name need no stage, so the layers may be one captured graph.
             with at_work.on(gpu_batch=True):
                 tokens = backend.run_full_graph(gpu_batch)
             if tokens is not None:
-                run.tokens.update(tokens)
+                result.tokens.update(tokens)
                 stages = range(0)
         elif gpu_batch is None and plan.time_limit_s is not None:
-            self._advance(cpu_batches, start_s + plan.time_limit_s, run)
+            # Waiting for attention tasks delays no decode, but it does delay whoever arrives meanwhile.
+            self._advance(cpu_batches, start_s + plan.time_limit_s, result)
             stages = range(0)
         for stage in stages:
-            joined = [c for c in cpu_batches if c.stage == stage and c.mode.joins and self._joins_now(c, run)]
-            self._run_stage(stage, gpu_batch, joined, run)
+            # A CPU batch joins only where the GPU batch is at its very stage: that is what saves reading the weights
+            # a second time. One that overlaps (APEX section 3.3) and is missed here comes again in the next iteration.
+            joining = [c for c in cpu_batches if c.stage == stage and c.mode.joins and self._joins_now(c, result)]
+            self._run_stage(stage, gpu_batch, joining, result)
             if gpu_batch is not None and stage < last:
                 with at_work.on(gpu_batch=True):
                     backend.gpu_attention(stage + 1, gpu_batch)
+            # After the GPU batch's attention has been launched: the GPU has work while the host waits for attention
+            # tasks here, and those of the CPU batches that have just joined get as much time (NEO section 3.2).
             for cpu_batch in cpu_batches:
                 if cpu_batch.stage <= last and cpu_batch.mode.runs_alone and self._runs_alone_now(cpu_batch, stage + 1):
-                    self._run_alone(cpu_batch, run)
+                    self._run_alone(cpu_batch, result)
         self._cpu_batches = {i: c for i, c in self._cpu_batches.items() if c.stage <= last}
         duration_s = backend.now() - start_s
         under_way = {cpu_batch_id: cpu_batch.stage for cpu_batch_id, cpu_batch in self._cpu_batches.items()}
-        detached, busy_s = frozenset(run.detached), duration_s - run.waited_s
-        return StepResult(run.tokens, under_way, detached, duration_s, busy_s, run.cpu_busy_s)
+        # Waits for the CPU are left out: predictions of the GPU batch's time are compared with what it was busy.
+        detached, busy_s = frozenset(result.detached), duration_s - result.waited_s
+        return StepResult(result.tokens, under_way, detached, duration_s, busy_s, result.cpu_busy_s)
 
     def at_work(self) -> frozenset[str]:
         """Ids of the requests that :meth:`run` works on, or last worked on before it raised: the suspects."""
@@ -161,34 +174,34 @@ class Executor:
                 cpu_batch = self._cpu_batches[plan.cpu_batch_id] = CpuBatchRun(
                     self.backend.open_cpu_batch(plan.requests), request_ids
                 )
-        # without a GPU batch waiting delays nothing
+        # Without a GPU batch waiting delays nothing, so it goes on to its token.
         cpu_batch.mode = JOINED if gpu_batch is None and plan.mode.joins else plan.mode
         cpu_batch.stages_left = cpu_batch.mode.max_stages
         return cpu_batch
 
-    def _joins_now(self, cpu_batch: CpuBatchRun, run: _Run) -> bool:
+    def _joins_now(self, cpu_batch: CpuBatchRun, result: _ResultSoFar) -> bool:
         """Whether a CPU batch at the GPU batch's stage runs it with the GPU batch; its attention task is waited for
         if need be."""
-        if cpu_batch.stages_left <= 0 or not (cpu_batch.mode.waits or cpu_batch.is_ready):
+        if cpu_batch.stages_left <= 0 or not (cpu_batch.mode.waits or cpu_batch.attention_is_ready):
             return False
-        self._wait(cpu_batch, run)
+        self._wait(cpu_batch, result)  # even if it is ready: this raises its error, and takes out who leaves
         return True
 
     def _runs_alone_now(self, cpu_batch: CpuBatchRun, next_of_gpu_batch: int) -> bool:
         """Whether a CPU batch runs its stage on its own before the GPU batch goes on to the stage
         ``next_of_gpu_batch``."""
-        if cpu_batch.mode.waits:
+        if cpu_batch.mode.waits:  # a stage for each of the GPU batch's, so that it has its token in the end
             return True
         if cpu_batch.stages_left <= 0 or cpu_batch.stage == next_of_gpu_batch:  # there it joins: joining costs less
             return False
-        return self.may_run_alone(cpu_batch.stage) and cpu_batch.is_ready
+        return self.may_run_alone(cpu_batch.stage) and cpu_batch.attention_is_ready
 
-    def _run_alone(self, cpu_batch: CpuBatchRun, run: _Run) -> None:
+    def _run_alone(self, cpu_batch: CpuBatchRun, result: _ResultSoFar) -> None:
         """Let the CPU batch run its stage without the GPU batch, once its attention task is ready."""
-        self._wait(cpu_batch, run)
-        self._run_stage(cpu_batch.stage, None, [cpu_batch], run)
+        self._wait(cpu_batch, result)
+        self._run_stage(cpu_batch.stage, None, [cpu_batch], result)
 
-    def _advance(self, cpu_batches: Sequence[CpuBatchRun], end_s: float, run: _Run) -> None:
+    def _advance(self, cpu_batches: Sequence[CpuBatchRun], end_s: float, result: _ResultSoFar) -> None:
         """Without a GPU batch: let CPU batches run their stages until ``end_s``, or until all have their tokens.
 
         It ends late by one attention task at most, since at least one CPU batch runs a stage. Attention tasks are
@@ -196,15 +209,16 @@ class Executor:
         """
         queue = sorted(cpu_batches, key=attrgetter("submission"))
         while queue:
-            cpu_batch = next((cpu_batch for cpu_batch in queue if cpu_batch.is_ready), queue[0])
+            # One whose attention task is ready costs no wait, and its next task keeps the worker busy.
+            cpu_batch = next((cpu_batch for cpu_batch in queue if cpu_batch.attention_is_ready), queue[0])
             queue.remove(cpu_batch)
-            self._run_alone(cpu_batch, run)
+            self._run_alone(cpu_batch, result)
             if cpu_batch.stage < self.backend.num_layers:
                 queue.append(cpu_batch)
             if self.backend.now() >= end_s:
                 break
 
-    def _wait(self, cpu_batch: CpuBatchRun, run: _Run) -> None:
+    def _wait(self, cpu_batch: CpuBatchRun, result: _ResultSoFar) -> None:
         """Wait for the CPU batch's attention task, and take out requests that leave: now nothing uses their blocks.
 
         The seconds count as waiting, not as work of the GPU batch.
@@ -212,23 +226,26 @@ class Executor:
         if cpu_batch.future is not None:
             with self._at_work.on(cpu_batch.request_ids):
                 before_s = self.backend.now()
-                run.cpu_busy_s += cpu_batch.future.wait()
-                run.waited_s += self.backend.now() - before_s
+                result.cpu_busy_s += cpu_batch.future.wait()
+                result.waited_s += self.backend.now() - before_s
             cpu_batch.future = None
+        # Only here rows may be dropped: one attention task has ended, and the next is submitted after the next stage.
         if self._plan.leaving and (leaving := self._plan.leaving.intersection(cpu_batch.request_ids)):
-            run.detached |= leaving
+            result.detached |= leaving
             cpu_batch.request_ids = tuple(i for i in cpu_batch.request_ids if i not in leaving)
             if cpu_batch.request_ids:
                 cpu_batch.batch = self.backend.drop_rows(cpu_batch.batch, leaving)
 
-    def _run_stage(self, stage: int, gpu_batch: Batch | None, cpu_batches: Sequence[CpuBatchRun], run: _Run) -> None:
+    def _run_stage(
+        self, stage: int, gpu_batch: Batch | None, cpu_batches: Sequence[CpuBatchRun], result: _ResultSoFar
+    ) -> None:
         """Let GPU batch and CPU batches run a stage together, and submit the next attention tasks of the CPU
         batches."""
         batches = ([gpu_batch] if gpu_batch is not None else []) + [cpu_batch.batch for cpu_batch in cpu_batches]
         if not batches:
             return
         with self._at_work.on(*(cpu_batch.request_ids for cpu_batch in cpu_batches), gpu_batch=gpu_batch is not None):
-            run.tokens.update(self.backend.run_stage(stage, batches))
+            result.tokens.update(self.backend.run_stage(stage, batches))
             for cpu_batch in cpu_batches:
                 cpu_batch.stages_left -= 1
                 cpu_batch.stage += 1
@@ -236,16 +253,18 @@ class Executor:
                     cpu_batch.future = self.backend.submit_cpu_attention(cpu_batch.stage, cpu_batch.batch)
                     cpu_batch.submission = next(self._submissions)
 
-    def _detach_leaving(self, plan: IterationPlan, run: _Run) -> None:
+    def _detach_leaving(self, plan: IterationPlan, result: _ResultSoFar) -> None:
         """Remove leaving requests from CPU batches whose attention is done; wait for it only in an otherwise empty
         plan.
 
         From other CPU batches they are removed as soon as it is done: see :meth:`_wait`.
         """
+        # In a plan with other work a wait would delay that. In an empty one nothing would ever be waited for, and the
+        # engine would make empty plans until the task is done.
         nothing_else = not plan.gpu_batch and not plan.cpu_batches
         for cpu_batch_id, cpu_batch in list(self._cpu_batches.items()):
-            if plan.leaving.isdisjoint(cpu_batch.request_ids) or not (nothing_else or cpu_batch.is_ready):
+            if plan.leaving.isdisjoint(cpu_batch.request_ids) or not (nothing_else or cpu_batch.attention_is_ready):
                 continue
-            self._wait(cpu_batch, run)
+            self._wait(cpu_batch, result)
             if not cpu_batch.request_ids:
                 del self._cpu_batches[cpu_batch_id]

@@ -247,11 +247,7 @@ class BlockPool:
         return (block in self._used) + self._more_holders.get(block, 0)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate ``count`` blocks, the cached ones last. The caller checks ``num_free`` first.
-
-        Raises:
-            ValueError: fewer are free.
-        """
+        """Allocate ``count`` blocks, the cached ones last. The caller checks ``num_free`` first."""
         free = self._free
         if count > len(free):
             if count > self.num_free:
@@ -274,11 +270,7 @@ class BlockPool:
         self._cached = BlockOrder(num_hashed)  # counted from ``first``; the next one to be reused comes first
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Take one holder from each of a request's blocks, given in the request's order.
-
-        Raises:
-            ValueError: some of them are not allocated.
-        """
+        """Take one holder from each of a request's blocks, given in the request's order."""
         if self._more_holders:
             blocks = [block for block in blocks if not self._leave(block)]
         num_used = len(self._used)

@@ -1,8 +1,13 @@
 """Block tables of the requests, and the prefix cache, in both tiers. Pure bookkeeping, no tensors.
 
 A request that starts holds the cached blocks of its tokens: those of its tier are shared, those of the other tier are
-copied to its own. Full blocks never change, and the last, partial block is always a request's own. Where layers have
-attention windows, blocks are overwritten (:mod:`swiftllm.kv.block_pool`), and no prefix is cached.
+copied to its own. Full blocks never change, and the last block, which is not full, is always a request's own. Where
+layers have attention windows, blocks are overwritten (:mod:`swiftllm.kv.block_pool`), and no prefix is cached.
+
+Blocks are copied between the tiers for two reasons, both by swaps of a plan. *Moves* take all blocks of a request to
+the tier where it goes on. *Prefix copies* take cached blocks of no single request: those that a starting request finds
+in the other tier, and those that the GPU tier is about to reuse. ``most_copies`` and ``copying_pays`` limit prefix
+copies alone.
 """
 
 from __future__ import annotations
@@ -70,7 +75,7 @@ class KVCacheManager:
         hashes: of full blocks; None without a prefix cache.
         swaps: copies for the plan being made, in order.
         most_copies: cached GPU blocks that a plan copies to the CPU tier at most, before they are reused.
-        copying_pays: whether so many blocks should be copied from the tier, or be computed again.
+        copying_pays: whether so many cached blocks of a prefix should be copied from the tier, or be computed again.
     """
 
     most_copies = 0
@@ -106,7 +111,7 @@ class KVCacheManager:
 
     def begin_plan(self) -> None:
         self.swaps: list[Swap] = []
-        self._copies_left = self.most_copies
+        self._prefix_copies_left = self.most_copies
         self._arriving: set[int] = set()  # GPU blocks that the swaps of this plan fill
 
     @property
@@ -173,22 +178,25 @@ class KVCacheManager:
         pool = self._pool_with_room(tier, num_blocks, block_hashes)
         here, there = self._longest_prefix(block_hashes, pool)
         source = self._other_pool(pool) if there else None
+        # Hold what was found before anything is allocated: a cached block that nobody holds may be given away by that.
+        # In the other tier too, since allocating GPU blocks may save evicted ones there (:meth:`_save_evicted`).
         pool.hold(here.values())
         if source is not None:
-            source.hold(there.values())  # making room in this pool must not take them
+            source.hold(there.values())
         others = iter(pool.allocate(num_blocks - len(here)))
         table = [here[i] if i in here else next(others) for i in range(num_blocks)]
         if source is not None:
+            # Findable at once: whoever finds these blocks in this plan reads them after its swaps.
             for i in there:
                 pool.add_hash(table[i], block_hashes[i])
             self._swap(None, tier.other, list(there.values()), [table[i] for i in there])
-            source.free(list(there.values()))
+            source.free(list(there.values()))  # may be reused in this plan: by swaps that come after this one
         pool.num_tables += 1
         self.block_tables[request.request_id] = table
         found = len(here) + len(there)
         request.num_kv_slots, request.num_hashed = self._slots_for(num_tokens), found
         request.num_uncomputed = request.num_tokens - found * self.block_size
-        if not request.output_len:
+        if not request.output_len:  # what its user is told is what its first start found, not one after a preemption
             by_tier = {tier: len(here) * self.block_size, tier.other: len(there) * self.block_size}
             request.cached_tokens = by_tier if found else None
 
@@ -244,13 +252,14 @@ class KVCacheManager:
 
         The source blocks are free at once, since an iteration runs its swaps first, in order.
         """
-        self.publish(request)
+        self.publish(request)  # what decodes have filled is not findable yet, and may be in the other tier already
         old_blocks, old_pool = self.block_tables[request.request_id], self.pool_of(request)
         new_pool = self._pool_with_room(target, len(old_blocks))
         block_hashes = self._computed_hashes(request) if new_pool.caches else ()
         shared = {
             i: block for i, block_hash in enumerate(block_hashes) if (block := new_pool.find(block_hash)) is not None
         }
+        # As in :meth:`start`: hold before allocating. The old blocks are freed last, still findable where they were.
         new_pool.hold(shared.values())
         others = iter(new_pool.allocate(len(old_blocks) - len(shared)))
         new_blocks = [shared[i] if i in shared else next(others) for i in range(len(old_blocks))]
@@ -260,6 +269,7 @@ class KVCacheManager:
         new_pool.num_tables += 1
         copied = [i for i in range(len(old_blocks)) if i not in shared]
         self._swap(request, target.other, [old_blocks[i] for i in copied], [new_blocks[i] for i in copied])
+        # Findable in the new tier, too: both copies of a block have one hash, and either may be reused first.
         request.tier, request.num_hashed = target, 0
         self.publish(request)
 
@@ -374,7 +384,7 @@ class KVCacheManager:
         there: dict[int, int] = {}
         other = self._other_pool(pool)
         on_gpu = pool is self._gpu_pool
-        too_early = () if on_gpu else self._arriving
+        too_early = () if on_gpu else self._arriving  # blocks of the GPU tier whose content is still on its way there
         for i, block_hash in enumerate(block_hashes if pool.caches else ()):
             if (block := pool.find(block_hash)) is not None:
                 here[i] = block
@@ -383,28 +393,31 @@ class KVCacheManager:
             else:
                 break
         if there and not self.copying_pays(Tier.CPU if on_gpu else Tier.GPU, len(there)):
-            first = min(there)
+            first = min(there)  # a prefix ends where a block is missing, whatever is cached behind
             return {i: block for i, block in here.items() if i < first}, {}
         return here, there
 
     def _save_evicted(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
         """Copy cached GPU blocks that are about to be reused to the CPU tier, if it has room; of too many the newest.
 
-        A block that a swap of this plan fills cannot be the source of another one."""
+        A block that a swap of this plan fills cannot be the source of another one. The GPU pool calls this while it
+        allocates: so the swap is in the plan before any that fills the blocks anew.
+        """
         local = self.host_pools.pools[0]
         saved = [
             (block, block_hash)
             for block, block_hash in zip(blocks, block_hashes, strict=True)
             if block not in self._arriving and local.find(block_hash) is None
         ]
-        most = min(self._copies_left, local.num_free)
+        most = min(self._prefix_copies_left, local.num_free)
         saved = saved[len(saved) - most :] if most < len(saved) else saved
         if not saved:
             return
-        self._copies_left -= len(saved)
+        self._prefix_copies_left -= len(saved)
         targets = local.allocate(len(saved))
         for target, (_, block_hash) in zip(targets, saved, strict=True):
             local.add_hash(target, block_hash)
+        # Nobody holds them: they stay cached until the CPU tier needs them, and take no room from requests.
         local.free(targets[::-1])
         self._swap(None, Tier.GPU, [block for block, _ in saved], targets)
 

@@ -50,11 +50,7 @@ class KVFormat:
         return self != INT8
 
     def head_shape(self, block_size: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of K and V of one KV head in a block.
-
-        Raises:
-            ValueError: int8 has no such block or head.
-        """
+        """Shape of K and V of one KV head in a block."""
         if self.is_exact:
             return (2, block_size, head_dim)
         from pacpu import int8  # loads native code, which simulations do without
@@ -85,11 +81,7 @@ def cpu_format(cpu_kv_dtype: CpuKVDtype, dtype: torch.dtype) -> KVFormat:
 
 
 def check_kv(config: EngineConfig, model: ModelConfig) -> None:
-    """Check that a model's K and V can be held as asked for, before anything is loaded.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Check that a model's K and V can be held as asked for, before anything is loaded."""
     if config.cpu_kv_dtype == "int8" and model.head_dim % 8:
         raise ValueError(f"cpu_kv_dtype=int8 needs a head dim that 8 divides, and this model has {model.head_dim}")
     tiers = config.prefix_cache_tiers
@@ -106,11 +98,7 @@ def tier_formats(config: EngineConfig, dtype: torch.dtype) -> Mapping[Tier, KVFo
 
 
 def block_bytes(formats: Mapping[Tier, KVFormat], model: ModelConfig, block_size: int) -> Mapping[Tier, int]:
-    """Bytes of a block of each tier, in all layers of a group.
-
-    Raises:
-        ValueError: the model's heads have no int8 format.
-    """
+    """Bytes of a block of each tier, in all layers of a group."""
     return {tier: kv_format.block_bytes(model, block_size) for tier, kv_format in formats.items()}
 
 

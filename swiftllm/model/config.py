@@ -171,11 +171,7 @@ class ModelConfig:
         return tuple(dict.fromkeys(token for token in named if 0 <= token < self.vocab_size))
 
     def longest_request(self, asked: int | None) -> int:
-        """Prompt and output tokens of a request at most: those ``asked`` for, by default the model's own.
-
-        Raises:
-            ValueError: the model was made for fewer.
-        """
+        """Prompt and output tokens of a request at most: those ``asked`` for, by default the model's own."""
         if asked is None or asked <= self.most_positions:
             return asked or self.max_position_embeddings
         if self.most_positions < (self.named_positions or 0):
@@ -452,11 +448,7 @@ def _eos_token_ids(*sources: tuple[Path, Mapping[str, Any]]) -> tuple[int, ...]:
 
 
 def stored_dtype(folder: str | Path) -> str | None:
-    """The dtype of a checkpoint as its ``config.json`` says, such as ``bfloat16``; None where it says none.
-
-    Raises:
-        DamagedFile: the file cannot be read.
-    """
+    """The dtype of a checkpoint as its ``config.json`` says, such as ``bfloat16``; None where it says none."""
     raw = read_object(Path(folder) / "config.json")
     text = raw.get("text_config")
     for fields in (text if isinstance(text, dict) else {}, raw):

@@ -57,12 +57,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold the weights of a folder.
-
-    Raises:
-        FileNotFoundError: there are none, or one is missing; the message says which.
-        DamagedFile: the index names no files.
-    """
+    """The safetensors files that hold the weights of a folder."""
     present = os.listdir(folder)
     named = [folder / name for pattern in CHECKPOINTS for name in sorted(fnmatch.filter(present, pattern))]
     first = next((path for path in named if path.is_file()), None)
@@ -83,11 +78,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor that an index names.
-
-    Raises:
-        DamagedFile: it names none.
-    """
+    """The file of each tensor that an index names."""
     places = read_object(index).get("weight_map")
     if not isinstance(places, Mapping) or not places or not all(isinstance(file, str) for file in places.values()):
         raise DamagedFile(f"{index} has no weight_map from tensors to files: download it again")
@@ -95,11 +86,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file is in a folder, which need not have it.
-
-    Raises:
-        FileNotFoundError: it is a link to nothing, as of a model in the hub's cache whose blob was removed.
-    """
+    """Whether a file is in a folder, which need not have it."""
     if path.is_symlink() and not path.exists():
         raise FileNotFoundError(f"{absence_of(path)}: download the model again")
     return path.is_file()
@@ -141,12 +128,7 @@ class StoredTensor(Protocol):
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
-    """Names of tensors, and what reads slices of each.
-
-    Raises:
-        FileNotFoundError: no safetensors in the folder, or a shard of the index is missing.
-        DamagedFile: a file is damaged.
-    """
+    """Names of tensors, and what reads slices of each."""
     for path in weight_files(folder):
         yield from read_file(path)
 

@@ -11,7 +11,11 @@ SLOTS = 2
 
 
 class Place(StrEnum):
-    """Where the weights of a stage are."""
+    """Where the weights of a stage are.
+
+    Streamed ones are in host memory and are copied to a slot on the GPU in each iteration. CUDA streams are another
+    matter.
+    """
 
     RESIDENT = "resident"
     STREAMED = "streamed"

@@ -237,11 +237,7 @@ def zero_offset(scheme: QuantisationScheme, stored: torch.Tensor) -> int:
 
 
 def input_order(g_idx: torch.Tensor | None, group_size: int) -> torch.Tensor | None:
-    """int64 ``[in]``: the inputs sorted by their groups; None: they are already.
-
-    Raises:
-        ValueError: the groups are not all full.
-    """
+    """int64 ``[in]``: the inputs sorted by their groups; None: they are already."""
     if g_idx is None:
         return None
     wanted = torch.arange(len(g_idx), device=g_idx.device) // group_size
@@ -263,9 +259,6 @@ def sort_into_runs(
 
     ``codes``: uint8 ``[in, out]``; ``zeros``: uint8 ``[groups, out]``; ``groups``: int64 ``[in]``. Returns the sorted
     codes, and ``order`` and ``runs`` of :class:`~swiftllm.ops.matrices.QuantisedMatrix`.
-
-    Raises:
-        ValueError: there is no such group.
     """
     if not bool(((groups >= 0) & (groups < len(zeros))).all()):
         raise ValueError(f"g_idx names a group beyond the {len(zeros)} that there are: the checkpoint is damaged")

@@ -35,11 +35,7 @@ def whole_texts(rust: RustTokenizer) -> RustTokenizer:
 
 
 def read_tokenizer(file: Path) -> RustTokenizer:
-    """The tokenizer in a ``tokenizer.json`` alone, without the other files of its folder.
-
-    Raises:
-        DamagedFile: it cannot be read.
-    """
+    """The tokenizer in a ``tokenizer.json`` alone, without the other files of its folder."""
     from tokenizers import Tokenizer as RustTokenizer
 
     try:
@@ -73,12 +69,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path, vocab_size: float = math.inf) -> Tokenizer | None:
-        """The tokenizer of a model folder, or None where it has none. ``vocab_size``: the model's.
-
-        Raises:
-            ValueError: its files exist and cannot be read; the message says why.
-            FileNotFoundError: one of them is a link to nothing.
-        """
+        """The tokenizer of a model folder, or None where it has none. ``vocab_size``: the model's."""
         folder = Path(folder)
         if not any([is_there(folder / name) for name in TOKENIZER_FILES]):
             return None
@@ -222,11 +213,7 @@ class Tokenizer:
 
 
 def _templates(file: Path) -> str | dict[str, str]:
-    """What ``chat_template.json`` holds: a template, or several with names.
-
-    Raises:
-        DamagedFile: it holds none.
-    """
+    """What ``chat_template.json`` holds: a template, or several with names."""
     given = read_object(file).get("chat_template")
     if isinstance(given, list) and all(isinstance(one, Mapping) for one in given):
         given = {one.get("name"): one.get("template") for one in given}

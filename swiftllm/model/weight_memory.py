@@ -172,7 +172,9 @@ A power of two, since torch rounds pinned memory up to one.
 
 
 class WeightSlots:
-    """The streamed stages of a model. Each has one fixed slot, so that captured graphs find its weights.
+    """The streamed stages of a model: those whose weights are copied to the device in each iteration.
+
+    Each has one fixed slot, so that captured graphs find its weights.
 
     An iteration enters the stages in ascending order. Once the next one is entered, whichever that is, the slot of
     the one before takes the next but one of the streamed stages. Who enters a stage out of order waits for a
@@ -183,11 +185,7 @@ class WeightSlots:
     """
 
     def __init__(self, device: Device, chunks: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """``chunks``: of each streamed stage its weights, uint8 ``[bytes]`` each, in :meth:`Device.pinned` memory.
-
-        Raises:
-            ValueError: there is no stage.
-        """
+        """``chunks``: of each streamed stage its weights, uint8 ``[bytes]`` each, in :meth:`Device.pinned` memory."""
         if not chunks:
             raise ValueError("streamed weights need at least one stage")
         self._device, self._copies, self._chunks = device, device.new_stream(), dict(chunks)

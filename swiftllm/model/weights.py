@@ -63,11 +63,7 @@ def fused_modules(config: ModelConfig) -> Mapping[str, Mapping[str, int]]:
 
 def as_llama(config: ModelConfig, tensors: Iterable[tuple[str, StoredTensor]]) -> Iterator[tuple[str, StoredTensor]]:
     """The ``tensors`` of a checkpoint with the names that Llama's have; ``config`` is that of the whole model. A matrix
-    that is tied has the embedding's, whatever a checkpoint calls it.
-
-    Raises:
-        WeightsError: a tensor cannot be split.
-    """
+    that is tied has the embedding's, whatever a checkpoint calls it."""
     axes: dict[str, tuple[Axis, ...]] = {"weight": (OUT, IN), "bias": (OUT,)}
     if config.quantisation is not None:
         axes |= divisible_axes(config.quantisation)
@@ -113,11 +109,7 @@ def _experts_of(
     block: str, module: str, kind: str | None, stored: StoredTensor, config: ModelConfig
 ) -> Iterator[tuple[str, StoredTensor]]:
     """The tensors in a stack ``[num_experts, out, in]``, ``[num_experts, out]`` or of MXFP4. Gate is above up, but in
-    gpt-oss their outputs alternate.
-
-    Raises:
-        WeightsError: it has another shape.
-    """
+    gpt-oss their outputs alternate."""
     assert config.experts is not None
     hidden, ffn, experts = config.hidden_size, config.intermediate_size, config.experts.num_experts
     alternates, of_expert = config.has_swiglu_limit, {"down_proj": range(hidden)}
@@ -296,11 +288,7 @@ class ModelPart:
 
     def slices(self, name: str, shape: Sequence[int], axes: Sequence[Axis] = (OUT, IN)) -> tuple[slice, ...]:
         """The part of tensor ``name``, whose whole shape is ``shape``; where it has fewer rows than the matrix of the
-        part, the other rows are zero. ``axes``: those of a linear module's tensor.
-
-        Raises:
-            ValueError: the tensor cannot be divided so.
-        """
+        part, the other rows are zero. ``axes``: those of a linear module's tensor."""
         return (slice(None),)
 
 

@@ -291,11 +291,7 @@ def library_tensors(
 ) -> dict[str, torch.Tensor]:
     """A matrix without ``runs`` as the library takes it: int32 ``weight [out, in / 8]`` of neighbouring inputs' codes,
     ``weight_scale [out, groups]``, of integers int32 ``zero_point [out / 8, groups]``, and the bias if there is one.
-    With ``num_experts`` all have a dimension of experts before these.
-
-    Raises:
-        ValueError: the outputs or inputs are no multiple of 8.
-    """
+    With ``num_experts`` all have a dimension of experts before these."""
     out_features = matrix.out_features // (num_experts or 1)
     if out_features % CODES_PER_WORD or matrix.in_features % CODES_PER_WORD:
         raise ValueError(f"{out_features} x {matrix.in_features} has no multiple of {CODES_PER_WORD}")

@@ -23,11 +23,7 @@ def select_ops(
     device: torch.device, dtype: torch.dtype, cpu_kernel: str | None = None, library: LibraryProducts | None = None
 ) -> Ops:
     """The fastest operations for a device. ``cpu_kernel``: pacpu's kernel for decodes on a CPU. ``library``: what
-    chooses 4-bit products; by default, where it is installed, one that measures.
-
-    Raises:
-        ValueError: the GPU has no arithmetic in ``dtype``.
-    """
+    chooses 4-bit products; by default, where it is installed, one that measures."""
     if device.type == "cpu":
         return CpuOps(cpu_kernel)
     gpu = torch.cuda.get_device_properties(device)

@@ -119,11 +119,7 @@ class Group:
         return torch.cat(parts, dim=1)[:, :width].contiguous()
 
     def all_agree(self, is_well: bool) -> bool:
-        """Whether all ranks say so.
-
-        Raises:
-            DeviceHung: a rank does not answer.
-        """
+        """Whether all ranks say so."""
         if self._ranks is None:
             return is_well
         stream = self._hardware.compute

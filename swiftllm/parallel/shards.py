@@ -40,11 +40,7 @@ class Shard(ModelPart):
     """See :class:`swiftllm.model.weights.ModelPart`."""
 
     def __init__(self, model: ModelConfig, rank: int, size: int) -> None:
-        """``model``: the whole one.
-
-        Raises:
-            ValueError: it cannot be divided among ``size`` ranks.
-        """
+        """``model``: the whole one."""
         super().__init__(model.shard(size))
         self._rank = rank
         self._size = size
@@ -112,12 +108,7 @@ class ShardedWeights(LoadedWeights):
 
 
 def load_rank(config: EngineConfig, hardware: Device, group: Group) -> LoadedModel:
-    """The part of the model that is this rank's, all of it on its device.
-
-    Raises:
-        ValueError: the model cannot be divided among so many ranks.
-        InsufficientMemory: the part does not fit.
-    """
+    """The part of the model that is this rank's, all of it on its device."""
     processors, model = ExecutionContext(config, hardware), ModelConfig.from_folder(config.model)
     shard = Shard(model, group.rank, group.size)
     device, dtype, free_bytes = hardware.torch_device, processors.dtype, hardware.free_bytes()

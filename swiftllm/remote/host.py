@@ -183,11 +183,7 @@ class AttentionHost:
         return max(0, available_host_bytes() - HOST_HEADROOM_BYTES) // (1 if exactly else 2)
 
     def _allocate(self, shape: KVShape, asked_blocks: int, *, exactly: bool) -> torch.Tensor:
-        """Memory for an engine that can use so many blocks, or needs ``exactly`` so many; see :attr:`Store.pool`.
-
-        Raises:
-            ValueError: there is too little.
-        """
+        """Memory for an engine that can use so many blocks, or needs ``exactly`` so many; see :attr:`Store.pool`."""
         memory_bytes = self._lendable_bytes(exactly)
         num_blocks, needed = min(memory_bytes // shape.bytes_per_block, asked_blocks), asked_blocks if exactly else 1
         if num_blocks < needed:

@@ -48,11 +48,7 @@ class HostActor:
 
 
 def check_listening(address: str) -> None:
-    """Try to reach a cluster, without Ray.
-
-    Raises:
-        ValueError: ``address`` names a host and a port, and nothing listens there.
-    """
+    """Try to reach a cluster, without Ray."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():  # such as auto: Ray knows where its own nodes are
         return
@@ -76,11 +72,7 @@ class RayHosts:
     """
 
     def __init__(self, address: str, num_hosts: int) -> None:
-        """Connect to the cluster at ``address``. Nothing is placed before a finder is called.
-
-        Raises:
-            ValueError: there is no such cluster, or it has no other node.
-        """
+        """Connect to the cluster at ``address``. Nothing is placed before a finder is called."""
         check_listening(address)
         self.secret = os.environ.get(SECRET_VARIABLE, "").encode() or secrets.token_bytes(32)
         self._actors: dict[int, Any] = {}
@@ -106,11 +98,7 @@ class RayHosts:
         return sorted(node for node in alive if node != self._own_node)
 
     def _find(self, number: int) -> tuple[str, int]:
-        """The address of this host, which is placed if it is new or gone.
-
-        Raises:
-            OSError: no node could take it; the caller tries again.
-        """
+        """The address of this host, which is placed if it is new or gone."""
         with self._lock:  # two hosts that are replaced at once must see each other's nodes
             actor = self._actors.get(number)
             if actor is not None:

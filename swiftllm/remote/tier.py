@@ -149,6 +149,8 @@ class Channel:
         """As :meth:`post`, with an answer, which must fill ``out``."""
         future = RemoteFuture(as_bytes(out), send_back)
         sequence = next(self._sequences)
+        # Before the frame is queued: its answer may come before this thread goes on. And with the check under one lock:
+        # a channel that ends fails all that is pending by then, so none is left to be waited for.
         with self._state:
             self._check()
             self._pending[sequence] = future
@@ -170,7 +172,7 @@ class Channel:
             self._end(error)
 
     def _send_one(self, frame: _Outgoing) -> None:
-        if frame.arrived is not None:
+        if frame.arrived is not None:  # waited for here: the engine's thread goes on launching
             frame.arrived.synchronize()
         self.bytes_sent += send_frame(self._connection, frame.header, [as_bytes(tensor) for tensor in frame.tensors])
         with self._state:
@@ -213,8 +215,10 @@ class Channel:
             self.error = str(error) or type(error).__name__
             pending, self._pending = self._pending, {}
             self._state.notify_all()
+        # Both threads may be blocked in the socket; closing it would not wake them up.
         with contextlib.suppress(OSError):  # it is already
             self._connection.shutdown(socket.SHUT_RDWR)
+        # Without the lock: what a future calls when it ends is not known here.
         for future in pending.values():
             future.fail(self._death(self.error))
 
@@ -261,11 +265,7 @@ class RemoteCpuTier:
     may_die = True
 
     def __init__(self, find_address: FindAddress, secret: bytes, shape: KVShape, most_blocks: int) -> None:
-        """Connect to the host; more than ``most_blocks`` would be of no use.
-
-        Raises:
-            OSError: it cannot be reached, or refuses; the message has its address.
-        """
+        """Connect to the host; more than ``most_blocks`` would be of no use."""
         self.num_blocks = 0
         self._most_blocks = most_blocks
         self._shape = shape
@@ -317,6 +317,8 @@ class RemoteCpuTier:
 
     def take_died(self) -> bool:
         """Whether the host is gone; true once for each time."""
+        # A new connection may be there already, but its host has none of the K and V. It is taken up only once the
+        # engine has been told of the death and has given up what was lost.
         if self._is_lost or not self.channel.is_dead:
             return False
         self._is_lost = True
@@ -335,6 +337,7 @@ class RemoteCpuTier:
         return True
 
     def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, window: int | None = None) -> RemoteRows:
+        # Here, not where rows are finalized: that may happen on any thread, in the middle of another post.
         while self._dropped:
             self.channel.post(Header(FrameKind.DROP, b=self._dropped.popleft()))
         most = -(-int(seq_lens.max()) // self._shape.block_size)
@@ -358,7 +361,7 @@ class RemoteCpuTier:
             self.channel.post(header, write.blocks, write.offsets, write.content.contiguous(), arrived=arrived)
         else:
             header = Header(FrameKind.PUT, write.layers.start, count)
-            with _in_swap():
+            with _swaps_incomplete_if_it_dies():
                 self.channel.post(header, write.blocks, write.content, arrived=arrived)
 
     def read(self, read: HostRead, send_back: Callable[[], None] | None = None) -> RemoteFuture:
@@ -368,7 +371,7 @@ class RemoteCpuTier:
             header = Header(FrameKind.LOAD, read.layer, read.out.shape[2])
             return self.channel.ask(header, read.blocks, out=read.out, send_back=send_back)
         ids = read.blocks.tolist()
-        with _in_swap():
+        with _swaps_incomplete_if_it_dies():
             if not self._are_here(ids):
                 future = self._ask_for(read, send_back)
                 future.wait()
@@ -377,7 +380,7 @@ class RemoteCpuTier:
             for index, (future, kept) in enumerate(fetched):
                 future.wait()
                 read.out[:, index] = kept[read.layers.start : read.layers.stop]
-        if read.layers.stop == self._shape.num_layers:
+        if read.layers.stop == self._shape.num_layers:  # of several parts of the layers this is the last
             self.drop_fetched(ids)
         if send_back is not None:
             send_back()
@@ -427,12 +430,13 @@ class RemoteCpuTier:
 
 
 @contextmanager
-def _in_swap() -> Iterator[None]:
-    """Marks a host's death inside the ``with`` as one during swaps."""
+def _swaps_incomplete_if_it_dies() -> Iterator[None]:
+    """Marks a host's death inside the ``with`` as one that leaves swaps incomplete: of several parts, and of several
+    hosts, nobody knows which have been carried out."""
     try:
         yield
     except HostDied as death:
-        death.in_swap = True
+        death.swaps_incomplete = True
         raise
 
 
@@ -515,6 +519,8 @@ class AttentionHosts:
             first += count
 
     def open(self, block_tables: torch.Tensor, seq_lens: torch.Tensor, window: int | None = None) -> RowsByHost:
+        # The first block tells the host of a row, since all blocks of a request are in one pool. The backend sorts rows
+        # by it: so each host has one run of rows, and one part of each attention task.
         opened = []
         for tier, rows, own in self._split(block_tables[:, 0]):
             shift = int(own[0] - block_tables[rows.start, 0])
@@ -527,17 +533,17 @@ class AttentionHosts:
         if len(task.rows) == 1:
             ((tier, _, opened),) = task.rows
             return tier.attend(replace(task, rows=opened), arrived, send_back)
-        joined = JoinedFuture(len(task.rows), send_back)
+        whole = JoinedFuture(len(task.rows), send_back)
         # Another host's part first: with a worker that computes at once, the local part would hold it up.
         for tier, rows, opened in sorted(task.rows, key=lambda part: part[0] is self._tiers[0]):
             part = AttentionTask(task.layer, opened, task.qkv[rows], task.out[rows], task.sinks)
             try:
-                future = tier.attend(part, arrived, joined.part_done)
+                future = tier.attend(part, arrived, whole.part_done)
             except HostDied as error:  # the other parts are under way and must be waited for
-                joined.error = error
+                whole.error = error
             else:
-                joined.parts.append(future)
-        return joined
+                whole.parts.append(future)
+        return whole
 
     def write(self, write: HostWrite, arrived: Event) -> None:
         for tier, rows, blocks in self._split(write.blocks):
@@ -546,7 +552,7 @@ class AttentionHosts:
             elif len(blocks) == len(write.blocks):
                 part = replace(write, blocks=blocks)
             else:
-                arrived.synchronize()
+                arrived.synchronize()  # the host copies its part out of the content, which must be there
                 part = BlocksWrite(write.layers, write.content[:, rows].contiguous(), blocks)
             tier.write(part, arrived)
 
@@ -555,16 +561,16 @@ class AttentionHosts:
         if len(parts) == 1:
             ((tier, _, blocks),) = parts
             return tier.read(replace(read, blocks=blocks), send_back)
-        joined = JoinedFuture(len(parts), send_back)
+        whole = JoinedFuture(len(parts), send_back)
         for tier, rows, blocks in parts:  # of whole blocks: a context is on one host
             part = torch.empty_like(read.out[:, rows], memory_format=torch.contiguous_format)
 
             def place(rows: slice = rows, part: torch.Tensor = part) -> None:
                 read.out[:, rows] = part
-                joined.part_done()
+                whole.part_done()
 
-            joined.parts.append(tier.read(BlocksRead(read.layers, blocks, part), place))
-        return joined
+            whole.parts.append(tier.read(BlocksRead(read.layers, blocks, part), place))
+        return whole
 
     def recover(self) -> None:
         for tier in self._tiers:
@@ -604,6 +610,7 @@ class JoinedFuture:
     def wait(self) -> float:
         """The seconds of the host that computed longest. Waits for all parts before it raises."""
         errors, seconds = [] if self.error is None else [self.error], [0.0]
+        # All of them, since whoever waits takes it that no host uses the blocks or writes into the output any more.
         for part in self.parts:
             try:
                 seconds.append(part.wait())

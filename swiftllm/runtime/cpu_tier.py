@@ -150,8 +150,7 @@ class TaskRunner:
         return self._pool[layers.start : layers.stop]
 
 
-# -- attention tasks
-# -----------------------------------------------------------------------------------------------------------
+# -- attention tasks ---------------------------------------------------------------------------------------------------
 
 
 class WorkFuture:
@@ -174,7 +173,7 @@ class WorkFuture:
 
     def wait(self) -> float:
         self.over.wait()
-        if self._error is not None:
+        if self._error is not None:  # here, on the thread that asked, not on the one where it happened
             raise self._error
         return self.done_s - self.start_s
 
@@ -219,7 +218,7 @@ class TaskFuture(WorkFuture):
         self.waits = not arrived.done()
 
     def ready(self) -> bool:
-        return super().ready() or not self._worker_lives()
+        return super().ready() or not self._worker_lives()  # :meth:`wait` then raises at once, and must be called
 
     def wait(self) -> float:
         # A thread that ends fails the attention tasks it has left. It cannot if an exception hits it between two tasks.
@@ -233,6 +232,7 @@ class TaskFuture(WorkFuture):
         """Wait for the inputs, compute, send the result back. Exceptions come out of :meth:`wait`; what is none, such
         as SystemExit, is raised here too and ends the worker."""
         try:
+            # The worker waits, not whoever submits: the main thread launches other work while Q, K and V are under way.
             self._arrived.synchronize()
             self.start_s = time.perf_counter()
             assert self._task is not None  # it runs once
@@ -305,6 +305,7 @@ class CpuWorker:
 
     def submit(self, task: CpuTask, arrived: Event, send_back: Callable[[], None] | None = None) -> TaskFuture:
         """See :class:`InlineWorker`."""
+        # Under the lock, so that no task is queued behind the last look of a thread that ends (:meth:`_work`).
         with self._lock:
             if self._is_gone or not self._thread.is_alive():
                 raise WorkerDied("the CPU attention worker has ended")
@@ -315,6 +316,8 @@ class CpuWorker:
     def start_again(self) -> None:
         with self._lock:
             if self._is_gone or not self._thread.is_alive():
+                # With a queue of its own: what was lost with the old thread must never run later, when its blocks may
+                # belong to others.
                 self.restarts += 1
                 logger.warning("starting the CPU attention worker again")
                 self._start()
@@ -466,11 +469,12 @@ class LocalCpuTier:
         while self._writes and self._writes[0].future.ready():
             self._finish_write()
         after = self._after_reads(arrived)
+        # Not past writes that wait: operations take effect in the order of the calls.
         if not self._writes and after.done():
             self.runner.run_task(write)
             return
         self._writes.append(_Pending(write.layers, write.content.nbytes, self.worker.submit(write, after)))
-        while _num_bytes(self._writes) > MAX_STAGED_BYTES:
+        while _num_bytes(self._writes) > MAX_STAGED_BYTES:  # else pinned memory could grow with each layer
             self._finish_write()
 
     def read(self, read: HostRead, send_back: Callable[[], None] | None = None) -> AttentionFuture:
@@ -488,6 +492,7 @@ class LocalCpuTier:
         """When the reads so far are over too: what writes to the tier may overwrite what they read."""
         while self._reads and self._reads[0].future.ready():
             self._reads.popleft()
+        # The last one is enough: the reader runs them in order.
         return AfterReads(self._reads[-1].future, arrived) if self._reads else arrived
 
     def _finish_write(self) -> None:

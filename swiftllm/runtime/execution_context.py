@@ -181,11 +181,7 @@ def default_kernel(cpu_kv_dtype: CpuKVDtype, dtype: torch.dtype) -> str:
 
 
 def resolve_kernel(config: EngineConfig, dtype: torch.dtype) -> str:
-    """The name of pacpu's kernel for attention over the CPU tier.
-
-    Raises:
-        ValueError: the kernel asked for cannot run here; the message says why.
-    """
+    """The name of pacpu's kernel for attention over the CPU tier."""
     kernel = config.cpu_kernel or default_kernel(config.cpu_kv_dtype, dtype)
     usable = pacpu.kernels(dtype)
     if kernel not in usable:

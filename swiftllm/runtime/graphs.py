@@ -53,6 +53,7 @@ class Frame:
         self.attention_out = buffer(config.num_heads, config.head_dim)
         self.block_tables = torch.zeros(groups, rows, max_blocks, dtype=torch.int32, device=device)
         self.seq_lens = buffer(dtype=torch.int32)
+        # Weak, as the frame outlives its GPU batches: one that has ended needs no memory of its own.
         self._gpu_batch: Callable[[], GpuBatchTensors | None] = lambda: None
 
     def holds(self, gpu_batch: GpuBatchTensors) -> bool:
@@ -70,6 +71,7 @@ class Frame:
                 place.copy_(own)
             setattr(gpu_batch, name, place)
         if gpu_batch.decodes is not None and not gpu_batch.prefills:
+            # Padding has no context, so it reads and stores nothing, whatever blocks an earlier batch has left there.
             tables = gpu_batch.decodes.block_tables[:, :, : self.block_tables.shape[2]]
             self.block_tables[:, :rows, : tables.shape[2]].copy_(tables)
             self.seq_lens.zero_()
@@ -86,6 +88,7 @@ class Frame:
 
     def inputs(self, batch: Rows, rows: slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Where the inputs of a batch's next stage go, and what they are."""
+        # Before its first stage a batch has no residual, and its stage reads token ids.
         names = ("rotary_rows", "token_ids") if batch.residual is None else ("rotary_rows", "residual", "attention_out")
         return [(getattr(self, name)[rows], getattr(batch, name)) for name in names]
 
@@ -117,7 +120,7 @@ class CapturedBucket(NamedTuple):
 
 
 class LayerGraphs:
-    """Graphs of the stages, of decode attention, and of whole iterations of a GPU batch without joined CPU batches.
+    """Graphs of the stages, of decode attention, and of whole iterations of a GPU batch that no CPU batch joins.
 
     Attributes: ``seconds`` that capturing took, ``num_bytes`` of device memory that the graphs take, and of both each
     bucket's part, in the order of capturing (``captured``).
@@ -210,9 +213,10 @@ class LayerGraphs:
         placed = self._place(batches)
         if placed is None:
             return False
-        frame, bucket, joined = placed
+        frame, bucket, cpu_batches = placed
         self._run(GraphKey(frame, layer, bucket, 0), sum(batch.num_rows for batch in batches))
-        _copy([pair for joined_batch in joined for pair in frame.outputs(*joined_batch)])
+        # Out at once: the next stage, whoever runs it, overwrites the frame, and CPU attention still reads these.
+        _copy([pair for placed_batch in cpu_batches for pair in frame.outputs(*placed_batch)])
         return True
 
     def last_stage(self, batches: Sequence[Rows]) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -259,26 +263,27 @@ class LayerGraphs:
 
     def _place(self, batches: Sequence[Rows]) -> tuple[Frame, int, list[tuple[Rows, slice]]] | None:
         """Bring the batches into a frame, one behind the other. Returns the frame, the bucket that holds them, and the
-        rows of those that must be copied out again. None: no bucket holds them."""
+        rows of the CPU batches, which must be copied out again. None: no bucket holds them."""
         gpu_batch = next((batch for batch in batches if isinstance(batch, GpuBatchTensors)), None)
         frame = self._cpu_batches if gpu_batch is None else self._gpu_batches
         bucket = _smallest(self._row_buckets, sum(batch.num_rows for batch in batches))
         if bucket is None:
+            # This stage runs without a graph, and gives the GPU batch new tensors: the frame is no longer its own.
             if gpu_batch is not None and frame.holds(gpu_batch):
                 frame.move_out()
             return None
-        joined, first = [], 0
+        cpu_batches, first = [], 0
         if gpu_batch is not None:
             frame.move_in(gpu_batch)
             first = gpu_batch.num_rows
         for batch in batches:
             if batch is not gpu_batch:
                 rows = slice(first, first + batch.num_rows)
-                joined.append((batch, rows))
+                cpu_batches.append((batch, rows))
                 first = rows.stop
-        _copy([pair for joined_batch in joined for pair in frame.inputs(*joined_batch)])
+        _copy([pair for placed_batch in cpu_batches for pair in frame.inputs(*placed_batch)])
         self._tell_rows(sum(batch.num_rows for batch in batches))
-        return frame, bucket, joined
+        return frame, bucket, cpu_batches
 
     def _tell_rows(self, num_rows: int) -> None:
         """Rows of the next launch that are no padding. Padding is computed, but for experts: it would read theirs."""
@@ -289,9 +294,9 @@ class LayerGraphs:
         """Launch all that is to be captured, kernel by kernel. A kernel's first launch compiles and loads it, which a
         capture does not allow, and layers need not have the same kernels: some may be quantised and others not.
 
-        Layer by layer, so that streamed weights come once. Ranks launch the same collectives, as all is launched
-        before a capture can fail. Contexts in the frame are empty, so nothing is stored. The other frame has the same
-        kernels.
+        Layer by layer, so that weights that are copied to the GPU for each use come once. Ranks launch the same
+        collectives, as all is launched before a capture can fail. Contexts in the frame are empty, so nothing is
+        stored. The other frame has the same kernels.
         """
         for layer in range(-1, self._last + 1):
             widths = self._block_buckets if layer >= 0 else ()
@@ -308,6 +313,7 @@ class LayerGraphs:
         if not self._placement.is_all_resident:
             wholes = ()
         keys = list(itertools.starmap(GraphKey, itertools.chain(stages, attentions, wholes)))
+        # What the CPU computes waits for it, which no capture can.
         keys = [key for key in keys if key.blocks or self._placement.at(key.layer) is not Place.CPU]
         error = None
         try:
@@ -315,6 +321,7 @@ class LayerGraphs:
                 self._graphs[key] = self._device.capture(lambda key=key: self._launch(key))
         except RuntimeError as failure:
             error = failure
+        # Every rank asks here, failed or not: one that left early would leave the others waiting for its answer.
         if not self._all_agree(error is None):
             raise error or RuntimeError("another rank failed to capture")
 

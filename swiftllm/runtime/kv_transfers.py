@@ -8,8 +8,7 @@ they come back. Rows of prompts cross as elements, and the tier makes codes of t
 
 Swaps go layer by layer too. Beside a GPU only the first part begins at once, and each other one when the GPU batch is
 at the layer before, so that launches of copies do not hold up those of the GPU batch. The GPU batch's layer waits for
-its own part
-alone: see :meth:`KVTransfers.begin_swaps` and :meth:`KVTransfers.await_swaps`.
+its own part alone: see :meth:`KVTransfers.begin_swaps` and :meth:`KVTransfers.await_swaps`.
 """
 
 from __future__ import annotations
@@ -94,6 +93,7 @@ class KVTransfers:
         self._device = device
         self._pools = pools
         self._ops = ops
+        # A snapshot of rows lives on the device until it is on its way, and a prompt makes one in each layer.
         self._stored = Pacer(device.to_host, ahead=SNAPSHOTS - 1)
         self._staged = pools.formats[Tier.GPU if device.torch_device.type == "cpu" else Tier.CPU]  # crosses in swaps
         self._contexts = device.new_stream()  # of its own: results of CPU attention must not wait for it
@@ -114,11 +114,14 @@ class KVTransfers:
         self._device.swap.wait(self._device.compute.mark())
         num_layers, num_blocks = len(self._pools.tensors[Tier.GPU]), sum(len(swap.source_blocks) for swap in swaps)
         layer_bytes = self._pools.plan.bytes_per_block[Tier.GPU] // num_layers
+        # A transfer has several layers of few blocks, or one layer of many: about as many bytes either way, since each
+        # costs the host a launch, and a layer's attention waits for all of its transfer.
         at_once = max(1, CHUNK_BYTES // max(1, num_blocks * layer_bytes))  # layers
         pieces = list(self._pieces(swaps, max(1, CHUNK_BYTES // (at_once * layer_bytes))))
         layers = [range(first, min(first + at_once, num_layers)) for first in range(0, num_layers, at_once)]
         self._moved.extend(_Moved(some, pieces) for some in layers)
-        # A host's own copies gain nothing by waiting. Of a tier that may die it must be known here what has moved.
+        # On a host copies are made by this thread, so they gain nothing by waiting. Of a tier that may die it must be
+        # known before the GPU batch begins what has moved: a death in the layers would leave swaps half done.
         begins_at_once = self._device.torch_device.type == "cpu" or self.cpu_tier.may_die
         for moved in list(self._moved)[: None if begins_at_once else 1]:
             self._begin(moved)
@@ -132,7 +135,7 @@ class KVTransfers:
         """Begin the part of the last swaps that this layer belongs to: what is done to the layer in the CPU tier later
         finds the copies. Waits for nothing but pinned memory."""
         place = self._pools.groups.place_of[layer]
-        for moved in self._moved:
+        for moved in self._moved:  # of which ``pieces`` are empty once it has begun
             if place in moved.layers:
                 self._begin(moved)
 
@@ -140,6 +143,7 @@ class KVTransfers:
         """Launch what has not begun of a part. If that raises, the parts that have not begun are given up."""
         pieces, moved.pieces = moved.pieces, ()
         try:
+            # In the plan's order: a block leaves before another one takes its place.
             for piece in pieces:
                 move = self._move_out if piece.source is Tier.GPU else self._move_in
                 move(piece, moved)
@@ -158,6 +162,7 @@ class KVTransfers:
         while self._moved and (last is None or self._moved[0].layers.start <= last):
             self._begin(self._moved[0])  # still among them: what has begun is waited for even if the rest raises
             moved = self._moved.popleft()
+            # The host first: a transfer to the device is launched, and its event made, when its blocks are gathered.
             for future in moved.futures:
                 future.wait()
             for event in moved.events:
@@ -175,7 +180,7 @@ class KVTransfers:
         """Write K and V of a layer, ``kv [rows, 2 num_kv_heads, head_dim]`` of the device, to slots of the CPU tier."""
         stream = self._device.to_host
         self._stored.wait()
-        kv = self._device.snapshot(kv)
+        kv = self._device.snapshot(kv)  # the next stage overwrites the GPU batch's own while this is on its way
         stream.wait(self._device.compute.mark())
         fetched = stream.fetch(kv)
         self._stored.launched()
@@ -190,7 +195,7 @@ class KVTransfers:
     def load_after(self, layer: int, call: int, group: PrefillGroup) -> None:
         """Begin to bring what :meth:`take_contexts` gives after this call, whose own have been dropped. One call ahead
         is enough: the host gathers and copies it while the device computes, and memory holds those of two calls."""
-        self._taken.launched()
+        self._taken.launched()  # :meth:`_load` waits for it, so that no third context is in memory
         self._load_from(layer, call + 1, group)
 
     def take_contexts(self, layer: int, call: int, group: PrefillGroup) -> list[torch.Tensor]:
@@ -217,7 +222,7 @@ class KVTransfers:
                     return
 
     def _load(self, layer: int, call: int, group: PrefillGroup) -> ContextLoad:
-        self.begin_swaps(layer)
+        self.begin_swaps(layer)  # they may bring the blocks that are read here
         groups, pool = self._pools.groups, self._pools.tensors[Tier.GPU]
         contexts, place = group.calls[groups.group_of[layer]][call].contexts, groups.place_of[layer]
         assert contexts is not None

@@ -42,9 +42,6 @@ class LoadedModel:
         """Put ``weights`` of these ``sizes`` to use, and measure what an iteration needs beside them.
 
         ``all_agree``: see :class:`~swiftllm.runtime.graphs.LayerGraphs`.
-
-        Raises:
-            InsufficientMemory: the widest iteration does not fit beside the weights.
         """
         hardware, dtype = processors.hardware, processors.dtype
         longest = model_config.longest_request(config.max_model_len)

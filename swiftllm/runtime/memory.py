@@ -160,12 +160,7 @@ class MemoryBudget:
         return blocks_in(self.host_bytes - self.host_headroom_bytes, self.host_block_bytes)
 
     def check(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
-        """Check that pools of these numbers of blocks fit.
-
-        Raises:
-            InsufficientMemory: they do not. The message says what each part needs, what is there, how many blocks would
-                fit, and what to do.
-        """
+        """Check that pools of these numbers of blocks fit."""
         room_bytes = self.usable_bytes - self.weight_bytes
         weights, activations, reserved = map(_gib, (self.weight_bytes, self.activation_bytes, self.reserved_bytes))
         parts = f"Needed are weights {weights}, activations {activations}, {reserved}"
@@ -214,11 +209,7 @@ def _words(name: str, blocks: int, num_bytes: int, most: int | None) -> str:
 def choose_blocks(
     given: tuple[int | None, int | None], most: tuple[int, int], defaults: tuple[int, int]
 ) -> tuple[int, int]:
-    """Blocks of the GPU and the CPU tier of a predicted machine: the given numbers, else the defaults.
-
-    Raises:
-        ValueError: a tier exceeds its memory.
-    """
+    """Blocks of the GPU and the CPU tier of a predicted machine: the given numbers, else the defaults."""
     for name, number, limit in zip(("num_gpu_blocks", "num_cpu_blocks"), given, most, strict=True):
         if number is not None and number > limit:
             raise ValueError(f"{name}={number} exceeds the memory, which holds at most {limit}")

@@ -57,11 +57,7 @@ class CpuBatchInput(NamedTuple):
 def gpu_batch_input(
     items: Sequence[GpuBatchItem], tables: Tables, groups: LayerGroups
 ) -> tuple[GpuBatchInput, list[Request], list[PromptRows]]:
-    """The GPU batch, the requests of its ``sampling_rows``, and what its ``scored_rows`` are for.
-
-    Raises:
-        ValueError: an item decodes from the CPU tier.
-    """
+    """The GPU batch, the requests of its ``sampling_rows``, and what its ``scored_rows`` are for."""
     stray = next((i for i in items if not i.is_prefill and i.tier is Tier.CPU), None)
     if stray is not None:
         raise ValueError(f"request {stray.request.request_id} decodes from the CPU tier: it belongs in a CPU batch")

@@ -186,6 +186,8 @@ class TorchBackend:
         if not batches:
             return {}
         self._pacer.wait()
+        # Both are waits of the device alone: for weights that are copied in each iteration, and for outputs of CPU
+        # attention. That an attention task is ready means only that the way of its output to the device has begun.
         self.model.weights.enter(layer)
         for batch in batches:
             if isinstance(batch, CpuBatchTensors):
@@ -195,6 +197,7 @@ class TorchBackend:
             tokens = self._finish(batches)
         elif self.graphs is None or not self.graphs.run_stage(layer, batches):
             self._cross(layer, batches)
+        # Behind all reads of the weights: the slot in which they are may take the next ones from here on.
         self.model.weights.launched()
         self._pacer.launched()
         return tokens
@@ -223,14 +226,14 @@ class TorchBackend:
         for batch in batches:
             rows = slice(start, start + batch.num_rows)
             batch.residual, batch.qkv = residual[rows], qkv[rows]
-            if (
-                isinstance(batch, CpuBatchTensors) and len(batches) > 1
-            ):  # else it keeps a wide GPU batch's memory while it waits
+            # A view of a few rows would keep a wide GPU batch's memory for as long as the CPU batch is under way.
+            if isinstance(batch, CpuBatchTensors) and len(batches) > 1:
                 batch.residual, batch.qkv = batch.residual.clone(), batch.qkv.clone()
             start = rows.stop
 
     @torch.inference_mode()
     def gpu_attention(self, layer: int, gpu_batch: GpuBatchTensors) -> None:
+        # Of this layer alone: swaps of later layers go on beside its attention.
         self._transfers.await_swaps(layer)
         for group in gpu_batch.prefills:
             self._prefill_attention(layer, gpu_batch, group)
@@ -248,11 +251,13 @@ class TorchBackend:
             self._ops.decode_attention(*new, *addressed, *how)
         if layer + 1 < self.num_layers:  # while the device computes, the next part of the swaps is on its way
             self._transfers.begin_swaps(layer + 1)
-        self._pacer.wait()  # before the executor asks which CPU batches are ready
+        # The executor asks next which attention tasks are ready. A host far ahead of the device would ask too early,
+        # find none, and let CPU batches miss stages that they could have joined.
+        self._pacer.wait()
 
     @torch.inference_mode()
     def run_full_graph(self, gpu_batch: GpuBatchTensors) -> Mapping[str, int] | None:
-        # Layer by layer, a layer waits for its own part of the swaps alone.
+        # One graph would have to wait for all swaps first. Layer by layer, a layer waits for its own part alone.
         if self.graphs is None or not self.placement.is_all_resident or self._transfers.has_swaps:
             return None
         self._pacer.wait()
@@ -271,6 +276,7 @@ class TorchBackend:
         index = self.layer_groups.group_of[layer]
         calls, stored = group.calls[index], group.stored[index]
         kv_layer = self.kv_pools.layers[Tier.GPU][layer]
+        # A context that has the chunk's own tokens is read from the blocks, where they must be by then.
         stores_first = group.tier is Tier.GPU and any(call.has_own for call in calls)
 
         def store() -> None:
@@ -314,14 +320,16 @@ class TorchBackend:
     def submit_cpu_attention(self, layer: int, cpu_batch: CpuBatchTensors) -> AttentionFuture:
         hardware = self.hardware
         assert cpu_batch.qkv is not None
+        # The tier carries out what it is asked in order, so a swap that brings this layer's blocks must be asked first.
         self._transfers.begin_swaps(layer)
-        hardware.to_host.wait(hardware.compute.mark())
+        hardware.to_host.wait(hardware.compute.mark())  # Q, K and V are not computed yet, only launched
         if not cpu_batch.opened:
             of_groups = zip(cpu_batch.block_tables, self.layer_groups.windows, strict=True)
             cpu_batch.opened = [self.cpu_tier.open(tables, cpu_batch.seq_lens, window) for tables, window in of_groups]
         group, place = self.layer_groups.group_of[layer], self.layer_groups.place_of[layer]
         qkv = hardware.to_host.fetch(cpu_batch.qkv)
 
+        # On the worker's thread, as soon as the output is there: the main thread may be launching other work.
         def send_back() -> None:
             hardware.to_device.copy(cpu_batch.attention_out, cpu_batch.host_out)
             cpu_batch.returned = hardware.to_device.mark()
@@ -333,6 +341,7 @@ class TorchBackend:
         return self.sampler.take_logprobs()
 
     def recover(self) -> None:
+        # The workers first: swaps wait for what they gather. The device last, since it runs what both have launched.
         self.cpu_tier.recover()
         self._transfers.forget_swaps()
         self.sampler.take_logprobs()

@@ -52,11 +52,7 @@ def lenient(schema: dict[str, Any]) -> dict[str, Any]:
 def prepared(schema: Any) -> Any:
     """The schema that a grammar follows. An object whose keys are named has no others, unless the schema says whether
     it has. A format that is not known says nothing, nor does in a :func:`lenient` schema any keyword that is not
-    implemented.
-
-    Raises:
-        ValueError: a pattern is no regular expression, or references lead too far.
-    """
+    implemented."""
 
     def ready(part: Any, is_lenient: bool = False) -> Any:
         if isinstance(part, list):
@@ -166,11 +162,7 @@ def is_followed(pattern: str) -> bool:
 
 
 def check_regex(text: str) -> None:
-    """Check what llguidance 1.9.1 lets pass: it drops a backslash at the end, and repeats repetitions.
-
-    Raises:
-        ValueError: it is no regular expression.
-    """
+    """Check what llguidance 1.9.1 lets pass: it drops a backslash at the end, and repeats repetitions."""
     plain = ESCAPE.sub("a", text)
     if plain.endswith("\\"):
         raise ValueError(f"the regular expression {text[-40:]!r} ends in a backslash, which escapes nothing")
@@ -412,11 +404,7 @@ def vocabulary_of(written: str, vocab_size: int, eos_token_ids: list[int]) -> LL
 
 
 def compiled(vocabulary: LLTokenizer, kind: Kind, text: str) -> LLMatcher:
-    """The matcher of a grammar, before the first token.
-
-    Raises:
-        ValueError: it is no such grammar, or is too large; the message says where.
-    """
+    """The matcher of a grammar, before the first token."""
     from llguidance import LLMatcher, LLParserLimits, grammar_from
 
     if kind == "json_schema":
@@ -437,11 +425,7 @@ def error_of(matcher: LLMatcher) -> str:
 
 
 def text_of(source: Any) -> str:
-    """A grammar as text.
-
-    Raises:
-        ValueError: it is too long, or too deep.
-    """
+    """A grammar as text."""
     text = source if isinstance(source, str) else json.dumps(source)
     if len(text) > MAX_SOURCE_CHARS:
         raise ValueError(f"it has {len(text)} characters, more than {MAX_SOURCE_CHARS}")

@@ -21,14 +21,14 @@ class PlanBuilder:
     """
 
     def __init__(self, state: SchedulerState) -> None:
-        """Begins a plan: what ``state`` move from now on is part of it."""
+        """Begins a plan: what ``state`` moves from now on is part of it."""
         state.begin_plan()
         self.state = state
         self.decodes: list[Request] = []
         self.prefills: list[GpuBatchItem] = []
         self.tokens_left = self.prompt_limit = state.limits.max_num_batched_tokens
-        self._started: set[str] = set()
-        self._computed_blocks: set[bytes] = set()  # names of those that are full after this plan
+        self._started: set[str] = set()  # ids of requests that waited until this plan
+        self._computed_blocks: set[bytes] = set()  # hashes of the blocks that are full after this plan
         self._decode_context = self._num_counted = 0
 
     def add_decodes(self, requests: Sequence[Request]) -> None:
@@ -56,8 +56,8 @@ class PlanBuilder:
 
     def computes_block(self, request: Request, index: int) -> bool:
         """Whether this plan computes this block of a request's tokens for another request."""
-        names = request.block_hashes or ()
-        return bool(self._computed_blocks) and index < len(names) and names[index] in self._computed_blocks
+        hashes = request.block_hashes or ()
+        return bool(self._computed_blocks) and index < len(hashes) and hashes[index] in self._computed_blocks
 
     def add_prefill(self, request: Request, *, starts: bool = False) -> None:
         """Add a chunk: all uncomputed tokens of the request, or as many as the budget allows.
@@ -120,8 +120,9 @@ class Scheduler:
         raise NotImplementedError
 
     def manage_copies(self, kv: KVCacheManager) -> None:
-        """Set which cached blocks plans copy between the tiers, if the scheduler can tell: ``kv.most_copies`` and
-        ``kv.copying_pays``. Called once, by the engine."""
+        """Limit the copies of cached prefixes between the tiers, if the scheduler can tell what they cost:
+        ``kv.most_copies`` and ``kv.copying_pays``. Called once, by the engine. Requests that move are no such copies.
+        """
 
     def added(self, request: Request) -> None:
         """A request was queued, for the first time or after a failure."""
@@ -165,15 +166,17 @@ def swap_in(builder: PlanBuilder, service_class: ServiceClass) -> None:
     One with CPU attention under way is recalled first, one of another host fetched; its GPU blocks are reserved.
     """
     state, kv = builder.state, builder.state.kv
-    if Tier.GPU not in state.open_tiers or state.kv.move_source is Tier.GPU:  # pushed some out: the GPU is full
+    # Where this plan has moved requests out, the GPU is full. All moves of a plan go in one direction.
+    if Tier.GPU not in state.open_tiers or state.kv.move_source is Tier.GPU:
         return
     for request in state.running[Tier.CPU].of_class(service_class):
+        # Asked for one block first: where the GPU is full, nobody else need be looked at.
         if builder.tokens_left < 1 or not state.finds_room(Tier.GPU, request, num_blocks=1):
             break
-        if not can_hold(kv, Tier.GPU, request):
+        if not can_hold(kv, Tier.GPU, request):  # it never moves, so it must not keep the others from moving
             continue
         num_blocks = kv.blocks_for(request.num_tokens)
-        if not state.finds_room(Tier.GPU, request, num_blocks):
+        if not state.finds_room(Tier.GPU, request, num_blocks):  # no younger one may overtake it
             break
         if not state.recall_to_gpu(request, num_blocks):
             continue
@@ -184,7 +187,7 @@ def swap_in(builder: PlanBuilder, service_class: ServiceClass) -> None:
             break
         state.move(request, Tier.GPU)
         kv.allocate_slots(request, request.num_tokens)
-        if not request.is_prefilling:
+        if not request.is_prefilling:  # else its next chunk comes with the running prompts
             builder.add_decodes([request])
 
 
@@ -194,7 +197,8 @@ def running_prompts(builder: PlanBuilder, service_class: ServiceClass) -> None:
     by_chunk = state.rules.by_chunk
     for tier in state.open_tiers:
         for request in state.prefilling.of_class(service_class):
-            if request.tier is not tier or request in state.fetches:  # or preempted for an older one meanwhile
+            # Not one that is on its way to the GPU, nor one that an older prompt of this loop has preempted.
+            if request.tier is not tier or request in state.fetches:
                 continue
             if not by_chunk or state.hold_on_gpu(request, builder.tokens_to_hold(request)):
                 builder.add_prefill(request)
@@ -219,13 +223,16 @@ def start_prompt(builder: PlanBuilder, request: Request, made_way: Callable[[Pla
     if builder.prompt_tokens_left <= 0 or not state.look_ahead.knows(request):
         return False
     num_found = state.kv.num_findable(request)
-    if builder.computes_block(request, num_found):
+    if builder.computes_block(request, num_found):  # the next plan shares it; this one would compute it twice
         return False
     num_tokens = builder.tokens_to_hold(request, num_found)
+    # With ``whole_prompts`` room is asked for all tokens, though blocks are held for this chunk alone: a prompt that
+    # starts without room for its end could be preempted half-way.
     num_blocks = state.kv.blocks_for(request.num_tokens if state.rules.whole_prompts else num_tokens)
     tier = state.find_tier(request, num_blocks)
     if tier is None:
         return False
+    # Only now that it is sure to start: nobody is preempted for a prompt that then has to wait.
     num_moves = len(state.kv.moves)
     state.make_way(tier, request, num_blocks)
     if made_way is not None and len(state.kv.moves) > num_moves:
@@ -250,21 +257,24 @@ def one_tier(state: SchedulerState) -> IterationPlan:
 
 
 def two_tiers(builder: PlanBuilder, before_prompts: Callable[[PlanBuilder], None] | None = None) -> list[Request]:
-    """Fill a plan builder of a system that decodes in both tiers. Returns the CPU requests that may start their next
-    token.
+    """Fill a plan builder of a system that decodes in both tiers. Returns the *startable* CPU requests: those between
+    two tokens that have room for the next one. What they do is left to the scheduler.
 
     ``before_prompts`` is called once, before the first prompt is added.
     """
-    ready: list[Request] = []
+    startable: list[Request] = []
     for service_class in ServiceClass:
+        # Whoever holds blocks before whoever waits, and first those who may preempt others for their next token. What
+        # they preempt is then no part of the plan yet.
         gpu_decodes(builder, service_class)
         swap_in(builder, service_class)
-        ready += builder.state.grow_on_cpu(service_class)
+        # After the swap-in, so that requests that move to the GPU are not among them.
+        startable += builder.state.grow_on_cpu(service_class)
         if before_prompts is not None and service_class is ServiceClass.LATENCY_SENSITIVE:
             before_prompts(builder)
         running_prompts(builder, service_class)
         new_prompts(builder, service_class)
-    return ready
+    return startable
 
 
 # -- GPU only: SwiftLLM and vLLM ---------------------------------------------------------------------------------------

@@ -256,7 +256,8 @@ class SchedulerState:
     """Plain Python, no torch. Attributes that plans read:
 
     - ``requests`` by id, and the queues: ``waiting``; ``running`` by tier, which hold blocks; of these ``prefilling``,
-      and ``decoding`` by tier. ``cpu_batches``: CPU requests part of the way through their token.
+      and ``decoding`` by tier. ``cpu_batches``: CPU requests part of the way through their token, which stay in
+      ``running`` and ``decoding``.
     - ``iteration`` counts plans, and goes on after a failure.
     - requests ``recomputed`` because they lost their blocks to others, in the plan being made.
     """
@@ -273,10 +274,10 @@ class SchedulerState:
         self.kv = kv
         self.now = now
         self.rules = rules
-        kv.most_copies = limits.max_num_batched_tokens // kv.block_size  # as many as an iteration fills
+        kv.most_copies = limits.max_num_batched_tokens // kv.block_size  # of cached prefixes: what an iteration fills
         self.num_preemptions = self.iteration = 0
         self.recomputed: list[Request] = []
-        self._gpu_blocks_promised = 0  # to CPU requests that move back as soon as they are idle
+        self._gpu_blocks_promised = 0  # in the plan being made, to CPU requests that move back once they are idle
         self.cpu_batches = CpuBatches()
         self.may_swap_out: Callable[[Request], bool] = lambda request: True
         """Whether the plan being made has time to move a request to the CPU tier; a scheduler may set it."""
@@ -338,6 +339,7 @@ class SchedulerState:
 
         No attention task may use blocks any more. Returns the unfinished requests, oldest first, for :meth:`add`.
         """
+        # Of ``requests``, not of the queues: a step that raised in between may have left those inconsistent.
         requests = sorted((r for r in self.requests.values() if not r.is_finished), key=arrival_order)
         self.kv.free_all_blocks()
         self.cpu_batches.dissolve()
@@ -353,6 +355,7 @@ class SchedulerState:
         ``unfinished_swaps`` fill are requeued too: their K and V may be incomplete. Returns the requests, which are
         computed again.
         """
+        # First: aborted requests give their blocks back before the pools of hosts are withdrawn.
         for request in self.cpu_batches.dissolve():
             self._become_idle(request)
         pools = [self.kv.host_pools.pools[host] for host in hosts]
@@ -362,6 +365,7 @@ class SchedulerState:
         for request in lost:
             self.requeue(request)
             request.num_preemptions += 1
+        # Freed blocks stay findable in the prefix cache. What these swaps were to fill must not be found.
         for swap in unfinished_swaps:
             self.kv.forget_copies(swap)
         for host in hosts:
@@ -371,6 +375,11 @@ class SchedulerState:
     # -- from plan to plan ------------------------------------------------------------------------------------------
 
     def begin_plan(self) -> None:
+        """Forget what the last plan has moved, promised and recomputed: those hold for one plan.
+
+        Promises are made anew by each plan that still wants the request on the GPU. Else blocks would stay promised to
+        one that was aborted or has lost its turn.
+        """
         self.iteration += 1
         self.kv.begin_plan()
         self.recomputed, self._gpu_blocks_promised = [], 0
@@ -386,6 +395,7 @@ class SchedulerState:
             self._become_idle(request)
         for request in done:
             request.cpu_batch_id, request.last_served = None, iteration
+        # Those that began and ended with this iteration were never under way, so they are not among ``done``.
         for cpu_batch in plan.cpu_batches:
             if cpu_batch.mode.waits:
                 for request in cpu_batch.requests:
@@ -394,7 +404,7 @@ class SchedulerState:
             request = item.request
             request.last_served = iteration
             request.num_uncomputed -= item.num_tokens
-            self.kv.publish(request)
+            self.kv.publish(request)  # only now are K and V of the chunk computed
             if request.num_uncomputed <= 1:  # one is left; or none, and the result has a new one
                 request.num_uncomputed = 1
                 self.prefilling.remove_request(request)
@@ -419,6 +429,7 @@ class SchedulerState:
         """The first GPU decodes of a class, with room for their next token; younger ones are preempted for it."""
         decodes = self.decoding[Tier.GPU].of_class(service_class)[:most]
         growing = out_of_blocks(decodes)
+        # All at once in the usual case. One by one, oldest first, only where somebody must be preempted.
         if not self.kv.allocate_block_each(growing, Tier.GPU):
             for request in growing:
                 if request.tier is Tier.GPU:  # not preempted for an older one meanwhile
@@ -429,6 +440,8 @@ class SchedulerState:
     def hold_on_gpu(self, request: Request, num_tokens: int) -> bool:
         """Give a GPU request blocks for ``num_tokens``, preempting younger ones. False: it was preempted itself."""
         while not self.kv.allocate_slots(request, num_tokens):
+            # The youngest of all, prompts included, and the request itself if it is that one: an older one never yields
+            # to it, so the oldest always makes progress.
             victim = self.running[Tier.GPU][-1]
             self.push_out(victim)
             if victim is request:
@@ -451,7 +464,7 @@ class SchedulerState:
     def _hold_on_cpu(self, request: Request) -> None:
         """Give a CPU request its next block, evicting younger requests for it; without younger ones it waits."""
         while not self.kv.allocate_slots(request, request.num_tokens):
-            pool = self.kv.pool_of(request)
+            pool = self.kv.pool_of(request)  # blocks of other hosts would not help: a request is in one pool
             younger = [other for other in self._evictable_for(request) if self.kv.pool_of(other) is pool]
             if not younger:
                 return
@@ -461,6 +474,7 @@ class SchedulerState:
 
     def push_out(self, request: Request) -> None:
         """Preempt a GPU request: move it to the CPU tier if that has room, else recompute it later."""
+        # Not where this plan has moved requests in: all of its moves go in one direction.
         moves = request.service_class in self.rules.spills and self.kv.move_source is not Tier.CPU
         moves = moves and can_hold(self.kv, Tier.CPU, request) and self.kv.may_move_out(request)
         if moves and self.may_swap_out(request):
@@ -481,6 +495,7 @@ class SchedulerState:
     def move(self, request: Request, target: Tier) -> None:
         source = target.other
         self.kv.move_blocks(request, target)
+        # ``prefilling`` has the requests of both tiers.
         for queues in (self.running,) if request.is_prefilling else (self.running, self.decoding):
             queues[source].remove_request(request)
             queues[target].insert_request(request)
@@ -498,7 +513,7 @@ class SchedulerState:
         """Free the request's blocks and put it back into the waiting queue."""
         self.fetches.give_up(request)
         self.kv.free_blocks(request)
-        self._leave_running(request)
+        self._leave_running(request)  # while it still has its tier, which names the queues
         request.tier = None
         request.status = RequestStatus.WAITING
         request.num_uncomputed = request.num_tokens
@@ -522,9 +537,11 @@ class SchedulerState:
         are kept for it until then.
         """
         if not self.is_idle(request):
+            # An attention task may still read and write its CPU blocks, so the move waits for a later plan.
             self.cpu_batches.detach(request)
         elif self.fetches.are_here(request):
             return True
+        # Without the promise other requests would take the room until then, and it would be recalled for nothing.
         self._gpu_blocks_promised += num_blocks + self.kv.groups.growth
         return False
 

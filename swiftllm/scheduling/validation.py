@@ -104,11 +104,7 @@ class RequestLimits:
 
 
 def as_token_array(values: Sequence[int]) -> Sequence[int]:
-    """A prompt's token ids as an array of 32 bits; a tuple of ints if one does not fit, which is in no vocabulary.
-
-    Raises:
-        RequestRefused: one is not an integer.
-    """
+    """A prompt's token ids as an array of 32 bits; a tuple of ints if one does not fit, which is in no vocabulary."""
     try:
         return array("i", values)
     except (TypeError, OverflowError):
@@ -116,11 +112,7 @@ def as_token_array(values: Sequence[int]) -> Sequence[int]:
 
 
 def as_token_ids(values: Sequence[int]) -> tuple[int, ...]:
-    """A prompt's token ids as ints. Integers of any type are accepted.
-
-    Raises:
-        RequestRefused: one is not an integer.
-    """
+    """A prompt's token ids as ints. Integers of any type are accepted."""
     tokens = tuple(values)
     if set(map(type, tokens)) <= {int}:  # a tenth of the time of a check of each
         return tokens
@@ -131,10 +123,7 @@ def as_token_ids(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_tiers(kv: KVCacheManager, decode_tiers: Iterable[Tier]) -> None:
-    """
-    Raises:
-        ValueError: no tier that decodes has a block, so every request would be refused.
-    """
+    """Check that some tier that decodes has a block. Else every request would be refused."""
     if not any(kv.capacity(tier) for tier in decode_tiers):
         names = " or ".join(f"num_{tier.value}_blocks" for tier in decode_tiers)
         raise ValueError(f"this system decodes where there are no KV blocks: raise {names}")

@@ -48,11 +48,7 @@ class Block(Lenient):
     context: str | None = None
 
     def as_text(self, where: str, param: str = "messages") -> str:
-        """The text of a block that is one, such as a document of text.
-
-        Raises:
-            ApiError: it is something else.
-        """
+        """The text of a block that is one, such as a document of text."""
         match self.type, self.source:
             case "text", _:
                 return self.text or ""
@@ -180,11 +176,7 @@ class MessagesRequest(TranslatedRequest):
 
 
 def text_of(content: str | list[Block] | None, where: str, param: str = "messages") -> str:
-    """A text that came whole or in blocks.
-
-    Raises:
-        ApiError: one of the blocks is not text.
-    """
+    """A text that came whole or in blocks."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = [block.as_text(f"{where}.{number}", param) for number, block in enumerate(content)]

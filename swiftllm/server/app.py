@@ -262,11 +262,7 @@ def is_key(given: str, key: str) -> bool:
 
 
 def check_media_type(content_type: str) -> None:
-    """Check that a body is said to be JSON. Web pages of other sites can send other types without being asked first.
-
-    Raises:
-        ApiError: it is said to be something else, or nothing is said.
-    """
+    """Check that a body is said to be JSON. Web pages of other sites can send other types without being asked first."""
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type != "application/json":
         message = f"bodies must have the header `Content-Type: application/json`, not {media_type[:100] or 'none'}"
@@ -274,22 +270,14 @@ def check_media_type(content_type: str) -> None:
 
 
 def check_origin(origin: str | None, allowed: Sequence[str]) -> None:
-    """Check that a request without a body does not come from a web page of another site, which browsers say.
-
-    Raises:
-        ApiError: it does, and the site is not allowed.
-    """
+    """Check that a request without a body does not come from a web page of another site, which browsers say."""
     if origin is not None and origin not in allowed and "*" not in allowed:
         message = f"web pages of {origin[:100]} may not do this (--allowed-origins)"
         raise ApiError(403, message, code="origin_not_allowed")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The body of a request.
-
-    Raises:
-        ApiError: it exceeds ``max_bytes``; the rest is not read.
-    """
+    """The body of a request."""
     parts: list[bytes] = []
     num_bytes = 0
     async for part in request.stream():

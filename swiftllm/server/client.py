@@ -78,11 +78,7 @@ class Places:
         self._end_times_s = {service_class: deque[float](maxlen=64) for service_class in ServiceClass}
 
     def check(self, classes: Iterable[ServiceClass]) -> None:
-        """Check that there is a place for each of these requests.
-
-        Raises:
-            QueueFull: there are too few.
-        """
+        """Check that there is a place for each of these requests."""
         for service_class, count in Counter(classes).items():
             limit = self._most_open(service_class)
             too_many = self._num_open[service_class] + count - limit
@@ -241,11 +237,7 @@ class EngineClient(asyncio.Protocol):
 
     def check_places(self, classes: Sequence[ServiceClass]) -> None:
         """Check that requests of these classes are accepted now, before their tokens are looked at: refusing many must
-        cost little.
-
-        Raises:
-            QueueFull, ServiceStopping: see :meth:`submit`.
-        """
+        cost little."""
         try:
             if self.health.status != "ok":
                 raise ServiceStopping(self.health.reason)

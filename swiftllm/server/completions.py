@@ -119,11 +119,7 @@ async def answer_chat(context: ServingContext, body: ChatRequest, request: Reque
 
 
 async def start_chat(context: ServingContext, body: ChatRequest, id_prefix: str = "chatcmpl") -> Generation:
-    """Submit a request for the next message of a conversation.
-
-    Raises:
-        ApiError, QueueFull, ServiceStopping: see :class:`Generation`.
-    """
+    """Submit a request for the next message of a conversation."""
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     text, tokens = await chat_prompt(context, body)
     prompt = Prompt(body.kept_tokens(tokens, max_tokens, context.request_limits.longest_of(body.service_class)))
@@ -140,11 +136,7 @@ async def start_chat(context: ServingContext, body: ChatRequest, id_prefix: str 
 
 
 async def chat_prompt(context: ServingContext, body: ChatRequest) -> tuple[str, list[int]]:
-    """The text of a conversation, and its tokens.
-
-    Raises:
-        ApiError: it cannot be rendered, or is too long.
-    """
+    """The text of a conversation, and its tokens."""
     text = await context.render_chat(body.messages, body)
     (tokens,) = await context.encode_prompts([text], body, "messages", add_special_tokens=False)
     return text, tokens

@@ -69,22 +69,14 @@ class ServingContext:
 
     def check_model(self, name: str | None) -> None:
         """Check the model that a client names; None and "" are the served model, as in vLLM, and so is what the command
-        line called it.
-
-        Raises:
-            ApiError: the client names another model.
-        """
+        line called it."""
         if name and name not in self.model_names and not is_of_folder(name, self.model_path):
             served = " or ".join(map(repr, self.model_names))
             message = f"the model {name[:MAX_NAME_CHARS]!r} does not exist; this server serves {served}"
             raise ApiError(404, message, "model", "model_not_found")
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer, for requests that need one.
-
-        Raises:
-            ApiError: there is none.
-        """
+        """The tokenizer, for requests that need one."""
         if self.tokenizer is None:
             message = "the model folder has no tokenizer: send prompts as lists of token ids to /v1/completions"
             raise ApiError(400, message, "prompt", "no_tokenizer")
@@ -92,11 +84,7 @@ class ServingContext:
 
     async def grammar_of(self, body: GenerationRequest, calls: Tools | None = None) -> TriedGrammar | None:
         """The grammar that the output of a request must follow, if there is one. If there is none, its ``calls`` must
-        follow their tools' schemas, where the form of calls is known.
-
-        Raises:
-            ApiError: there is no tokenizer, or it is no grammar.
-        """
+        follow their tools' schemas, where the form of calls is known."""
         wanted = body.grammar
         name, kind, source = wanted or ("tools", "grammar", None)
         try:
@@ -121,12 +109,7 @@ class ServingContext:
     async def encode(
         self, texts: Sequence[str], param: str, add_special_tokens: bool, longest: int | None = None
     ) -> list[list[int]]:
-        """Tokens of texts, which the field ``param`` has brought; if there is much to do, it is done in a thread.
-
-        Raises:
-            ApiError: there is no tokenizer, or the characters of a text are at least ``longest`` tokens, by default
-                ``LONGEST_TEXT`` times those of the longest request: megabytes take seconds.
-        """
+        """Tokens of texts, which the field ``param`` has brought; if there is much to do, it is done in a thread."""
         if not texts:
             return []
         tokenizer = self.require_tokenizer()
@@ -145,11 +128,7 @@ class ServingContext:
         return await self.run_in_thread(function)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, including special tokens.
-
-        Raises:
-            ApiError: there is no tokenizer, or it does not know one of the tokens.
-        """
+        """The text of tokens, including special tokens."""
         tokenizer = self.require_tokenizer()
         strings = await self.run_in_thread(tokenizer.token_strings, token_ids)
         if None in strings:
@@ -160,21 +139,12 @@ class ServingContext:
     async def encode_prompts(
         self, texts: Sequence[str], body: GenerationRequest, param: str, add_special_tokens: bool
     ) -> list[list[int]]:
-        """Tokens of prompts, which the field ``param`` of ``body`` has brought.
-
-        Raises:
-            ApiError: there is no tokenizer, or so many characters cannot fit into the longest request.
-        """
+        """Tokens of prompts, which the field ``param`` of ``body`` has brought."""
         longest = self.request_limits.longest_of(body.service_class) if body.truncate_prompt_tokens is None else None
         return await self.encode(texts, param, add_special_tokens, longest)
 
     def check_num_outputs(self, body: GenerationRequest) -> None:
-        """Check that the service takes as many outputs at once, before any work is done for them.
-
-        Raises:
-            ApiError: it never does.
-            QueueFull, ServiceStopping: it does not now.
-        """
+        """Check that the service takes as many outputs at once, before any work is done for them."""
         n, num_prompts, limit = body.n, body.num_prompts, self.service.limits.most_open(body.service_class)
         if n * num_prompts > limit:
             message = f"{num_prompts} prompts with n={n} exceed the {limit} requests that this server takes at once"
@@ -182,11 +152,7 @@ class ServingContext:
         self.service.check_places([body.service_class] * (n * num_prompts))
 
     async def render_chat(self, conversation: Sequence[ChatMessage], how: TemplateOptions) -> str:
-        """The text of a conversation by the model's chat template, with its special tokens.
-
-        Raises:
-            ApiError: there is no tokenizer or no chat template, or the template refuses the messages.
-        """
+        """The text of a conversation by the model's chat template, with its special tokens."""
         if how.continue_final_message and how.add_generation_prompt:
             message = "continue_final_message needs add_generation_prompt=false"
             raise ApiError(400, message, "continue_final_message", "invalid_value")

@@ -208,27 +208,32 @@ class FaultIsolation:
         Raises:
             EngineBroken: steps fail with any request.
         """
+        # Before the recovery, which forgets what the step worked on and takes all requests out of their tiers.
         suspects = self._engine.at_work()
         tiers = {request: request.tier for request in suspects}
         self._hold_all()
         failed, self._trial = self._trial, None
         blamed = None if culprit is None else self.held.pop(culprit, None)
         if blamed is not None:
+            # The trial that failed says nothing about its other requests, so they are tried again without this one.
             self._to_try += [] if failed is None else [failed]
         elif failed is None:
+            # No trial has failed, but a step with all requests: for ever, if requests fail only together.
             self._num_unexplained += 1
             if self._num_unexplained > MAX_FAILURES:
                 raise EngineBroken(f"{MAX_FAILURES} steps in a row failed, though none of their requests fails alone")
             self._to_try = [_trial(suspects, tiers)]
         elif len(failed.requests) > 1:
+            # Only those that were at work, since the others of the trial had no part in the step that raised.
             self._to_try += _halves([request for request in failed.requests if request in tiers], tiers)
         else:
             failed.num_failures += 1
             if failed is self._harmless:
-                if failed.num_failures == MAX_FAILURES:
+                if failed.num_failures == MAX_FAILURES:  # a transient fault may hit it, too
                     raise EngineBroken("even a harmless request fails")
                 self._to_try.append(failed)
             elif failed.num_failures < FAILURES_TO_BLAME:
+                # The harmless one, last in the stack, runs first: if it fails, too, the request is not to blame.
                 self._to_try += [failed, self._make_harmless(failed)]
             else:
                 blamed = self.held.pop(failed.requests[0].request_id, None)  # None: it has finished
@@ -241,6 +246,7 @@ class FaultIsolation:
         if self._trial is None:
             self._num_unexplained = 0
         elif self._trial.is_passed:
+            # The passed ones make way for the next trial. If there is none they simply go on.
             if self._to_try:
                 self._hold_all()
             self._begin_next()
@@ -269,6 +275,7 @@ class FaultIsolation:
             if trial.requests:  # else all of them have been aborted
                 self._trial = trial
         released = list(self.held.values())
+        # A fault of the CPU tier shows only there, and alone a request would find room on the GPU.
         state = self._engine.state
         state.confined_to = None
         if self._trial is not None:
@@ -358,6 +365,7 @@ class EngineLoop:
             self.busy_since_s = self.clock()
             self._orders += orders
             try:
+                # Where tokens were delivered the snapshot went with them: who has a token may ask for its metrics.
                 if not self._run_once():
                     self._snapshot = self._take_snapshot()
             except BaseException as error:
@@ -379,7 +387,7 @@ class EngineLoop:
             self._orders.clear()
             return False
         self._fail_overdue()
-        if not self.engine.has_unfinished():
+        if not self.engine.has_unfinished():  # an idle engine makes no progress and is not stuck
             self._done_s = self.clock()
         try:
             self._carry_out_orders()
@@ -387,6 +395,8 @@ class EngineLoop:
                 return False
             outputs = self.engine.step()
         except EngineStalled as error:
+            # In a trial other requests are held, so the stall is the trial's. Else nothing has failed: a recovery would
+            # compute all requests again, only to come to the same plans.
             if self._isolation.is_under_way:
                 self._recover(error)
             else:
@@ -416,14 +426,14 @@ class EngineLoop:
                 continue
             if order.deadline_s is not None:
                 self._next_deadline_s = min(self._next_deadline_s, order.deadline_s)
-            if self._isolation.is_under_way:
+            if self._isolation.is_under_way:  # who joins a trial would be taken for the culprit
                 self._isolation.held[order.request.request_id] = order.request
                 continue
             try:
                 self.engine.add(order.request)
             except RequestRefusedForNow as refusal:
                 self.fail_requests([order], "slo_unattainable", str(refusal), refusal.retry_after_s)
-            except BaseException as error:
+            except BaseException as error:  # it is in no trial yet, and must not vanish without an answer
                 self.fail_requests([order], "engine_error", f"{type(error).__name__}: {error}")
                 raise
 

@@ -75,11 +75,7 @@ class NewRequest:
 
 
 def checked(requests: Sequence[NewRequest], request_limits: RequestLimits) -> list[NewRequest]:
-    """These requests with their prompts in arrays. What several share is looked at once, and is shared later on.
-
-    Raises:
-        RequestRefused: one of them can never be served.
-    """
+    """These requests with their prompts in arrays. What several share is looked at once, and is shared later on."""
     prompts: dict[int, Sequence[int]] = {}
     samplings: set[tuple[int, ...]] = set()
     found = []

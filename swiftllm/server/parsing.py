@@ -197,11 +197,7 @@ def parse_body(kind: type[Body], data: bytes | dict[str, Any]) -> Body:
 
 
 def as_utf8(data: bytes) -> bytes:
-    """JSON in UTF-8 without a mark before it, which programs for Windows write, as they write UTF-16.
-
-    Raises:
-        ApiError: it is said to be UTF-16 or UTF-32, and is none.
-    """
+    """JSON in UTF-8 without a mark before it, which programs for Windows write, as they write UTF-16."""
     encoding = json.detect_encoding(data)
     try:
         return data if encoding == "utf-8" else data.decode(encoding).encode()

@@ -61,11 +61,7 @@ class ResponseFormat(Lenient):
     """Of the schema beside the type."""
 
     def source(self, name: str) -> Source | None:
-        """The grammar; None if there is none. ``name`` is the field's.
-
-        Raises:
-            ApiError: the schema is missing, there are two, or one that a text would not follow.
-        """
+        """The grammar; None if there is none. ``name`` is the field's."""
         nested, strict = self.schema_beside, self.strict
         if self.json_schema is not None:
             if nested is not None:
@@ -92,11 +88,7 @@ class StructuredOutputs(Lenient):
     grammar: str | None = None
 
     def source(self, name: str) -> Source | None:
-        """The grammar; None if there is none. ``name`` is the field's.
-
-        Raises:
-            ApiError: there are several, or options that are not implemented.
-        """
+        """The grammar; None if there is none. ``name`` is the field's."""
         known: dict[Kind, Any] = {
             "json_schema": self.json_source, "regex": self.regex, "choice": self.choice, "grammar": self.grammar
         }  # fmt: skip
@@ -163,9 +155,6 @@ def check_unsupported_fields(fields: Mapping[str, Any]) -> None:
     """Log unknown fields, and refuse those not implemented.
 
     Tools that must not be called (``tool_choice`` is "none") need no parser, and are no part of the prompt.
-
-    Raises:
-        ApiError: one of the fields is not implemented.
     """
     has_tools = fields.get("tool_choice") != "none"
     for name, value in fields.items():
@@ -179,11 +168,7 @@ def check_unsupported_fields(fields: Mapping[str, Any]) -> None:
 
 
 def refuse(name: str, value: Any, harmless: Sequence[Any]) -> None:
-    """Check that a field that is not implemented has a value without effect.
-
-    Raises:
-        ApiError: it has another one.
-    """
+    """Check that a field that is not implemented has a value without effect."""
     if value is not None and value not in harmless:
         raise ApiError(400, f"{name} is not implemented: leave it out", name, "unsupported_parameter")
 
@@ -312,11 +297,7 @@ class GenerationRequest(Lenient):
 
     @property
     def grammar(self) -> tuple[str, Kind, Any] | None:
-        """What the output must follow, if anything: the field that says so, the kind, and the source.
-
-        Raises:
-            ApiError: two fields say so, or one says nothing that is known.
-        """
+        """What the output must follow, if anything: the field that says so, the kind, and the source."""
         fields = {"response_format": self.response_format, "structured_outputs": self.structured_outputs}
         found = [(name, *source) for name, given in fields.items() if given and (source := given.source(name))]
         if len(found) > 1:
@@ -324,11 +305,7 @@ class GenerationRequest(Lenient):
         return found[0] if found else None
 
     def check_fields(self) -> None:
-        """Check what the types of the fields cannot express.
-
-        Raises:
-            ApiError: something is not implemented, or two fields contradict each other.
-        """
+        """Check what the types of the fields cannot express."""
         check_unsupported_fields(self.model_extra or {})
         if self.best_of not in (None, self.n):
             message = f"best_of={self.best_of} is not implemented unless it equals n: leave it out"
@@ -354,11 +331,7 @@ class GenerationRequest(Lenient):
         return {tuple(tokenizer.encode(text, add_special_tokens=False)) for text in spellings}
 
     def sampling(self, max_tokens: int, others: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
-        """The engine's sampling parameters for this request. ``others`` are those that it does not give.
-
-        Raises:
-            ApiError: a value lies outside its range.
-        """
+        """The engine's sampling parameters for this request. ``others`` are those that it does not give."""
         given: dict[str, Any] = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         if given.get("top_k") == -1:  # vLLM's value for all tokens
             del given["top_k"]
@@ -413,11 +386,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, from any of the four forms of ``prompt``.
-
-        Raises:
-            ApiError: it has none of these forms.
-        """
+        """The prompts, from any of the four forms of ``prompt``."""
         prompt = self.prompt
         if isinstance(prompt, str) or is_list_of(int, prompt):
             return [prompt]
@@ -471,11 +440,7 @@ class ChatMessage(Lenient):
     content: str | list[str | TextPart] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it, with the content in one string.
-
-        Raises:
-            ApiError: a part of the content is not text.
-        """
+        """The message as chat templates expect it, with the content in one string."""
         content = self.content
         if isinstance(content, list):
             texts = list[str]()

@@ -70,11 +70,7 @@ class NamespacedFunction(NamedTuple):
 
 
 class ResponsesTools:
-    """The functions among tools; the others, which this server cannot run, are left out with a line in the log.
-
-    Raises:
-        ApiError: one has no name.
-    """
+    """The functions among tools; the others, which this server cannot run, are left out with a line in the log."""
 
     def __init__(self, tools: Sequence[ResponsesTool]) -> None:
         self.functions: dict[str, NamespacedFunction] = {}
@@ -97,11 +93,7 @@ class ResponsesTools:
                 log_left_out(tool.type)
 
     def choice(self, chosen: ResponsesChoice | str | None) -> Any:
-        """A choice in chat's form.
-
-        Raises:
-            ApiError: it names a tool that is left out, or none.
-        """
+        """A choice in chat's form."""
         if not isinstance(chosen, ResponsesChoice):
             return chosen
         if chosen.type == "function":

@@ -82,11 +82,7 @@ class ServerSettings:
         return Formats(calls, thinks, has_unknown_calls=is_unknown)
 
     def read_chat_template(self) -> str | None:
-        """The text of ``chat_template``, if that is set.
-
-        Raises:
-            ValueError: the file cannot be read.
-        """
+        """The text of ``chat_template``, if that is set."""
         if self.chat_template is None:
             return None
         try:

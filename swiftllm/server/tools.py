@@ -209,11 +209,7 @@ ToolChoice = Annotated[
 
 
 def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
-    """Check that tools and the choice among them fit.
-
-    Raises:
-        ApiError: there are too many tools, two of one name, or none of the name that is wanted.
-    """
+    """Check that tools and the choice among them fit."""
     names = [tool.function.name for tool in tools]
     if len(names) > MAX_TOOLS:
         raise ApiError(400, f"tools must be at most {MAX_TOOLS}", "tools", "invalid_value")
@@ -231,11 +227,7 @@ def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
 
 def schemas_of(tools: list[Tool]) -> Tools:
     """The schema of each tool's arguments, which are an object even where it does not say so; that of a tool that is
-    not ``strict`` may say what no grammar can.
-
-    Raises:
-        ApiError: it says that they are none.
-    """
+    not ``strict`` may say what no grammar can."""
     schemas = {tool.function.name: tool.function.parameters or NO_ARGUMENTS for tool in tools}
     for name, schema in schemas.items():
         kind = schema.get("type", "object")

@@ -54,11 +54,7 @@ class TranslatedRequest(GenerationRequest):
         raise NotImplementedError
 
     def as_chat(self) -> ChatRequest:
-        """The chat body with the same meaning.
-
-        Raises:
-            ApiError: something in it is not implemented, missing, or outside its range.
-        """
+        """The chat body with the same meaning."""
         shared = self.model_fields_set & GenerationRequest.model_fields.keys() - REFUSED.keys() - {"stream_options"}
         own = {name: value for name, value in self.chat_fields().items() if value is not None}
         for name in self.names.keys() & shared & own.keys():
@@ -86,11 +82,7 @@ class TranslatedRequest(GenerationRequest):
 
 
 def required(value: Any, where: str, param: str) -> Any:
-    """A value that must be there.
-
-    Raises:
-        ApiError: it is None.
-    """
+    """A value that must be there."""
     if value is None:
         raise ApiError(400, f"{where}: Field required", param, "missing")
     return value
@@ -112,11 +104,7 @@ def log_left_out(kind: str) -> None:
 
 
 def text_of(content: str | Sequence[str | TextPart] | None, where: str, param: str) -> str:
-    """A text that came whole or in parts.
-
-    Raises:
-        ApiError: one of the parts is not text.
-    """
+    """A text that came whole or in parts."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []

@@ -29,7 +29,7 @@ class FakeHosts:
         if host in self._told:
             self.dead.discard(host)
 
-    def touch(self, backend: BackendOfHosts, block: int, *, in_swap: bool = False) -> None:
+    def touch(self, backend: BackendOfHosts, block: int, *, swaps_incomplete: bool = False) -> None:
         """An operation on a block: the host may die in it."""
         pools = self.host_pools.pools
         host = pools.index(self.host_pools.pool_of(block))
@@ -40,7 +40,7 @@ class FakeHosts:
                 self.dead.add(host)
                 backend.lose_blocks(self.host_pools, host)
         if host in self.dead:
-            raise HostDied(f"host {host} died", in_swap=in_swap)
+            raise HostDied(f"host {host} died", swaps_incomplete=swaps_incomplete)
 
     def take_died(self) -> list[int]:
         died = sorted(self.dead - self._told)
@@ -77,7 +77,7 @@ class BackendOfHosts(FakeBackend):
     def swap(self, swaps: Sequence[Swap]) -> None:
         for swap in swaps:
             for block in (swap.source_blocks if swap.source is Tier.CPU else swap.target_blocks)[:1]:
-                self.hosts.touch(self, block, in_swap=True)
+                self.hosts.touch(self, block, swaps_incomplete=True)
             super().swap([swap])
 
     def submit_cpu_attention(self, layer: int, cpu_batch: FakeBatch) -> FakeFuture:

@@ -502,11 +502,7 @@ def _convert_blocks(kernel: Any, pool: torch.Tensor, staging: torch.Tensor, bloc
 
 
 def _row_stride(x: torch.Tensor) -> int:
-    """Elements from one row to the next.
-
-    Raises:
-        ValueError: a row is not contiguous.
-    """
+    """Elements from one row to the next."""
     inner = 1
     for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
         if stride != inner and size > 1:

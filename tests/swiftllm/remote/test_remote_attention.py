@@ -70,7 +70,7 @@ def test_a_death_in_a_swap_is_known_as_such() -> None:
     assert tier.channel.wait_dead(30.0)
     block, content = torch.tensor([1]), torch.zeros(2, 1, *SHAPE.block)
     rows = RowsWrite(0, torch.zeros(1, 4, 32), block, block)
-    for in_swap, work in (
+    for swaps_incomplete, work in (
         (True, lambda: tier.write(BlocksWrite(range(2), content, block), ARRIVED)),
         (True, lambda: tier.read(BlocksRead(range(2), block, content))),
         (False, lambda: tier.write(rows, ARRIVED)),
@@ -78,7 +78,7 @@ def test_a_death_in_a_swap_is_known_as_such() -> None:
     ):
         with pytest.raises(HostDied) as death:
             work()
-        assert death.value.in_swap is in_swap
+        assert death.value.swaps_incomplete is swaps_incomplete
     tier.close()
 
 
