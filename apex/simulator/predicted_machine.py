@@ -28,6 +28,7 @@ from apex.simulator.hardware_files import (
     Host,
     LayerShape,
     known_hardware,
+    known_model,
     known_models,
     load_gpu,
     load_host,
@@ -131,6 +132,13 @@ class PredictedMachine:
             cpu_bytes_per_block=cpu_format(self.cpu_kv_dtype, dtype).block_bytes(self.model, block_size),
         )
 
+    def in_4_bits(self, block_size: int) -> MemoryBudget | None:
+        """What the memory holds with 4-bit weights; None if they are quantised already, or would not fit either."""
+        if self.model.quantisation is not None or self.model.experts is not None:
+            return None
+        budget = replace(self, model=replace(self.model, quantisation=INT4)).budget(block_size)
+        return budget if budget.max_gpu_blocks else None
+
     def num_blocks(self, num_gpu: int | None, num_cpu: int | None, block_size: int) -> tuple[int, int]:
         """KV blocks of the GPU and the CPU tier: the given numbers, else what the memory allows."""
         budget = self.budget(block_size)
@@ -155,6 +163,8 @@ def predict_machine(
     link_name: str | None = None,
     cpu_hosts: int = 1,
     network_gbps: float = 100.0,
+    host_memory_gib: float | None = None,
+    host_read_gb_s: float | None = None,
     weights: Weights = "auto",
     cpu_kv_dtype: CpuKVDtype = "auto",
     **options: Any,
@@ -162,6 +172,7 @@ def predict_machine(
     """The machine of these names or paths.
 
     Args:
+        host_memory_gib, host_read_gb_s: in place of the host's own figures, see :meth:`Host.with_given`.
         weights: auto: as the model's config.json says; int4: 4 bits in groups of 128.
         cpu_kv_dtype: the format of the CPU tier.
         options: of :func:`apex.simulator.predicted_profile.hardware_profile`.
@@ -170,7 +181,7 @@ def predict_machine(
         ValueError: a name is unknown (the message lists the known ones), or an option is invalid.
     """
     gpu = _find("gpu", gpu_name, load_gpu, known_hardware("gpu"))
-    host = _find("host", host_name, load_host, known_hardware("host"))
+    host = _find("host", host_name, load_host, known_hardware("host")).with_given(host_memory_gib, host_read_gb_s)
     model = _find("model", model_name, load_model_config, known_models())
     if weights == "int4":
         model = replace(model, quantisation=INT4)
@@ -181,9 +192,8 @@ def predict_machine(
     options |= {"dtype": dtype, "cpu_kv_dtype": cpu_kv_dtype, "tensor_parallel": tensor_parallel, "link": link}
     table = hardware_profile(gpu, host, model, **options)
     remote = remote_hosts(host, model, dtype, cpu_hosts, network_gbps)
-    return PredictedMachine(
-        gpu, host, model, Path(model_name).name, dtype, table, tensor_parallel, remote, cpu_kv_dtype
-    )
+    name = known_model(model_name) or Path(model_name).name
+    return PredictedMachine(gpu, host, model, name, dtype, table, tensor_parallel, remote, cpu_kv_dtype)
 
 
 def _find(what: str, name: str, load: Callable[[str], Any], names: Sequence[str]) -> Any:
@@ -191,8 +201,9 @@ def _find(what: str, name: str, load: Callable[[str], Any], names: Sequence[str]
     try:
         return load(name)
     except ValueError as error:
-        near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.3) if name not in names else []
-        raise ValueError(f"--{what}: {error}" + (f". Did you mean {near[0]}?" if near else "")) from None
+        near = difflib.get_close_matches(name.lower(), names, n=4, cutoff=0.3) if name not in names else []
+        others = f" Near are {', '.join(near[1:])}, too." if near[1:] else ""
+        raise ValueError(f"--{what}: {error}" + (f". Did you mean {near[0]}?{others}" if near else "")) from None
 
 
 # -- weights that do not fit the GPU -----------------------------------------------------------------------------------
@@ -219,6 +230,8 @@ class PlacedMachine:
     interconnect: Interconnect
     weights: SimulatedWeights
     predicted_tokens_per_s: float
+    weight_bytes: float
+    """GPU memory for weights, by which a real engine is told to place them alike."""
 
     @property
     def engine_options(self) -> dict[str, Any]:
@@ -277,6 +290,22 @@ class WeightPlacer:
         if memory_gib == "auto":
             return self._placed(best_budget(self, workload, offloads=offloads, cpu_computes=cpu_computes))
         return self._placed(estimate_budget(self, memory_gib * GIB, workload, offloads, cpu_computes))
+
+    def place_for_rate(
+        self, memory_gib: float | Literal["auto"], workload: UniformLoad, tokens_per_s: float, *, offloads: bool
+    ) -> PlacedMachine:
+        """The machine placed for as few requests at once, of 1, 2, 4 and so on, as give so many output tokens/s.
+
+        Where none gives them, it is placed for all of ``workload``. Fewer requests need less KV cache, so that more
+        weights stay on the GPU and each token comes sooner.
+        """
+        requests = 1
+        while requests < workload.num_requests:
+            placed = self.place(memory_gib, replace(workload, num_requests=requests), offloads=offloads)
+            if placed.predicted_tokens_per_s >= tokens_per_s:
+                return placed
+            requests *= 2
+        return self.place(memory_gib, workload, offloads=offloads)
 
     def costs(self, rows: float) -> list[StageCost]:
         """See :class:`apex.placement.search.CostModel`, here and below."""
@@ -358,6 +387,7 @@ class WeightPlacer:
             self.interconnect,
             self.with_placement(placement),
             estimate.tokens_per_s,
+            estimate.weight_bytes,
         )
 
 

@@ -17,10 +17,10 @@ from apex.simulator.backend import OWN_ENGINE, VLLM, vllm_runtime
 from apex.simulator.build import build_simulated
 from apex.simulator.links import Interconnect, RemoteHosts, SimulatedWeights
 from apex.strategy import StrategyConfig
+from apex.workloads.requests import Lengths, PromptTokens, with_prompts
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import open_loop_requests, workload_values
 from evaluation.results.progress import TokenProgress
-from evaluation.traces.workloads import Lengths, PromptTokens, with_prompts
 from swiftllm.core.request import ServiceClass, Tier
 from swiftllm.scheduling.validation import SchedulerLimits
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import itertools
 import json
+import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,8 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from apex.replay.records import ReplayRequest
-from evaluation.traces.catalogue import Origin, Trace, TraceRow
-from evaluation.traces.corpus import load_corpus
+from apex.workloads.catalogue import Origin, Trace, TraceRow
 from swiftllm.core.request import ServiceClass
 
 Arrivals = Literal["at-once", "trace", "poisson", "closed-loop"]
@@ -26,7 +27,7 @@ class WorkloadSpec:
     """Describes the requests of a workload. All fields decide the result, so all are part of a run's identity."""
 
     name: str
-    """A workload of configs/experiments/workloads.yaml, or the name of a synthetic trace."""
+    """A workload of configs/experiments/workloads.yaml, or the name of a synthetic trace or of one's own."""
     num_requests: int
     scale: float = 1.0
     """Factor for input and output lengths (rounded, at least 1 token)."""
@@ -103,17 +104,23 @@ class Workload:
 
 
 def make_lengths(spec: WorkloadSpec, trace: Trace) -> Lengths:
-    """Draw the workload's lengths and arrivals from its trace."""
+    """Draw the workload's lengths and arrivals from its trace. Prompts share nothing.
+
+    Raises:
+        ValueError: the trace has no arrivals of its own, or they depend on the ends of other requests.
+    """
     rows = (trace.window if spec.arrivals == "trace" else trace.sample)(spec.num_requests, spec.seed)
+    if any(row.after is not None for row in rows):
+        raise ValueError(f"workload {spec.name} has conversations, whose turns follow answers: give a request rate")
     output_factor = spec.scale
     if spec.output_len is not None:
         output_factor *= spec.output_len / float(np.mean([row.output_tokens for row in rows]))
-    if spec.arrivals == "poisson":
+    if spec.request_rate is not None:
         rng = np.random.default_rng([spec.seed, 1])
         gaps = rng.exponential(1.0 / spec.request_rate, spec.num_requests)
         arrivals = np.cumsum(gaps) - gaps[0]
     else:
-        arrivals = [row.arrival_s or 0.0 for row in rows]
+        arrivals = [row.start_s for row in rows]
     scaled = tuple(
         TraceRow(
             input_tokens=max(1, round(row.input_tokens * spec.scale)),
@@ -135,7 +142,7 @@ def merge_lengths(latency_sensitive: Lengths, best_effort: Lengths) -> Lengths:
         if stream.spec.arrivals == "closed-loop":
             raise ValueError(f"{stream.spec.name}: a closed loop has no arrivals and cannot be merged")
     less_urgent = [replace(row, service_class=ServiceClass.BEST_EFFORT) for row in best_effort.rows]
-    rows = sorted([*latency_sensitive.rows, *less_urgent], key=lambda row: row.arrival_s)
+    rows = sorted([*latency_sensitive.rows, *less_urgent], key=lambda row: row.start_s)
     title = f"{latency_sensitive.title} beside best-effort {best_effort.title}"
     return replace(latency_sensitive, title=title, rows=tuple(rows), best_effort=best_effort.spec)
 
@@ -149,7 +156,7 @@ def with_prompts(lengths: Lengths, prompts: Iterable[tuple[int, ...]]) -> Worklo
     requests = tuple(
         ReplayRequest(
             f"{lengths.spec.name}-{index}",
-            row.arrival_s,
+            row.start_s,
             prompt,
             row.output_tokens,
             row.service_class,
@@ -203,3 +210,44 @@ def load_prompt_tokens(model: Path) -> PromptTokens:
 
     ids = read_tokenizer(tokenizer_file).encode(load_corpus(), add_special_tokens=False).ids
     return PromptTokens(vocab_size, tuple(ids))
+
+
+# -- text for prompts that exists on every machine ---------------------------------------------------------------------
+
+MODULES = (
+    "argparse", "ast", "asyncio/base_events", "asyncio/events", "calendar", "collections/__init__",
+    "concurrent/futures/_base", "contextlib", "datetime", "difflib", "doctest", "email/message", "enum",
+    "fractions", "functools", "http/client", "http/server", "imaplib", "inspect", "ipaddress", "json/__init__",
+    "logging/__init__", "mailbox", "optparse", "os", "pathlib", "pickle", "pickletools", "pydoc", "random",
+    "re/__init__", "shelve", "shutil", "smtplib", "socket", "statistics", "subprocess", "tarfile", "tempfile",
+    "textwrap", "threading", "timeit", "traceback", "turtle", "typing", "unittest/case", "unittest/mock",
+    "urllib/parse", "urllib/request", "uuid", "weakref", "zipfile",
+)  # fmt: skip
+"""Of Python's standard library. Their sources are read (not imported) in this order, so one Python version always gives
+the same text: about 600,000 characters of English prose."""
+
+
+@functools.cache
+def load_corpus() -> str:
+    """All documentation strings of MODULES, in order of appearance, separated by blank lines.
+
+    Raises:
+        FileNotFoundError: this Python has no sources of its library.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    texts: list[str] = []
+    for module in MODULES:
+        source = library / f"{module}.py"
+        if source.is_file():  # Python versions differ in their modules
+            texts += docstrings(source.read_text(encoding="utf-8"))
+    if not texts:
+        raise FileNotFoundError(f"no Python sources in {library} to take prompt text from; use --load-format dummy")
+    return "\n\n".join(texts)
+
+
+def docstrings(source: str) -> list[str]:
+    """The documentation strings of a module's source, from top to bottom."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
+    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
+    return [text for node in nodes if (text := ast.get_docstring(node))]

@@ -6,11 +6,13 @@ Everything is deterministic by seed.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import itertools
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -18,11 +20,14 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import yaml
 
-from evaluation.results.paths import EXPERIMENTS_DIR, python_command, trace_dirs
-from evaluation.traces.files import TraceRow, read_rows
-from evaluation.traces.sessions import SessionTrace
-from evaluation.traces.sources import SOURCES, Source
-from swiftllm.files import is_kept
+from apex.simulator.backend import PLACEHOLDER_TOKEN
+from apex.source_tree import CONFIGS, python_command
+from apex.workloads.files import Segments, TraceRow, read_rows
+from apex.workloads.formats import read_file
+from apex.workloads.sources import SOURCES, Source
+from swiftllm.files import cache_dir, is_kept
+
+WORKLOADS_FILE = CONFIGS / "experiments" / "workloads.yaml"
 
 OriginKind = Literal["measured", "reconstructed", "synthetic", "fitted"]
 
@@ -72,8 +77,7 @@ class RecordedTrace:
             raise ValueError(f"trace {self.name} has {len(self.rows)} rows, fewer than the {num_requests} asked for")
         start = int(np.random.default_rng(seed).integers(0, len(self.rows) - num_requests + 1))
         rows = self.rows[start : start + num_requests]
-        first = rows[0].arrival_s
-        return [replace(row, arrival_s=row.arrival_s - first) for row in rows]
+        return [replace(row, arrival_s=row.start_s - rows[0].start_s) for row in rows]
 
 
 class Distribution(Protocol):
@@ -97,7 +101,8 @@ class Quantiles:
             raise ValueError(f"quantiles must rise from level 0 to level 1: {self.table}")
 
     def at(self, levels: np.ndarray) -> np.ndarray:
-        return np.interp(levels, *zip(*self.table, strict=True))
+        points, tokens = zip(*self.table, strict=True)
+        return np.interp(levels, points, tokens)
 
 
 @dataclass(frozen=True)
@@ -178,23 +183,98 @@ class UniformTrace:
         raise ValueError(f"synthetic workload {self.name} has no arrivals; give a request rate (Poisson)")
 
 
+SYSTEM_TOKEN = 1 << 30
+"""The token of system prompts. Those of messages are counted from 1."""
+
+
+@dataclass(frozen=True)
+class SessionTrace:
+    """Conversations of ``turns`` turns: a request begins with what was said before, behind one system prompt.
+
+    Each turn comes ``think_s`` seconds, on average, after the answer before it.
+    The first turns come within the first ``think_s`` seconds. ``inputs`` are of a message, in tokens. The history of a
+    turn has the simulated outputs of earlier turns, which are all one token (``PLACEHOLDER_TOKEN``): a cache finds the
+    blocks that decodes filled.
+    """
+
+    name: str
+    title: str
+    origin: Origin
+    inputs: Distribution
+    outputs: Distribution
+    system_tokens: int
+    turns: int
+    think_s: float
+
+    def window(self, num_requests: int, seed: int) -> list[TraceRow]:
+        """All turns of the first conversation, then those of the next one; the last conversation may be cut."""
+        rng = np.random.default_rng([seed, 3])
+        conversations = -(-num_requests // self.turns)
+        shape = (conversations, self.turns)
+        waits = rng.exponential(self.think_s, shape)
+        waits[:, 0] = rng.permutation(np.linspace(0, self.think_s, conversations))
+        lengths = []
+        for side in (self.inputs, self.outputs):  # one draw from each of equal slices, as in drawn traces
+            levels = rng.permutation((np.arange(waits.size) + rng.random(waits.size)) / waits.size)
+            lengths.append(np.maximum(1, np.rint(side.at(levels))).astype(int).reshape(shape).tolist())
+        rows: list[TraceRow] = []
+        for given, out, gaps in zip(*lengths, waits.tolist(), strict=True):
+            said: Segments = ((SYSTEM_TOKEN, self.system_tokens),)
+            for turn in range(self.turns):
+                said = (*said, (1 + len(rows), given[turn]))
+                after = len(rows) - 1 if turn else None
+                size = sum(count for _, count in said)
+                rows.append(TraceRow(size, out[turn], gaps[turn], segments=said, after=after))
+                said = (*said, (PLACEHOLDER_TOKEN, out[turn]))
+        return rows[:num_requests]
+
+    def sample(self, num_requests: int, seed: int) -> list[TraceRow]:
+        """The same requests, each for itself."""
+        return [TraceRow(row.input_tokens, row.output_tokens) for row in self.window(num_requests, seed)]
+
+
+def turns_of(rows: Sequence[TraceRow]) -> list[int]:
+    """The turn of each request, from 1."""
+    turns: list[int] = []
+    for row in rows:
+        turns.append(1 if row.after is None else turns[row.after] + 1)
+    return turns
+
+
 Trace = RecordedTrace | DrawnTrace | UniformTrace | SessionTrace
+
+
+def trace_dirs(first: Path | None = None) -> list[Path]:
+    """Folders that may hold trace files, in search order."""
+    fetched = cache_dir() / "traces"
+    return [first, fetched] if first else [fetched]
 
 
 @functools.cache
 def load_catalogue() -> dict[str, Any]:
     """The workloads by name, as described in configs/experiments/workloads.yaml."""
-    return yaml.safe_load((EXPERIMENTS_DIR / "workloads.yaml").read_text())
+    return yaml.safe_load(WORKLOADS_FILE.read_text())
 
 
-def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
+def load_trace(name: str, trace_dir: Path | None = None, tokenizer: Path | None = None) -> Trace:
     """The trace of a workload: the first file in the trace folders, else its quantile tables or its shape.
 
+    Args:
+        name: of a workload of the catalogue; or a file of one's own, see :func:`apex.workloads.formats.read_file`.
+        tokenizer: counts the tokens of a file of texts.
+
     Raises:
-        ValueError: the name is unknown, or ``trace_dir`` is given and does not exist.
+        ValueError: there is no such name and no such file, a file is damaged (the message names its line), or
+            ``trace_dir`` is given and does not exist.
     """
     if name not in load_catalogue():
-        raise ValueError(f"unknown workload {name!r}; known: {', '.join(load_catalogue())}")
+        if (path := Path(name).expanduser()).is_file():
+            return own_trace(path, tokenizer)
+        near = difflib.get_close_matches(name.lower(), load_catalogue(), n=3, cutoff=0.4)
+        advice = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(
+            f"unknown workload {name!r}, and no such file is here; known: {', '.join(load_catalogue())}{advice}"
+        )
     if trace_dir is not None and not trace_dir.is_dir():
         raise ValueError(f"trace folder {trace_dir} does not exist")
     entry = load_catalogue()[name]
@@ -206,16 +286,23 @@ def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
                 return RecordedTrace(name, entry["title"], origin, read_rows(path))
     sides = ("input_tokens", "output_tokens")
     if shape := entry.get("lognormal"):
-        origin, drawn = Origin("synthetic", shape["note"]), [LogNormal(**shape[side]) for side in sides]
+        origin, (inputs, outputs) = Origin("synthetic", shape["note"]), (LogNormal(**shape[side]) for side in sides)
         if sessions := entry.get("sessions"):
-            return SessionTrace(name, entry["title"], origin, *drawn, **sessions)
-        return DrawnTrace(name, entry["title"], origin, *drawn)
+            return SessionTrace(name, entry["title"], origin, inputs, outputs, **sessions)
+        return DrawnTrace(name, entry["title"], origin, inputs, outputs)
     fitted = entry["fitted"]
-    quantiles = [Quantiles(tuple((level, tokens) for level, tokens in fitted[side])) for side in sides]
+    inputs, outputs = (Quantiles(tuple((level, tokens) for level, tokens in fitted[side])) for side in sides)
     if sessions := entry.get("sessions"):
-        return SessionTrace(name, entry["title"], Origin("synthetic", fitted["note"]), *quantiles, **sessions)
+        return SessionTrace(name, entry["title"], Origin("synthetic", fitted["note"]), inputs, outputs, **sessions)
     original = next((source.name for source in fetchable(name) if source.has_arrivals), None)
-    return DrawnTrace(name, entry["title"], Origin("fitted", fitted["note"]), *quantiles, original)
+    return DrawnTrace(name, entry["title"], Origin("fitted", fitted["note"]), inputs, outputs, original)
+
+
+def own_trace(path: Path, tokenizer: Path | None = None) -> RecordedTrace:
+    """The trace in a file of one's own."""
+    rows, remark = read_file(path, tokenizer)
+    note = f"{len(rows)} requests of the file {path.name}" + (f"; {remark}" if remark else "")
+    return RecordedTrace(path.stem, path.stem, Origin("measured", note, path.name), rows)
 
 
 def _counted(path: Path) -> str:
