@@ -19,7 +19,7 @@ from tyro.constructors import ConstructorRegistry, StructConstructorSpec, Struct
 
 from apex.cli.output import InputError, input_errors
 from apex.strategy import StrategyConfig
-from apex.timeline.figure import names_file, write_timeline
+from apex.timeline.files import names_file, write_timeline
 from swiftllm.config import EngineConfig, check_at_least
 from swiftllm.core.request import SamplingParams
 from swiftllm.files import check_writable

@@ -1,21 +1,16 @@
-"""A timeline as a picture, and as files in a folder."""
+"""Draws a timeline as a Gantt chart: an overview of the whole window above, some of its layers enlarged below."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from apex.timeline.spans import Iteration, Kind, Span, SpanWork, Timeline, trace_json
-
-# -- the picture -------------------------------------------------------------------------------------------------------
-# Draws a timeline as a Gantt chart: an overview of the whole window above, some of its layers enlarged below.
+from apex.timeline.spans import Iteration, Kind, Span, SpanWork, Timeline
 
 ZOOM_LAYERS = 8
 
@@ -304,30 +299,3 @@ def work_text(work: SpanWork) -> str:
 
 def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number != 1 else ''}"
-
-
-# -- the files ---------------------------------------------------------------------------------------------------------
-# Writes a timeline as two files in one folder: a trace for viewers and a picture.
-
-
-def names_file(target: Path) -> bool:
-    """Whether ``target`` names one of the two files; otherwise it is a folder for both."""
-    return target.suffix in (".json", ".png")
-
-
-def write_timeline(timeline: Timeline, target: Path) -> tuple[Path, Path]:
-    """Write trace and picture in one folder, see :func:`names_file`; returns their paths.
-
-    Raises:
-        OSError: the files cannot be written.
-    """
-    import apex.environment  # noqa: F401  before matplotlib
-
-    pass  # merged-import  # here, because matplotlib loads slowly
-
-    stem = target.with_suffix("") if names_file(target) else target / f"{timeline.system}-timeline"
-    trace, picture = Path(f"{stem}.json"), Path(f"{stem}.png")
-    trace.parent.mkdir(parents=True, exist_ok=True)
-    trace.write_text(json.dumps(trace_json(timeline)) + "\n")
-    draw_timeline(timeline).savefig(picture, dpi=160)
-    return trace, picture

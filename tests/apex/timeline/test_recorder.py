@@ -11,7 +11,7 @@ import pytest
 from apex.cli import main
 from apex.simulator.links import Interconnect
 from apex.strategy import StrategyConfig
-from apex.timeline.figure import write_timeline
+from apex.timeline.files import write_timeline
 from apex.timeline.recorder import RecordingBackend, recording
 from apex.timeline.spans import CpuBatchTag, Kind, Timeline, trace_json
 from swiftllm.config import EngineConfig
