@@ -9,9 +9,9 @@ APEX_PLUGINS=custom_scheduler PYTHONPATH=examples .venv/bin/apex serve MODEL --s
 
 import sys
 
-from apex.systems import register_scheduler
 from apex.perf.model import GpuBatchLoad
 from apex.schedulers.hybrid import CpuDecodes, Pipeline, Predicting, gpu_only, pipelined
+from apex.systems import register_scheduler
 from swiftllm.scheduling.scheduler import PlanBuilder, two_tiers
 
 

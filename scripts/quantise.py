@@ -24,7 +24,8 @@ if __name__ == "__main__" and not __package__:  # run as a file
 import torch
 from safetensors.torch import save_file
 
-from swiftllm.model.folder import INDEX, TEXT_FILES, read_file, read_object, weight_files
+from swiftllm.model.checkpoint import read_file
+from swiftllm.model.folder import INDEX, TEXT_FILES, read_object, weight_files
 
 MODULES = ("_proj", ".w1", ".w2", ".w3")  # the ends of their names; the last are those of Mixtral's experts
 FORMATS = ("awq", "gptq", "gptq-v2", "compressed-tensors", "dequantised")

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-import pacpu
 from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.kv.block_pool import LayerGroups
@@ -156,13 +155,15 @@ class KVPools:
         Those of host memory are written by ``num_threads`` threads of pacpu in turn, so that they lie on the NUMA nodes
         of all threads that will read them.
         """
+        from pacpu import zero  # simulations use formats, and do without native code
+
         layers = [(tier, layer[:num_blocks]) for tier in Tier for layer in self.tensors[tier]]
         for done, (tier, layer) in enumerate(layers):
             progress(done / len(layers), f"{num_blocks:,} blocks of each tier at most")
             if tier in self._on_device:
                 layer.zero_()
             else:
-                pacpu.zero(layer, num_threads=num_threads)
+                zero(layer, num_threads=num_threads)
         self.num_written = num_blocks
 
 

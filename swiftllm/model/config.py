@@ -10,16 +10,8 @@ from typing import Any
 
 from swiftllm.core.request import SamplingParams
 from swiftllm.model.architectures import SUPPORTED, Unsupported, layer_windows, recognise, text_part
-from swiftllm.model.folder import (
-    EMBEDDING,
-    HEAD,
-    DamagedFile,
-    are_equal,
-    is_there,
-    read_object,
-    tell,
-    vocabulary_matrices,
-)
+from swiftllm.model.checkpoint import EMBEDDING, HEAD, are_equal, vocabulary_matrices
+from swiftllm.model.folder import DamagedFile, is_there, read_object, tell
 from swiftllm.model.quantisation import SUPPORTED as SUPPORTED_SCHEMES
 from swiftllm.model.quantisation import QuantisationScheme
 from swiftllm.model.rope import RopeScaling, UnsupportedRope

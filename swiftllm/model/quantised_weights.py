@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from swiftllm.model.folder import StoredTensor
+from swiftllm.model.checkpoint import StoredTensor
 from swiftllm.model.quantisation import AWQ, COMPRESSED_TENSORS, GPTQ, MXFP4, QuantisationScheme
 from swiftllm.model.weight_memory import Allocate, PackedTensor, write_columns, write_rows
 from swiftllm.ops.matrices import BITS, CODES_PER_WORD, GROUP_MULTIPLE, MXFP4_GROUP, QuantisedMatrix, pack_codes

@@ -13,8 +13,9 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from swiftllm.model.checkpoint import StoredTensor, WeightsError, read_tensors
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.folder import StoredTensor, WeightsError, read_tensors, tell
+from swiftllm.model.folder import tell
 from swiftllm.model.quantised_weights import (
     IN,
     OUT,

@@ -13,8 +13,8 @@ from quantise import write_folder
 from safetensors.torch import load_file, save_file
 
 from apex.build import build_system
+from swiftllm.model.checkpoint import WeightsError
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.folder import WeightsError
 from swiftllm.model.placement import Place
 from swiftllm.model.weights import load_weights
 from swiftllm.ops import matrices

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from swiftllm.model import weights as llama_tensors
+from swiftllm.model.checkpoint import WeightsError
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.folder import WeightsError
 from swiftllm.model.llama import LlamaModel
 from swiftllm.model.quantisation import MXFP4
 from swiftllm.model.weight_memory import PackedTensor, in_chunks

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from swiftllm.model.checkpoint import read_tensors
 from swiftllm.model.config import ModelConfig, sampling_defaults
-from swiftllm.model.folder import DamagedFile, read_object, read_tensors, tell, weight_files
+from swiftllm.model.folder import DamagedFile, read_object, tell, weight_files
 from swiftllm.model.tokenizer import Tokenizer
 
 
