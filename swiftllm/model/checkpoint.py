@@ -12,8 +12,6 @@ from swiftllm.model.folder import DamagedFile, weight_files
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 """How the names of the vocabulary's two matrices end."""
-HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-"""How the names of the vocabulary's two matrices end."""
 ROWS_AT_ONCE = 4096
 
 
