@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from swiftllm.files import expand
-from swiftllm.model.config import sampling_defaults
+from swiftllm.model.folder import sampling_defaults
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.server.answer_formats import Formats, is_harmony, reasons
 from swiftllm.server.tool_calls import FORMATS, format_of, has_tools

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from swiftllm.model.checkpoint import read_tensors
-from swiftllm.model.config import ModelConfig, sampling_defaults
-from swiftllm.model.folder import DamagedFile, read_object, tell, weight_files
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.folder import DamagedFile, read_object, sampling_defaults, tell, weight_files
 from swiftllm.model.tokenizer import Tokenizer
 
 

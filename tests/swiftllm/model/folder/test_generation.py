@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from swiftllm.model.config import sampling_defaults
+from swiftllm.model.folder import sampling_defaults
 
 AUTHORS = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
 
