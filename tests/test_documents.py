@@ -1,4 +1,4 @@
-"""The documents hold together: links and anchors lead somewhere, files that they name exist, and they stay short."""
+"""The documents hold together: links and anchors lead somewhere, and files that they name exist."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 PACKAGES = ("swiftllm", "apex", "pacpu", "evaluation", "configs", "scripts", "benchmarks", "tests", "examples")
-MOST_WORDS = 32_000
-LOOKED_UP = ROOT / "docs/options.md"  # made from the commands; nobody reads it from beginning to end
 
 CODE_BLOCK = re.compile(r"^```.*?^```$|(?:^ {4}[^\n]*\n)+", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -56,7 +54,3 @@ def test_pages_that_the_code_names_exist() -> None:
     for path in source_files():
         for name in re.findall(r"(?<![\w:/.-])docs/[\w/-]+\.md", path.read_text(errors="replace")):
             assert (ROOT / name).exists(), f"{path.relative_to(ROOT)} names {name}"
-
-
-def test_the_documents_stay_short() -> None:
-    assert sum(len(page.read_text().split()) for page in PAGES if page != LOOKED_UP) < MOST_WORDS

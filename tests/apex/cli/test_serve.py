@@ -63,7 +63,7 @@ def ask(url: str, body: dict | None = None) -> str:
 def test_a_form_of_calls_that_is_not_known_is_said_once(tmp_path):
     ready = SimpleNamespace(
         description={"system": "vllm", "model": "m", "device": "cpu", "dtype": "float32", "weights": "float32"},
-        limits=ServiceLimits(), admission=SimpleNamespace(longest_request=100), max_num_seqs=4,
+        limits=ServiceLimits(), request_limits=SimpleNamespace(longest_request=100), max_num_seqs=4,
     )  # fmt: skip
     client, template = SimpleNamespace(ready=ready, tokenizer=None), tmp_path / "template"
     for text, is_unknown in (

@@ -78,7 +78,7 @@ def test_a_second_gpu_s_process_takes_no_memory_of_the_first(work: Callable[[Cud
 
 
 # Processes that attend on a CPU, and the front end, which has no torch.
-WITHOUT_GPU = {"remote/host.py", "ray/hosts.py", "server/service/client.py"}
+WITHOUT_GPU = {"remote/host.py", "remote/ray_hosts.py", "server/client.py"}
 
 
 def test_all_threads_begin_on_the_gpu_of_the_one_that_starts_them() -> None:
