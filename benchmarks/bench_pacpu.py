@@ -29,7 +29,7 @@ import torch
 
 import pacpu
 from apex.cli.options import parse_options
-from benchmarks import pacpu_shared
+from benchmarks import pacpu_cases
 from benchmarks.pacpu_cases import (
     ALL_WAYS,
     BF16_ISAS,
@@ -40,8 +40,8 @@ from benchmarks.pacpu_cases import (
     Shape,
     kernel_contenders,
     make_cases,
+    peer_contenders,
 )
-from benchmarks.pacpu_peers import peer_contenders
 from benchmarks.pacpu_report import (
     Progress,
     draw_kernels,
@@ -236,18 +236,18 @@ def ratios_to_float16(points: Sequence[Point], rows: Sequence[FlatRecord]) -> No
 
 def measure_shared(options: Options) -> None:
     use_fastest_attention()
-    shapes = pacpu_shared.QUICK_SHAPES if options.quick else pacpu_shared.SHAPES
+    shapes = pacpu_cases.QUICK_SHAPES if options.quick else pacpu_cases.SHAPES
     dtypes = [dtype for dtype in options.kv_dtypes if dtype != "int8"]
     cases, memory = fitting(make_cases(shapes, options.threads, dtypes))
     seconds = options.seconds or (50.0 if options.quick else 150.0)
     configuration = {"benchmark": "pacpu, shared blocks", "cases": [str(case) for case in cases], "seconds": seconds}
     folder = ResultFolder("pacpu_shared", configuration | {"date": time.ctime()}, options.results_dir)
     folder.record_invocation()
-    points = [pacpu_shared.SharedPoint(case, memory) for case in cases]
+    points = [pacpu_cases.SharedPoint(case, memory) for case in cases]
     measure(points, seconds)
     rows = [point.row() for point in points]
     folder.save_summary(rows, markdown_rows(rows))
-    pacpu_shared.print_rows(rows)
+    pacpu_cases.print_rows(rows)
     print(f"all rows and provenance: {folder.path}")
 
 
@@ -262,7 +262,7 @@ def fitting(cases: Sequence[Case]) -> tuple[list[Case], Memory]:
     return kept, Memory(min(rotation, room))
 
 
-def measure(points: Sequence[Point | pacpu_shared.SharedPoint], seconds: float) -> None:
+def measure(points: Sequence[Point | pacpu_cases.SharedPoint], seconds: float) -> None:
     """Run rounds over all points until the next round would exceed the time limit."""
     start_s = time.perf_counter()
     with Progress(len(points), start_s, seconds) as progress:

@@ -25,25 +25,24 @@ from rich.console import Console
 
 from apex.cli.options import ConfigFile, SystemName, parse_command
 from apex.cli.output import stdout_console
-from evaluation.experiments.experiment import Experiment
-from evaluation.experiments.papers.options import FigureOptions
-from evaluation.experiments.papers.small_model import small_points
-from evaluation.experiments.profile_check import (
+from evaluation.drivers import TorchTask, run_simulated_point, run_torch_point
+from evaluation.groundtruth.report import show_runs
+from evaluation.measure.profiles import (
     MachineProfiles,
     OperationError,
     ProfiledMachine,
     mean_machine,
     operation_errors,
+    simulated_twin,
 )
-from evaluation.experiments.runner import Point, PointResult, Run, one_line_errors
-from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
-from evaluation.experiments.torch_point import TorchTask, run_torch_point
-from evaluation.groundtruth.command import show_runs
 from evaluation.plots.style import FAINT, FigureText, legend, save_figure, sheet, system_colour, tidy_axes
-from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord, to_json
-from evaluation.results.frame import frame_of
 from evaluation.results.paths import RESULTS_DIR
+from evaluation.results.rows import frame_of
+from evaluation.results.tables import rows_table
+from evaluation.run import Point, PointResult, Run, one_line_errors
+from evaluation.studies.papers import FigureOptions, small_points
+from evaluation.study import Study
 from swiftllm.config import EngineConfig
 from swiftllm.files import write_atomically
 
@@ -101,7 +100,7 @@ def run_pair(profiles: MachineProfiles, point: Point, label: str, console: Conso
     before = profiles.profile_before(task.engine)
     real = run_torch_point(point, label, console, lambda system, config: build_profiled(system, config, before))
     machine = mean_machine(before, profiles.profile_after(task.engine))
-    simulated = run_simulated_point(simulated_twin(point, machine), f"{label}, simulated", console)
+    simulated = run_simulated_point(replace(point, task=simulated_twin(task, machine)), f"{label}, simulated", console)
     rate, simulated_rate = (result.values["output_tokens_per_s"] for result in (real, simulated))
     values = {
         **real.values,
@@ -118,23 +117,6 @@ def build_profiled(system: str, config: EngineConfig, machine: ProfiledMachine) 
     from apex.build import build_system  # imported late: it loads torch
 
     return build_system(system, config, profile=machine.table)
-
-
-def simulated_twin(point: Point, machine: ProfiledMachine) -> Point:
-    """The same point, for the simulator."""
-    task: TorchTask = point.task
-    model = Path(task.engine.model).name
-    twin = SimulatedTask(
-        system=task.system,
-        hardware=SimulatedHardware(machine.device, model, machine.dtype, machine.table, machine.num_layers),
-        num_gpu_blocks=task.engine.num_gpu_blocks,
-        num_cpu_blocks=task.engine.num_cpu_blocks,
-        lengths=task.lengths,
-        limits=machine.limits,
-        block_size=task.engine.block_size,
-        values=task.values,
-    )
-    return replace(point, task=twin)
 
 
 # -- report -----------------------------------------------------------------------------------------------------------
@@ -245,7 +227,7 @@ def main(options: Options) -> int:
         print_comparison(compared, console)
 
     run = functools.partial(run_pair, MachineProfiles())
-    experiment = Experiment("validate", show, run_point=run, describe=lambda points: configuration)
+    experiment = Study("validate", show, run_point=run, describe=lambda points: configuration)
     console = stdout_console()
     return experiment.run(points, options.results_dir, console=console).print_outcome(console)
 

@@ -8,8 +8,9 @@ MODEL is a Hugging Face folder or a name on its hub; by default the 135M-paramet
 import sys
 from pathlib import Path
 
-from swiftllm import LLM, SamplingParams
+from swiftllm import SamplingParams
 from swiftllm.files import cache_dir
+from swiftllm.llm import LLM
 
 MODEL = cache_dir() / "models/SmolLM2-135M-Instruct"
 PROMPTS = ["The capital of France is", "Once upon a time", "The three primary colours are", "Water boils at"]

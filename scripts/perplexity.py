@@ -17,7 +17,8 @@ if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
 from apex.workloads.requests import load_corpus
-from swiftllm import LLM, SamplingParams
+from swiftllm import SamplingParams
+from swiftllm.llm import LLM
 
 
 def perplexity(model: Path, text: str, window: int, num_windows: int, dtype: str) -> float:

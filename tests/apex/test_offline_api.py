@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftllm import LLM, SamplingParams
+from swiftllm import SamplingParams
+from swiftllm.llm import LLM
 from tests.reference.tiny_model import make_tiny_llama
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)

@@ -15,7 +15,7 @@ from rich.console import Console
 from apex.cli.traffic import SERVICE_COLUMNS
 from apex.workloads.catalogue import Origin, TraceRow
 from apex.workloads.requests import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens, make_workload
-from evaluation.experiments.torch_point import open_loop_requests
+from evaluation.drivers import open_loop_requests
 from evaluation.load_test import Options, main
 from evaluation.measure.http import replay_workload
 from evaluation.measure.server import connect_server

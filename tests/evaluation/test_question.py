@@ -15,9 +15,9 @@ from apex.placement.search import UniformLoad
 from apex.replay.metrics import Targets, compute_metrics
 from apex.simulator.predicted_machine import PredictedMachine, WeightPlacer, predict_machine
 from apex.strategy import StrategyConfig
-from evaluation.experiments.places import lengths_of
-from evaluation.experiments.runner import Point
-from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
+from evaluation.drivers import SimulatedHardware, SimulatedTask, run_simulated_point
+from evaluation.grid import lengths_of
+from evaluation.run import Point
 from swiftllm.scheduling.validation import SchedulerLimits
 from swiftllm.systems import find_system
 

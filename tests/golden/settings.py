@@ -14,9 +14,9 @@ from apex.simulator.paper_settings import load_setting
 from apex.strategy import StrategyConfig
 from apex.workloads.catalogue import Origin, TraceRow
 from apex.workloads.requests import Lengths, WorkloadSpec
-from evaluation.experiments.paper_settings import simulated_task
-from evaluation.experiments.runner import Point
-from evaluation.experiments.simulated_point import SimulatedTask, run_simulated_point
+from evaluation.drivers import SimulatedTask, run_simulated_point
+from evaluation.grid import simulated_task
+from evaluation.run import Point
 from swiftllm.core.request import ServiceClass
 from tests.golden.plans import GPU_ONLY
 

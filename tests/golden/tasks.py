@@ -21,8 +21,8 @@ from typing import Any
 from unittest import mock
 
 from apex.cli.options import parse_options
-from evaluation.experiments.runner import Point
-from evaluation.experiments.simulated_point import SimulatedTask
+from evaluation.drivers import SimulatedTask
+from evaluation.run import Point
 from tests.golden import record
 
 QUICK = (
@@ -31,8 +31,8 @@ QUICK = (
     "reproduce_fig6 --backend simulated --num-requests 40 --gpu t4",
     "reproduce_fig7 --backend simulated --seed 7 --num-requests 40",
     "reproduce_neo --backend simulated --num-requests 20",
-    "reproduce_adaptive --quick --kernel native --hand-over-us 50 --without free-running --cases all",
-    "reproduce_omniserve --quick --figure a10 a10-limits 13 18 19 --seed 3",
+    "reproduce_adaptive --quick --set kernel=native hand_over_us=50.0 without=free-running",
+    "reproduce_omniserve --quick --figure a10 a10-limits 13 18 19 --set seed=3",
     "compare_machines",
     "map_claims --quick",
 )
@@ -69,7 +69,7 @@ def digests(command: str) -> dict[str, str]:
         undescribed(),
         tempfile.TemporaryDirectory() as folder,
         mock.patch.dict(os.environ, APEX_CACHE_DIR=folder),
-        mock.patch("evaluation.experiments.experiment.run_unfinished_points", look_at),
+        mock.patch("evaluation.study.run_unfinished_points", look_at),
     ):
         module.main(parse_options(module.Options, arguments=[*options, "--results-dir", folder]))
     return points
@@ -78,7 +78,7 @@ def digests(command: str) -> dict[str, str]:
 @contextlib.contextmanager
 def undescribed() -> Iterator[None]:
     """Points are not described for their folder's provenance: a third of the time, and nobody reads it here."""
-    modules = ("experiments.papers.jobs", "experiments.experiment")
+    modules = ("studies.figures", "study")
     with contextlib.ExitStack() as stack:
         for module in modules:
             stack.enter_context(mock.patch(f"evaluation.{module}.identity", lambda points: []))

@@ -10,19 +10,18 @@ import pytest
 from rich.console import Console
 
 from evaluation import (
-    compare_machines,
-    reproduce_adaptive,
     reproduce_fig5,
     reproduce_fig6,
     reproduce_fig7,
     reproduce_neo,
 )
-from evaluation.experiments.options import experiment_settings
-from evaluation.experiments.papers.jobs import make_job
-from evaluation.experiments.papers.options import FigureOptions
-from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import Point
+from evaluation.drivers import run_point
+from evaluation.options import experiment_settings
 from evaluation.results.folder import read_json
+from evaluation.run import Point
+from evaluation.studies import adaptive, machines
+from evaluation.studies.figures import make_job, neo_jobs
+from evaluation.studies.papers import FigureOptions
 from tests.golden.tasks import undescribed
 
 RECORDS = Path(__file__).parents[2] / "docs/records"
@@ -72,14 +71,13 @@ def test_a_row_comes_out_again_to_the_bit(record: str) -> None:
 def _points(record: str, gpu: str | None) -> Sequence[Point]:
     with undescribed():
         if record == "machines":
-            return compare_machines.EXPERIMENT.points(compare_machines.Options())
+            return machines.STUDY.points_of(machines.Options())
         if record == "adaptive":
-            options = reproduce_adaptive.Options()
-            return reproduce_adaptive.experiments(options)[0].points(options)
+            return adaptive.PARTS["cases"].points_of(adaptive.Options())
         if record.startswith("neo-fig"):
             figure = (record.removeprefix("neo-fig"),)
             options = reproduce_neo.Options(backend="simulated", figure=figure, gpu=gpu)
-            (job,) = reproduce_neo.neo_jobs(experiment_settings("neo"), options, None, None)
+            (job,) = neo_jobs(experiment_settings("neo"), options, None, None)
         else:
             figure = {"fig5": reproduce_fig5, "fig6": reproduce_fig6, "fig7": reproduce_fig7}[record[:4]].FIGURE
             options = FigureOptions(backend="simulated", gpu=gpu)

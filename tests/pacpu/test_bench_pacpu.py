@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import pacpu
-from benchmarks import bench_batches, bench_pacpu, pacpu_cases, pacpu_shared
-from benchmarks.pacpu_cases import Case, Memory, Shape, usable_isas
-from benchmarks.pacpu_peers import prepare_vllm
+from benchmarks import bench_batches, bench_pacpu, pacpu_cases
+from benchmarks.pacpu_cases import Case, Memory, Shape, prepare_vllm, usable_isas
 from benchmarks.pacpu_report import draw_kernels, markdown_rows, median_cells, print_ratios, verdicts
 from evaluation.report import Section
 from evaluation.results.claims import load_claims, overview
@@ -189,7 +188,7 @@ def test_a_run_writes_rows_for_every_kernel(tiny, tmp_path, capsys, monkeypatch)
 
 def test_shared_blocks_are_measured_in_both_ways(tiny, monkeypatch, tmp_path, capsys):
     """A cost that shares nothing is not the way of the second call."""
-    monkeypatch.setattr(pacpu_shared, "QUICK_SHAPES", [Shape(4, 700, shared=640)])
+    monkeypatch.setattr(pacpu_cases, "QUICK_SHAPES", [Shape(4, 700, shared=640)])
     monkeypatch.setattr(cpu_tuning, "measure", lambda *_: cpu_tuning.Measured(RATES, COSTS))
     attended, costs = pacpu.paged_attention, []
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks import bench_gpu, gpu_batches, gpu_parts
+from benchmarks import bench_gpu, gpu_parts
 from evaluation.gpu import check as gpu_check
 from evaluation.gpu import report as gpu_report
 from evaluation.gpu.check import CASES
@@ -37,7 +37,7 @@ ABSENT = (
 """What a machine with torch and a compiler may lack."""
 PARTS = (
     *("build", "machine", "operations", "decode-attention", "quantised", "experts"),
-    *("tokens", "tokens-models", "tokens-tiers", "random-load", "gpu_batches", "speeds"),
+    *("tokens", "tokens-models", "tokens-tiers", "random-load", "gpu_parts", "speeds"),
     *(f"{system}-rehearsal" for system in ("apex", "swiftllm", "neo", "adaptive")),
     "report",
 )
@@ -57,7 +57,7 @@ def test_rehearsal_writes_a_report(tmp_path: Path) -> None:
         return done.stdout
 
     told = rehearse("--stages", "build,machine")
-    assert "not done yet: kernels, tokens, GPU batches, apex-rehearsal, " in told and "to go on: " in told
+    assert "not done yet: kernels, tokens, gpu_parts, apex-rehearsal, " in told and "to go on: " in told
     figures = json.loads((run / "kernels.json").read_text())
     assert figures["gemm"]["tflops"] > 0 and "iterations" not in figures
     assert "not done yet" not in rehearse()
@@ -109,12 +109,12 @@ def test_gpu_batches_run_and_captures_add_up_on_a_gpu_that_is_late(monkeypatch: 
     with fake_gpu(0) as cuda, gpu_check.model_folder(CASES["rehearsal"]) as model:
         options = {"num_gpu_blocks": 64, "num_cpu_blocks": 8, "max_num_seqs": 16, "max_model_len": 128}
         backend = open_torch_backend(EngineConfig(str(model), dtype="float32", load_format="dummy", **options))
-        buckets = gpu_batches.captures(backend)
+        buckets = gpu_parts.captures(backend)
         assert [bucket["rows"] for bucket in buckets] == [16, 1, 4]
         assert sum(bucket["graphs"] for bucket in buckets) == len(backend.graphs)
         assert sum(bucket["MiB"] for bucket in buckets) * 2**20 == backend.graphs.num_bytes
         with torch.inference_mode():
-            for name, work in gpu_batches.GpuBatches(backend, gpu_batches.SMALL).kinds.items():
+            for name, work in gpu_parts.GpuBatches(backend, gpu_parts.SMALL).kinds.items():
                 before = cuda.replays
                 work()
                 assert name != "decodes" or cuda.replays == before + 1
@@ -128,7 +128,7 @@ def test_a_table_of_kernels_counts_launches_and_the_time_without_any() -> None:
 
     launches = [event("cudaLaunchKernel", 0, 1, DeviceType.CPU), event("cudaGraphLaunch", 1, 2, DeviceType.CPU)]
     events = [event("short", 10, 12), event("long", 11, 20), event("short", 30, 33), *launches]
-    table = gpu_batches.kernel_table([*events, event("aten::mm", 0, 99, DeviceType.CPU)], on_gpu=True)
+    table = gpu_parts.kernel_table([*events, event("aten::mm", 0, 99, DeviceType.CPU)], on_gpu=True)
     kernels = [{"name": "long", "calls": 1, "us": 9}, {"name": "short", "calls": 2, "us": 5}]
     assert table == {"kernels": kernels, "launches": 2, "span_us": 23, "idle_us": 10}
 

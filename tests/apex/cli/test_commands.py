@@ -213,7 +213,7 @@ def test_interrupt_ends_quietly(capsys, model, monkeypatch):
 
 
 def expected_texts(model: str, prompts: list[str], **sampling) -> list[str]:
-    from swiftllm import LLM
+    from swiftllm.llm import LLM
 
     llm = LLM(model, num_gpu_blocks=64, num_cpu_blocks=8, dtype="float32")
     try:

@@ -17,10 +17,10 @@ from apex.cli.simulate import Simulate
 from apex.placement import measured
 from apex.placement.measured import ASSUMED_INPUT_LEN, ASSUMED_OUTPUT_LEN, EngineMemory, assumed_workload, place_weights
 from apex.placement.search import UniformLoad, estimate_budget
-from swiftllm import LLM
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.device import cublas_workspace_bytes
+from swiftllm.llm import LLM
 from swiftllm.machine import GIB
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Place, all_resident

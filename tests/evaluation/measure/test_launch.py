@@ -13,8 +13,8 @@ import pytest
 from apex.workloads.catalogue import Origin, TraceRow
 from apex.workloads.requests import Lengths, PromptTokens, WorkloadSpec, make_workload
 from evaluation.measure.http import replay_workload
+from evaluation.measure.processes import end_session, session_stats
 from evaluation.measure.server import ServerCommand, ServerEnded, ServerNotReady, launched_server
-from evaluation.measure.sessions import end_session, session_stats
 from evaluation.results.paths import REPO_ROOT
 
 FAKE = ServerCommand(

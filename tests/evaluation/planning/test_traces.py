@@ -20,10 +20,10 @@ from apex.workloads.catalogue import load_trace
 from apex.workloads.files import TraceRow, read_rows, write_rows
 from apex.workloads.sources import SOURCES, Source, TextOptions
 from evaluation import reproduce_fig5
-from evaluation.experiments.papers.jobs import FigureJob, make_job
-from evaluation.experiments.papers.options import FigureOptions
-from evaluation.planning import traces
-from evaluation.planning.traces import fetch_apart, tokenizer_of
+from evaluation.planning import setting
+from evaluation.planning.setting import fetch_apart, tokenizer_of
+from evaluation.studies.figures import FigureJob, make_job
+from evaluation.studies.papers import FigureOptions
 from tests.evaluation.papers_machines import A10G, T4, NamedMachine, on_machine
 
 AZURE = b"TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-12 00:00:00+00:00,374,44\n2024-05-12 00:00:02+00:00,879,55\n"
@@ -103,7 +103,7 @@ def test_an_address_that_fails_or_is_silent_is_given_up(server, cache, words):
 def fig5_on(monkeypatch, tmp_path, card, fetch, **options) -> tuple[FigureJob, str]:
     """Figure 5 on a machine with such a card and fetcher, and what was printed."""
     on_machine(monkeypatch, tmp_path / "cache", card)
-    monkeypatch.setattr(traces, "fetch_apart", fetch)
+    monkeypatch.setattr(setting, "fetch_apart", fetch)
     console = Console(file=io.StringIO(), width=400)
     machine = NamedMachine("apex-t4" if card is T4 else "apex-a10")
     chosen = FigureOptions(jobs=1, systems=("swiftllm",), **options)
@@ -113,9 +113,9 @@ def fig5_on(monkeypatch, tmp_path, card, fetch, **options) -> tuple[FigureJob, s
 
 def catalogue_lengths_forgotten() -> None:
     """Lengths are kept for the life of a process; here machines change."""
-    from evaluation.experiments import places
+    from evaluation import grid
 
-    places._lengths.cache_clear()
+    grid._lengths.cache_clear()
 
 
 def kinds(job: FigureJob) -> dict[str, str]:
@@ -170,18 +170,18 @@ def test_another_source_of_the_same_workload_is_tried(monkeypatch, tmp_path):
 )
 def test_nothing_else_asks_the_network(monkeypatch, tmp_path, card, options):
     asked = []
-    monkeypatch.setattr("evaluation.experiments.papers.jobs.small_points", lambda *_: ([], {}))
+    monkeypatch.setattr("evaluation.studies.figures.small_points", lambda *_: ([], {}))
     fig5_on(monkeypatch, tmp_path, card, lambda source, *_: asked.append(source), **options)
     assert asked == []
 
 
 def test_texts_are_counted_by_the_measured_model_where_its_tokenizer_is_there(monkeypatch, cache, words):
     paper = load_setting("apex-a10")
-    monkeypatch.setattr(traces, "try_to_load_from_cache", lambda name, file: None)
+    monkeypatch.setattr(setting, "try_to_load_from_cache", lambda name, file: None)
     assert tokenizer_of(paper, FigureOptions()).name == "SmolLM2-135M-Instruct"
     assert tokenizer_of(paper, FigureOptions(model=words)) == words
     snapshot = words.parent / "models--meta-llama--Llama-3.1-8B" / "snapshots" / "1234"
-    monkeypatch.setattr(traces, "try_to_load_from_cache", lambda name, file: str(snapshot / file))
+    monkeypatch.setattr(setting, "try_to_load_from_cache", lambda name, file: str(snapshot / file))
     assert tokenizer_of(paper, FigureOptions()) == snapshot
     assert TextOptions(snapshot, 1, "").counted_by == "tokenizer of meta-llama/Llama-3.1-8B"
     assert catalogue._counted(cache / "osc.csv") == ""

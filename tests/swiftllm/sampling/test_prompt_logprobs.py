@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swiftllm import LLM, SamplingParams
+from swiftllm import SamplingParams
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import Request, Tier
+from swiftllm.llm import LLM
 from swiftllm.model.llama import LlamaModel
 from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.backend_driver import BackendDriver

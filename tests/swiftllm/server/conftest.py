@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftllm import LLM
+from swiftllm.llm import LLM
 from swiftllm.server.engine_process import EngineService
 from swiftllm.server.messages import ServiceLimits
 from swiftllm.server.settings import ServerSettings

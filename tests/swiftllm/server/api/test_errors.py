@@ -8,7 +8,8 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from swiftllm import LLM, RequestRefused, SamplingParams
+from swiftllm import RequestRefused, SamplingParams
+from swiftllm.llm import LLM
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.server import protocol
 from swiftllm.server.app import model_card

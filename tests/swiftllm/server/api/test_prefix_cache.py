@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftllm import LLM
+from swiftllm.llm import LLM
 from swiftllm.server.engine_process import EngineService
 from swiftllm.server.settings import ServerSettings
 from tests.swiftllm.server.conftest import OPTIONS

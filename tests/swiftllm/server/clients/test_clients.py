@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 from scripts.clients.shared import Server
-from swiftllm import LLM
+from swiftllm.llm import LLM
 from swiftllm.server.engine_process import EngineService, ServiceLimits
 from swiftllm.server.settings import ServerSettings
 from tests.reference.tiny_model import make_tiny_llama

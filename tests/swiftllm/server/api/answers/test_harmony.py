@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from swiftllm import LLM
+from swiftllm.llm import LLM
 from swiftllm.server.engine_process import EngineService, ServiceLimits
 from swiftllm.server.settings import ServerSettings
 from tests.swiftllm.server.api.contract.test_tools import TOOLS

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from swiftllm import LLM
+from swiftllm.llm import LLM
 from swiftllm.server.engine_process import EngineService, ServiceLimits
 from swiftllm.server.settings import ServerSettings
 from tests.swiftllm.server.api.test_errors import CHAT, HELLO

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from swiftllm import LLM, SamplingParams
+from swiftllm import SamplingParams
+from swiftllm.llm import LLM
 from swiftllm.server.answer import that_fit
 from swiftllm.server.engine_process import EngineService
 from swiftllm.server.settings import ServerSettings

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from swiftllm import LLM
+from swiftllm.llm import LLM
 from swiftllm.server import translation
 from swiftllm.server.engine_process import EngineService, ServiceLimits
 from swiftllm.server.parsing import parse_body
