@@ -26,8 +26,8 @@ from rich.console import Console
 from apex.cli.options import ConfigFile, SystemName, parse_command
 from apex.cli.output import stdout_console
 from evaluation.drivers import TorchTask, run_simulated_point, run_torch_point
-from evaluation.groundtruth.report import show_runs
-from evaluation.measure.profiles import (
+from evaluation.groundtruth.judge import show_runs
+from evaluation.measure.live_systems import (
     MachineProfiles,
     OperationError,
     ProfiledMachine,
@@ -38,8 +38,7 @@ from evaluation.measure.profiles import (
 from evaluation.plots.style import FAINT, FigureText, legend, save_figure, sheet, system_colour, tidy_axes
 from evaluation.results.folder import FlatRecord, to_json
 from evaluation.results.paths import RESULTS_DIR
-from evaluation.results.rows import frame_of
-from evaluation.results.tables import rows_table
+from evaluation.results.rows import frame_of, rows_table
 from evaluation.run import Point, PointResult, Run, one_line_errors
 from evaluation.studies.papers import FigureOptions, small_points
 from evaluation.study import Study

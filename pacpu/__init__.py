@@ -9,9 +9,8 @@ environment variable PACPU_ISA (portable, avx2, avx512, avx512bf16 or amx). Impo
 cannot be used here. Where the extension is not built (`is_built` is false) the first call fails with ImportError.
 """
 
+from importlib.util import find_spec
 from typing import Any
-
-from pacpu.extension import is_built, native
 
 __all__ = [
     "HEADS",
@@ -32,6 +31,25 @@ __all__ = [
     "unavailable_isas",
     "zero",
 ]
+
+
+class NotBuilt:
+    """Fails at the first use and not at import: block tables, schedulers and the simulator use no native code."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ImportError(
+            "the CPU kernels are not built: `python setup.py build_ext --inplace` builds them, and needs g++",
+            name="pacpu",
+        )
+
+
+is_built = find_spec("pacpu._pacpu") is not None
+if is_built:
+    import pacpu._pacpu as native
+else:
+    native: Any = NotBuilt()
 
 PREFETCHES = ("none", "L2", "L1")
 """What the native kernel asks memory for ahead of time: the beginning of each block only, or all of it, into the second

@@ -10,7 +10,7 @@ has written anything.
 from collections.abc import Sequence
 from typing import Any
 
-from pacpu.extension import native
+from pacpu import native
 
 __all__ = [
     "CODE_COLUMNS",

@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 
-from apex.cli.attention_host import AttentionHostCommand
 from apex.cli.bench import Bench
 from apex.cli.doctor import Doctor
 from apex.cli.generate import Generate
 from apex.cli.options import parse_command, unknown_name
 from apex.cli.output import InputError, stdout_console, table
 from apex.cli.profile import Profile
-from apex.cli.serve import Serve
+from apex.cli.serve import AttentionHostCommand, Serve
 from apex.cli.simulate import Simulate
 from apex.cli.validate import OPTIONAL_VERBS, run_optional
 from swiftllm import __version__

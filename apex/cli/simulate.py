@@ -13,11 +13,11 @@ from apex.cli.options import BestEffortFlags, OutputFile, StrategyFlags, SystemN
 from apex.cli.output import input_errors, stdout_console
 from apex.cli.systems_command import Remaining, SystemsCommand
 from apex.cli.traffic import TrafficFlags
+from apex.perf.model import decode_bound
 from apex.replay.loop import check_requests
 from apex.replay.metrics import makespan_s
 from apex.replay.records import REFUSED, Replay, ReplayRequest, RequestRecord
 from apex.simulator.backend import VLLM, VLLM_DEFAULTS, SimulatedBackend, vllm_runtime
-from apex.simulator.bound import decode_bound
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
 from swiftllm.config import CpuKVDtype, EngineConfig

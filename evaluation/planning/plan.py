@@ -15,9 +15,8 @@ from rich.progress import track
 from apex.cli.output import number, table
 from evaluation.drivers import SimulatedTask, TorchTask, run_simulated_point
 from evaluation.grid import Grid, Place, clip_lengths, lengths_of, setting_of
-from evaluation.measure.live_systems import LaunchedTask, LiveSystems
+from evaluation.measure.live_systems import LaunchedTask, LiveSystems, ProfiledMachine, simulated_twin
 from evaluation.measure.processes import ChildEnded
-from evaluation.measure.profiles import ProfiledMachine, simulated_twin
 from evaluation.planning.setting import LocalSetting, local_setting, on_hosts_here, panels_for_rehearsal, panels_here
 from evaluation.results.progress import format_s, print_line
 from evaluation.results.provenance import cpu_kernels, fingerprint, source_hash

@@ -6,19 +6,20 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.figure import Figure as Drawing
 from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from evaluation.plots.notes import PREDICTION
+from evaluation.plots.notes import PREDICTION, figure_text
 from evaluation.plots.style import (
     FAINT,
     INK,
@@ -33,6 +34,14 @@ from evaluation.plots.style import (
     times,
 )
 from evaluation.results.folder import PREDICTED, FlatRecord, span_of
+from evaluation.results.rows import distinct, grouped
+from evaluation.run import Run
+
+if TYPE_CHECKING:
+    from evaluation.study import Axis
+    from evaluation.study import Figure as DeclaredFigure
+
+# -- charts ------------------------------------------------------------------------------------------------------------
 
 # -- bars side by side in groups: panels in a row, parts of a figure in a column --------------------------------------
 
@@ -506,3 +515,51 @@ def draw_plane(ax: Axes, plane: Plane, scale: ScalarMappable) -> None:
     ax.set_title(plane.subtitle, loc="left", fontsize=7.5, color=FAINT, pad=4)
     title = {"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": 9, "fontweight": "bold"}
     ax.annotate(plane.title, (0, 1), (0, 15), **title)
+
+
+# -- figures that a study declares -------------------------------------------------------------------------------------
+# Draws a :class:`evaluation.study.Figure`.
+
+
+def draw(figure: DeclaredFigure, run: Run) -> Drawing:
+    """The panels of a figure, those of each vertical axis in a row.
+
+    Raises:
+        ValueError: there is nothing to draw.
+    """
+    text = figure_text(figure.title, run.summary, run.machine, first_note=figure.notes)
+    drawn = [row for row in run.summary if figure.is_drawn(row)]
+    panels = [(rows, y) for y in figure.y for rows in grouped(drawn, *figure.panel).values()]
+    if figure.kind == "bars":
+        return throughput_figure(
+            [Half([bar_panel(figure, *panel) for panel in panels], distinct(drawn, "system"), text)]
+        )
+    lines = [line_panel(figure, *panel) for panel in panels]
+    return line_figure(lines, text, columns=len(panels) // len(figure.y))
+
+
+def title_of(figure: DeclaredFigure, row: FlatRecord) -> str:
+    return figure.title_of(row) if figure.title_of else ", ".join(str(row[name]) for name in figure.panel)
+
+
+def line_panel(figure: DeclaredFigure, rows: Sequence[FlatRecord], y: Axis) -> LinePanel:
+    lines = []
+    for here in grouped(rows, *figure.series).values():
+        first, points = here[0], [(row[figure.x], row[y.field]) for row in here if row[y.field] is not None]
+        label = figure.label_of(first) if figure.label_of else ", ".join(str(first[name]) for name in figure.series)
+        lines.append(Series(label, system_colour(first["system"]), points, **figure.look_of(first)))
+    return LinePanel(title_of(figure, rows[0]), figure.x_label, y.label, lines, log_x=figure.log_x, log_y=y.log)
+
+
+def bar_panel(figure: DeclaredFigure, rows: Sequence[FlatRecord], y: Axis) -> BarPanel:
+    """Each group has a place for each series, which is empty where there is no result."""
+
+    def bar(row: FlatRecord) -> Bar | None:
+        value = row.get(y.field)
+        return None if value is None else Bar(value, system_colour(row["system"]), **figure.look_of(row))
+
+    series, groups = grouped(rows, *figure.series), []
+    for x, here in grouped(rows, figure.x).items():
+        there = {key: of_one[0] for key, of_one in grouped(here, *figure.series).items()}
+        groups.append((str(x), [bar(there.get(key, {})) for key in series]))
+    return BarPanel(title_of(figure, rows[0]), figure.x_label, groups, y.label)

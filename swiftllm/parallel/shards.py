@@ -25,8 +25,8 @@ from swiftllm.model.weights import LlamaWeights, ModelPart
 from swiftllm.ops.interface import Linear, Ops
 from swiftllm.parallel.communication import Group
 from swiftllm.runtime.execution_context import ExecutionContext
-from swiftllm.runtime.loaded_model import LoadedModel
 from swiftllm.runtime.memory import check_weights
+from swiftllm.runtime.torch_backend import LoadedModel
 
 # -- what a rank holds -------------------------------------------------------------------------------------------------
 

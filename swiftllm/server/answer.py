@@ -22,12 +22,12 @@ from starlette.types import Message, Receive, Scope, Send
 from swiftllm.core.request import RequestRefused, SamplingParams, TokenLogprob
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.sampling.trial import TriedGrammar
-from swiftllm.server.answer_parts import Reader
 from swiftllm.server.context import ServingContext
 from swiftllm.server.messages import Delta, NewRequest, RequestFailed, TokenStream
 from swiftllm.server.output_text import OutputText, Piece, ReadText
 from swiftllm.server.parsing import ApiError, as_api_error
 from swiftllm.server.protocol import GenerationRequest
+from swiftllm.server.tool_calls import Reader
 
 # -- server-sent events ------------------------------------------------------------------------------------------------
 # Sends server-sent events; it needs no asyncio task while the client keeps up.

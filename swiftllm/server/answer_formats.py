@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from swiftllm.server.answer_parts import HoldingReader, Kind, Part, Reader, first_mark, num_sure
 from swiftllm.server.tool_calls import (
     FORMATS,
     NO_TOOLS,
@@ -13,9 +12,15 @@ from swiftllm.server.tool_calls import (
     CallReader,
     FirstCallReader,
     ForcedCall,
+    HoldingReader,
+    Kind,
+    Part,
+    Reader,
     Tools,
+    first_mark,
     long_id,
     new_call,
+    num_sure,
     object_of,
 )
 
@@ -102,7 +107,7 @@ def is_harmony(template: str) -> bool:
 
 
 class HarmonyReader(HoldingReader):
-    """See :class:`~swiftllm.server.answer_parts.Reader`. Text that follows no header is content."""
+    """See :class:`~swiftllm.server.tool_calls.Reader`. Text that follows no header is content."""
 
     def __init__(self, prompt: str, has_tools: bool) -> None:
         """``prompt`` may end within a message, which then goes on."""

@@ -13,10 +13,10 @@ from fastapi import Request, Response
 from swiftllm.core.request import TokenLogprob
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.server.answer import Answer, Choice, Generation, Prompt, as_json, finite, text_as_json, token_text
-from swiftllm.server.answer_parts import Part, joined
 from swiftllm.server.context import ServingContext
 from swiftllm.server.output_text import Piece, TokenTexts, parts_of
 from swiftllm.server.protocol import ChatRequest, CompletionRequest
+from swiftllm.server.tool_calls import Part, joined
 from swiftllm.server.tools import may_follow, parameters_of
 
 # -- completions -------------------------------------------------------------------------------------------------------

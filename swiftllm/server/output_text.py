@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from swiftllm.core.request import TokenLogprob
 from swiftllm.model.tokenizer import Tokenizer
-from swiftllm.server.answer_parts import Part, Reader, first_mark, joined, num_sure
 from swiftllm.server.messages import Delta
-from swiftllm.server.tool_calls import object_of
+from swiftllm.server.tool_calls import Part, Reader, first_mark, joined, num_sure, object_of
 
 
 class StopStrings:

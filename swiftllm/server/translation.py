@@ -14,10 +14,10 @@ from fastapi.responses import Response
 
 from swiftllm.core.request import TokenLogprob
 from swiftllm.server.answer import AnyAnswer, Choice, Generation, as_json
-from swiftllm.server.answer_parts import Part
 from swiftllm.server.output_text import Piece, parts_of
 from swiftllm.server.parsing import ApiError, as_api_error, parse_body
 from swiftllm.server.protocol import ChatRequest, GenerationRequest, TextPart, refuse
+from swiftllm.server.tool_calls import Part
 
 # -- bodies ------------------------------------------------------------------------------------------------------------
 # What the bodies of the translated APIs have in common.

@@ -16,7 +16,7 @@ from evaluation import artifact
 from evaluation.drivers import TorchTask
 from evaluation.grid import simulated_hardware
 from evaluation.measure import live_systems
-from evaluation.measure.profiles import ProfiledMachine
+from evaluation.measure.live_systems import ProfiledMachine
 from evaluation.planning import plan as planning
 from evaluation.planning import setting
 from evaluation.run import Point

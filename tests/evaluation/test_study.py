@@ -115,10 +115,10 @@ def test_a_table_has_a_part_for_each_group_and_no_empty_columns() -> None:
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
-    from evaluation.plots import declared
+    from evaluation.plots import charts
     from evaluation.plots.style import FigureText
 
-    monkeypatch.setattr(declared, "figure_text", lambda *_, first_note: FigureText("T", "", first_note))
+    monkeypatch.setattr(charts, "figure_text", lambda *_, first_note: FigureText("T", "", first_note))
     fields = {
         "x": "out", "x_label": "output", "y": [Axis("output_tokens_per_s", "tok/s")], "panel": ["tier"],
         "is_drawn": lambda row: row["tier"] is not None, "notes": "a note", **changes,

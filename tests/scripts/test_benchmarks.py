@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from apex.cli.options import parse_options
-from benchmarks.bench_server_overhead import COLUMNS, Options, TooFewTokens, main, summarise
-from benchmarks.overhead_clients import ClientStream
+from benchmarks.bench_server_overhead import COLUMNS, ClientStream, Options, TooFewTokens, main, summarise
 from evaluation.results.folder import markdown_table
 from evaluation.results.paths import REPO_ROOT
 from evaluation.results.rows import MEASURED, kind_of

@@ -8,8 +8,7 @@ from statistics import fmean, median
 
 import pytest
 
-from apex.perf.model import ExpertTimes, PerfModel, flat_from_tokens, touched_experts
-from apex.simulator.bound import decode_bound
+from apex.perf.model import ExpertTimes, PerfModel, decode_bound, flat_from_tokens, touched_experts
 from apex.simulator.predicted_machine import predict_machine
 from apex.source_tree import configs_folder
 from evaluation.calibration.experts import FITTED, LEFT_OUT, errors, fit, read_rows

@@ -14,16 +14,17 @@ from evaluation.groundtruth.judge import (
     Judged,
     Outcome,
     all_terms,
+    draw_run,
     judge,
     ladder,
     link_of,
     load_at,
     recorded_errors,
+    remarks,
     shard_terms,
     table_of_operators,
     worse_than_recorded,
 )
-from evaluation.groundtruth.report import draw_run, remarks
 from evaluation.groundtruth.runs import MODELS, RunModel, find_model, read_run
 from tests.evaluation.groundtruth.folders import change_meta, write_run
 

@@ -16,7 +16,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device import CudaDevice
-from swiftllm.runtime import loaded_model
+from swiftllm.runtime import torch_backend
 from swiftllm.runtime.cpu_tier import InlineWorker
 from swiftllm.runtime.graphs import LayerGraphs
 from swiftllm.runtime.torch_backend import open_torch_backend
@@ -229,7 +229,7 @@ def test_where_another_rank_fails_to_capture_there_are_no_graphs_here(model_dir,
                     raise RuntimeError("out of memory")
                 return refuse(device, work)
 
-            patch.setattr(loaded_model, "LayerGraphs", among_others)
+            patch.setattr(torch_backend, "LayerGraphs", among_others)
             patch.setattr(CudaDevice, "capture", raise_or_capture)
             why = "out of memory" if fails_here else "another rank failed to capture"
             with pytest.warns(UserWarning, match=f"one by one, since they cannot be captured: {why}"):

@@ -13,9 +13,9 @@ from evaluation.measure.http import replay_workload
 from evaluation.measure.server import connect_server
 from evaluation.options import experiment_settings
 from evaluation.run import Point, Run
-from evaluation.studies.omniserve import Options
-from evaluation.studies.omniserve_http import (
+from evaluation.studies.omniserve import (
     BURST,
+    Options,
     contract,
     found_here,
     median_gap_s,

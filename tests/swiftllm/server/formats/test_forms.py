@@ -8,9 +8,8 @@ import re
 import pytest
 
 from swiftllm.server.answer_formats import Formats
-from swiftllm.server.answer_parts import Part, Reader, joined
 from swiftllm.server.settings import ServerSettings
-from swiftllm.server.tool_calls import FORMATS, CallReader, format_of
+from swiftllm.server.tool_calls import FORMATS, CallReader, Part, Reader, format_of, joined
 
 TOOLS = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
 TEMPLATES = {

@@ -9,7 +9,7 @@ import pytest
 
 from swiftllm.server import answer_formats
 from swiftllm.server.answer_formats import LONGEST_HEADER, Formats, HarmonyReader, is_harmony
-from swiftllm.server.answer_parts import Part
+from swiftllm.server.tool_calls import Part
 from tests.swiftllm.server.formats.test_readers import calls_in, cut, read
 
 PROMPT = "<|start|>user<|message|>Hi<|end|><|start|>assistant"

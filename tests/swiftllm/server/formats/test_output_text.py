@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from swiftllm.core.request import TokenLogprob
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.server.answer_formats import ContentReader, ReasoningReader
-from swiftllm.server.answer_parts import Part, joined
 from swiftllm.server.messages import Delta
 from swiftllm.server.output_text import OutputText, ReadText, StopStrings
+from swiftllm.server.tool_calls import Part, joined
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 
 TEXTS = st.text("ab\n", max_size=30)

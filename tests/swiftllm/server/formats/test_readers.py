@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from swiftllm.server.answer_formats import ContentReader, Formats, ReasoningReader, reasons
-from swiftllm.server.answer_parts import Part, Reader, joined
-from swiftllm.server.tool_calls import FORMATS, CallReader, FirstCallReader, ForcedCall
+from swiftllm.server.tool_calls import FORMATS, CallReader, FirstCallReader, ForcedCall, Part, Reader, joined
 
 ONE, TWO = '{"name": "f", "arguments": {"a": "<x>"}}', '{"name": "g", "parameters": {}}'
 CALLS = [("f", {"a": "<x>"}), ("g", {})]

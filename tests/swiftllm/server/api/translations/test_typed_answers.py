@@ -11,11 +11,11 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from swiftllm.server.answer_parts import Part
 from swiftllm.server.anthropic import MessageAnswer
 from swiftllm.server.output_text import Piece
 from swiftllm.server.protocol import ChatRequest
 from swiftllm.server.responses import ResponseAnswer, ResponsesRequest
+from swiftllm.server.tool_calls import Part
 from swiftllm.server.translation import TypedAnswer
 
 PARTS = [
