@@ -152,12 +152,12 @@ def _run_round() -> dict[str, list[float]]:
     scheduler.plan, scheduler.observe, state.apply = map(stopwatch.wrap, (plan, observe, apply))
     values: dict[str, list[float]] = {"seconds": [], "gpu": [], "cpu": [], "prefill_tokens": []}
     for _ in range(ITERATIONS):
-        stopwatch.seconds, prefills_before = 0.0, _engine.stats().prefill_tokens
+        stopwatch.seconds, prefills_before = 0.0, _engine.stats().prompt_tokens
         _engine.step()
         values["seconds"].append(stopwatch.seconds)
         for tier, queue in state.running.items():
             values[tier.value].append(len(queue))
-        values["prefill_tokens"].append(_engine.stats().prefill_tokens - prefills_before)
+        values["prefill_tokens"].append(_engine.stats().prompt_tokens - prefills_before)
     scheduler.plan, scheduler.observe, state.apply = plan, observe, apply
     return values
 

@@ -154,7 +154,7 @@ def abort_unfinished(engine: Engine, requests: Iterable[Request]) -> None:
 def progress_counters(engine: Engine) -> tuple[float, ...]:
     """Counters of which at least one grows whenever a request makes progress."""
     stats = engine.stats()
-    return (stats.output_tokens, stats.prefill_tokens, stats.cpu_busy_s)
+    return (stats.output_tokens, stats.prompt_tokens, stats.cpu_busy_s)
 
 
 @contextlib.contextmanager

@@ -236,9 +236,9 @@ def turn_times(engine: Engine, task: SharingTask) -> dict[str, float]:
 def shared_tokens(engine: Engine, task: SharingTask) -> dict[str, float]:
     """Prompt tokens computed for the sharers over the fewest possible: whole blocks are shared, each computed once."""
     head, *tails = prompts_for(task, [task.shared] + [task.prompt - task.shared] * task.sharers, seed=1)
-    before = engine.stats().prefill_tokens
+    before = engine.stats().prompt_tokens
     ask(engine, [[*head, *tail] for tail in tails], task.answer)
-    computed = engine.stats().prefill_tokens - before
+    computed = engine.stats().prompt_tokens - before
     in_blocks = task.shared // task.engine.block_size * task.engine.block_size
     fewest = task.sharers * task.prompt - (task.sharers - 1) * in_blocks
     return {"computed_tokens": computed, "computed_over_fewest": computed / fewest}

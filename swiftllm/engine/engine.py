@@ -51,14 +51,15 @@ class HostWatch(Protocol):
 class EngineStats:
     """Sums over all iterations. Times are seconds of the engine's clock.
 
-    ``prefix_queries`` counts the tokens of prompts that were started with a prefix cache, and ``prefix_hits`` those of
-    them that were found there, by tier: once a request, when it has its first token.
+    ``prompt_tokens`` are those computed; recomputed ones count again. ``prefix_queries`` counts the tokens of prompts
+    that were started with a prefix cache, and ``prefix_hits`` those of them that were found there, by tier: once a
+    request, when it has its first token. ``duration_s`` is the time of all iterations together.
     """
 
     iterations: int = 0
     output_tokens: int = 0
     best_effort_output_tokens: int = 0
-    prefill_tokens: int = 0
+    prompt_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: dict[str, int] = field(default_factory=Counter)
     duration_s: float = 0.0
@@ -76,7 +77,7 @@ class EngineStats:
     def record_iteration(self, plan: IterationPlan, result: StepResult) -> None:
         self.iterations += 1
         self.output_tokens += len(result.tokens)
-        self.prefill_tokens += sum(item.num_tokens for item in plan.prefills)
+        self.prompt_tokens += sum(item.num_tokens for item in plan.prefills)
         self.duration_s += result.duration_s
         self.gpu_batch_busy_s += result.gpu_batch_busy_s
         self.cpu_busy_s += result.cpu_busy_s

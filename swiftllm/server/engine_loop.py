@@ -536,7 +536,7 @@ class EngineLoop:
 
     def _watch_progress(self, has_outputs: bool) -> None:
         stats, now_s = self.engine.stats(), self.clock()
-        done = (stats.prefill_tokens, stats.cpu_busy_s)
+        done = (stats.prompt_tokens, stats.cpu_busy_s)
         if has_outputs or done != self._done or not self.engine.has_unfinished():
             self._done, self._done_s = done, now_s
         elif now_s - self._done_s > self.stall_timeout_s:

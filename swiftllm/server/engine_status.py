@@ -15,7 +15,7 @@ import msgspec
 
 from swiftllm.core.plan import IterationPlan, StepResult
 from swiftllm.core.request import Request, RequestOutput, RequestStatus, ServiceClass, Slo, Tier
-from swiftllm.engine.engine import Engine
+from swiftllm.engine.engine import Engine, EngineStats
 
 # -- histograms --------------------------------------------------------------------------------------------------------
 # What an engine's requests and iterations were like, as histograms.
@@ -155,7 +155,7 @@ class Health:
     """One line; empty while the status is ``ok``."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counts:
     """Current requests by where their KV cache is, and the tokens sampled since the start."""
 
@@ -165,12 +165,12 @@ class Counts:
     output_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class Snapshot(Counts):
-    """The service after its last step. Times are in seconds; counts are since the start unless stated otherwise."""
+@dataclass
+class Snapshot(EngineStats, Counts):
+    """The service after its last step: the engine's sums since its start, and its state now. It never changes."""
 
     time_s: float = 0.0
-    """Time of the engine's clock."""
+    """Seconds of the engine's clock."""
     uptime_s: float = 0.0
     health: Health = Health()
 
@@ -186,32 +186,12 @@ class Snapshot(Counts):
     """Blocks that no request holds, with K and V that later ones may find; they count as free."""
     cpu_blocks_cached: int = 0
 
-    iterations: int = 0
-    prompt_tokens: int = 0
-    """Prompt tokens computed; recomputed ones count again."""
-    prefix_queries: int = 0
-    """Tokens of prompts that were started with a prefix cache."""
-    prefix_hits: Mapping[str, int] = field(default_factory=dict)
-    """Those of them that were found in it, by tier."""
     finished: Mapping[str, int] = field(default_factory=dict)
     """By reason: stop, length, abort, and those of :class:`swiftllm.server.messages.RequestFailed`."""
     refused: int = 0
     """Requests refused before queueing, for any reason."""
-    preemptions: int = 0
-    swapped_blocks: int = 0
     step_failures: int = 0
     """Steps that raised; their requests continued, except those in ``finished["engine_error"]``."""
-    worker_restarts: int = 0
-    hosts_connected: int = 0
-    host_deaths: int = 0
-    recomputed_after_host_deaths: int = 0
-
-    gpu_batch_busy_s: float = 0.0
-    cpu_busy_s: float = 0.0
-    duration_s: float = 0.0
-    """Time of all iterations together."""
-    predicted_s: float = 0.0
-    strategy_iterations: Mapping[str, int] = field(default_factory=dict)
     prediction_factors: Mapping[str, float] = field(default_factory=dict)
     """By operation, see :attr:`swiftllm.scheduling.scheduler.Scheduler.prediction_factors`."""
 
@@ -219,8 +199,9 @@ class Snapshot(Counts):
 def take_snapshot(engine: Engine, held: Collection[Request], step_failures: int) -> Snapshot:
     """Reads the engine, so only on its thread. ``held`` requests wait outside the engine."""
     state, pools = engine.state, engine.kv.block_pools
-    counters = dict(vars(engine.stats()))
-    del counters["best_effort_output_tokens"]  # it is among the classes
+    sums = dict(vars(engine.stats()))
+    # The engine goes on counting in its own dictionaries.
+    sums |= {name: dict(sums[name]) for name in ("prefix_hits", "strategy_iterations")}
     return Snapshot(
         time_s=engine.now(),
         waiting=len(state.waiting) + len(held),
@@ -234,12 +215,9 @@ def take_snapshot(engine: Engine, held: Collection[Request], step_failures: int)
         cpu_blocks_total=pools[Tier.CPU].num_blocks,
         gpu_blocks_cached=pools[Tier.GPU].num_cached,
         cpu_blocks_cached=pools[Tier.CPU].num_cached,
-        prompt_tokens=counters.pop("prefill_tokens"),
-        prefix_hits=dict(counters.pop("prefix_hits")),
         step_failures=step_failures,
-        strategy_iterations=dict(counters.pop("strategy_iterations")),
         prediction_factors=engine.scheduler.prediction_factors,
-        **counters,
+        **sums,
     )
 
 

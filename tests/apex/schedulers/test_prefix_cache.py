@@ -163,7 +163,7 @@ def test_requests_that_arrive_together_compute_a_shared_prompt_once(system: str,
             engine.step()
         stats, own = engine.stats(), 1100 - min(shared, 1098) // 16 * 16
         assert stats.preemptions == 0
-        assert stats.prefill_tokens == 1100 + 63 * own
+        assert stats.prompt_tokens == 1100 + 63 * own
         assert stats.prefix_queries == 64 * 1100 and sum(stats.prefix_hits.values()) == 63 * (1100 - own)
 
 
@@ -215,14 +215,14 @@ def test_a_preempted_request_finds_its_own_blocks() -> None:
     request = engine.add(engine.make_request("r", prompt, SamplingParams(max_tokens=30, ignore_eos=True)))
     for _ in range(12):
         engine.step()
-    computed = engine.stats().prefill_tokens
+    computed = engine.stats().prompt_tokens
     engine.state.begin_plan()
     engine.state.recompute(request)
     num_tokens = request.num_tokens
     while engine.has_unfinished():
         engine.step()
     assert request.output_token_ids == expected_output(prompt, 30, ignore_eos=True)
-    assert engine.stats().prefill_tokens - computed == num_tokens - (num_tokens - 2) // 4 * 4
+    assert engine.stats().prompt_tokens - computed == num_tokens - (num_tokens - 2) // 4 * 4
     assert engine.stats().prefix_hits == {}, "the prompt was computed once, and nothing was found for it"
     again = run(engine, "again", [*prompt, *request.output_token_ids], 1)
     assert again.num_cached_tokens == 36, "all blocks that were full with K and V"

@@ -96,12 +96,12 @@ def decode_only(
         engine.step()
     assert {tier: len(queue) for tier, queue in state.running.items()} == {Tier.GPU: num_gpu, Tier.CPU: num_cpu}
     contexts = {}
-    start_s, start_tokens, prefilled = engine.now(), engine.stats().output_tokens, engine.stats().prefill_tokens
+    start_s, start_tokens, prefilled = engine.now(), engine.stats().output_tokens, engine.stats().prompt_tokens
     for iteration in range(iterations):
         if iteration == iterations // 2:
             contexts = {tier: sum(r.num_tokens for r in queue) for tier, queue in state.running.items()}
         engine.step()
-    assert engine.stats().prefill_tokens == prefilled, "not decode-only"
+    assert engine.stats().prompt_tokens == prefilled, "not decode-only"
     return (engine.stats().output_tokens - start_tokens) / (engine.now() - start_s), contexts
 
 

@@ -52,11 +52,11 @@ class Backlog:
         """Output tokens per second, and each tier's mean context per request."""
         engine = self.engine
         start_s, before = engine.now(), engine.stats().output_tokens
-        prefilled = engine.stats().prefill_tokens
+        prefilled = engine.stats().prompt_tokens
         contexts = self.contexts()
         for _ in range(iterations):
             engine.step()
-        assert engine.stats().prefill_tokens == prefilled, "not decode-only"
+        assert engine.stats().prompt_tokens == prefilled, "not decode-only"
         contexts = {tier: (context + self.contexts()[tier]) / 2 for tier, context in contexts.items()}
         return (engine.stats().output_tokens - before) / (engine.now() - start_s), contexts
 

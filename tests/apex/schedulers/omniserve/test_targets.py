@@ -64,11 +64,11 @@ def test_cpu_batches_without_a_gpu_batch_do_not_correct_a_right_table(system: st
 def steady_rate(engine: Engine, iterations: int) -> tuple[float, float]:
     """Best-effort tokens per second, and seconds of an iteration."""
     start_s, tokens = engine.now(), engine.stats().best_effort_output_tokens
-    prompts = engine.stats().prefill_tokens
+    prompts = engine.stats().prompt_tokens
     for _ in range(iterations):
         engine.step()
     seconds = engine.now() - start_s
-    assert engine.stats().prefill_tokens == prompts
+    assert engine.stats().prompt_tokens == prompts
     return (engine.stats().best_effort_output_tokens - tokens) / seconds, seconds / iterations
 
 
