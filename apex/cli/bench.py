@@ -23,10 +23,9 @@ from apex.cli.options import (
     check_output_folder,
     running_engine,
 )
-from apex.cli.output import input_errors
+from apex.cli.output import input_errors, optional_module
 from apex.cli.systems_command import Remaining, SystemsCommand
 from apex.cli.traffic import AT_ONCE, TrafficFlags
-from apex.cli.validate import optional_module
 from apex.perf.online_correction import OPERATIONS
 from apex.placement.search import UniformLoad
 from apex.replay.loop import check_requests, replay_requests

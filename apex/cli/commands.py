@@ -9,11 +9,10 @@ from apex.cli.bench import Bench
 from apex.cli.doctor import Doctor
 from apex.cli.generate import Generate
 from apex.cli.options import parse_command, unknown_name
-from apex.cli.output import InputError, stdout_console, table
+from apex.cli.output import InputError, optional_module, stdout_console, table
 from apex.cli.profile import Profile
 from apex.cli.serve import AttentionHostCommand, Serve
 from apex.cli.simulate import Simulate
-from apex.cli.validate import OPTIONAL_VERBS, run_optional
 from swiftllm import __version__
 
 COMMANDS = {
@@ -25,6 +24,14 @@ COMMANDS = {
     "doctor": Doctor,
     "attention-host": AttentionHostCommand,
 }
+
+OPTIONAL_VERBS = {"validate": ("evaluation.validate", "Compare the simulator with real runs on this machine.")}
+"""Verbs of a package above this one, which `apex` may not import directly: the module of each, and its summary."""
+
+
+def run_optional(verb: str, arguments: Sequence[str]) -> int:
+    """Run a verb of another package, which is imported by name, and return its exit status."""
+    return optional_module(OPTIONAL_VERBS[verb][0], f"apex {verb}").command(arguments)
 
 
 def run(arguments: Sequence[str]) -> int:

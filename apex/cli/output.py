@@ -1,9 +1,12 @@
-"""What commands print: numbers, tables and errors."""
+"""What commands print: numbers, tables and errors, such as that of a package which is not installed."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 
 from rich.console import Console
 from rich.table import Table
@@ -81,3 +84,17 @@ def input_errors(*, of_engine: bool = True) -> Iterator[None]:
         yield
     except (ValueError, OSError, InsufficientMemory, RankFailed) as error:
         raise InputError(str(error)) from error
+
+
+# -- packages that may be absent ---------------------------------------------------------------------------------------
+
+
+def optional_module(module: str, wanted_by: str) -> ModuleType:
+    """A module of a package above this one."""
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise InputError(
+            f"`{wanted_by}` comes with the package `{package}`, which is not installed: run it from the repository, "
+            "or install it with `make setup`"
+        )
+    return importlib.import_module(module)

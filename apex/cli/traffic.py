@@ -52,7 +52,7 @@ class TrafficFlags:
     request_rate: tuple[float, ...] = ()
     """Requests per second, arriving at random (Poisson), one run for each; by default all are there from the start."""
     trace_arrivals: bool = False
-    """Add a run in which requests arrive when the --workload says."""
+    """Add a run in which requests arrive when the file of the workload says."""
     slo_ttft: float | None = None
     """Target: seconds to the first token. Goodput counts the requests that meet both targets; omniserve and sarathi
     plan by them, as by --ttft-slo-s."""

@@ -42,7 +42,8 @@ from swiftllm.ops.interface import Ops
 from swiftllm.ops.select import select_ops
 from swiftllm.runtime.cpu_tuning import read_limit
 from swiftllm.runtime.execution_context import resolve_dtype, resolve_kernel, resolve_residual_dtype
-from swiftllm.runtime.memory import CPU_TIER_SHARE, HOST_HEADROOM_BYTES, embedding_bytes, estimate_memory, stage_bytes
+from swiftllm.runtime.memory import CPU_TIER_SHARE, HOST_HEADROOM_BYTES, embedding_bytes, stage_bytes
+from swiftllm.runtime.memory_estimate import estimate_memory
 
 # -- the memory there is -----------------------------------------------------------------------------------------------
 # The memory of GPU and host that an engine has for weights and KV cache, before the model is loaded.

@@ -23,7 +23,8 @@ from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.kv.tensors import cpu_format
 from swiftllm.machine import InsufficientMemory
 from swiftllm.model.config import ModelConfig
-from swiftllm.runtime.memory import MemoryBudget, blocks_in, estimate_memory
+from swiftllm.runtime.memory import MemoryBudget, blocks_in
+from swiftllm.runtime.memory_estimate import estimate_memory
 from swiftllm.scheduling.validation import SchedulerLimits
 
 # -- the settings ------------------------------------------------------------------------------------------------------

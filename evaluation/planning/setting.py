@@ -31,7 +31,8 @@ from swiftllm.machine import GIB, Card, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.folder import HUB_NAME, DamagedFile, model_folder, weight_files
 from swiftllm.runtime.execution_context import resolve_residual_dtype
-from swiftllm.runtime.memory import MemoryBudget, blocks_in, estimate_memory
+from swiftllm.runtime.memory import MemoryBudget, blocks_in
+from swiftllm.runtime.memory_estimate import estimate_memory
 
 # -- panels that apply here -------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from evaluation.study import Study, command
 from swiftllm.config import EngineConfig
 from swiftllm.files import write_atomically
 from swiftllm.machine import GIB
-from swiftllm.runtime.memory import estimate_memory
+from swiftllm.runtime.memory_estimate import estimate_memory
 
 NAME = "aws"
 PAIRS = (("apex", "vllm"), ("apex", "neo"), ("neo", "vllm"), ("adaptive", "vllm"))

@@ -26,7 +26,8 @@ from swiftllm.runtime.cpu_tier import AttentionTask, CpuTier, InlineWorker, Loca
 from swiftllm.runtime.execution_context import CoreDivision, ExecutionContext, device_name
 from swiftllm.runtime.graphs import LayerGraphs
 from swiftllm.runtime.kv_transfers import KVTransfers, Pacer
-from swiftllm.runtime.memory import check_weights, plan_blocks, widest_iteration
+from swiftllm.runtime.memory import check_weights, plan_blocks
+from swiftllm.runtime.memory_estimate import widest_iteration
 from swiftllm.runtime.model_input import (
     BatchBuilder,
     CpuBatchInput,

@@ -18,12 +18,11 @@ import pytest
 import swiftllm
 from apex.cli import main
 from apex.cli.bench import correction_line
-from apex.cli.commands import COMMANDS
+from apex.cli.commands import COMMANDS, OPTIONAL_VERBS
 from apex.cli.options import SystemName
 from apex.cli.profile import attention_rate, key_figures
 from apex.cli.systems_command import figures_table
 from apex.cli.traffic import SERVICE_COLUMNS
-from apex.cli.validate import OPTIONAL_VERBS
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.strategy import StrategyConfig
 from swiftllm.config import EngineConfig

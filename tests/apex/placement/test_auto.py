@@ -85,10 +85,10 @@ def test_an_engine_on_a_small_card_gives_the_same_tokens(model_dir, system):
 def test_blocks_fill_what_the_weights_leave(model_dir, monkeypatch):
     """Without a number of blocks. The estimate of what an iteration takes is made before anything is loaded."""
     give_times(monkeypatch, **FAST_LINK)
-    for module in ("apex.placement.measured", "swiftllm.runtime.memory"):
+    for module in ("apex.placement.measured", "swiftllm.runtime.memory_estimate"):
         monkeypatch.setattr(f"{module}.CONTEXT_BYTES", 0)  # a fake CUDA has none, and its card is small
     # The estimate knows no card's workspace of cuBLAS, and counts the largest.
-    monkeypatch.setattr("swiftllm.runtime.memory.LARGE_WORKSPACE_BYTES", cublas_workspace_bytes(8))
+    monkeypatch.setattr("swiftllm.runtime.memory_estimate.LARGE_WORKSPACE_BYTES", cublas_workspace_bytes(8))
     config = config_for(model_dir, num_cpu_blocks=0)
     with fake_gpu(1) as cuda:
         cuda.total_bytes = card_bytes(config, 5.0, tokens=64)

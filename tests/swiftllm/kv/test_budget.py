@@ -20,7 +20,8 @@ from swiftllm.kv.tensors import INT8, KVPools, block_bytes, tier_formats
 from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.weights import load_weights
-from swiftllm.runtime.memory import check_weights, estimate_memory, plan_blocks, weight_bytes, widest_iteration
+from swiftllm.runtime.memory import check_weights, plan_blocks, weight_bytes
+from swiftllm.runtime.memory_estimate import estimate_memory, widest_iteration
 from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_device import FakeCuda

@@ -14,7 +14,7 @@ from apex.simulator.hardware_files import load_model_config
 from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting, load_setting
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import Tier
-from swiftllm.device import CudaDevice
+from swiftllm.device import CONTEXT_BYTES, CudaDevice
 from swiftllm.kv.block_pool import LayerGroups
 from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
@@ -26,17 +26,14 @@ from swiftllm.model.weights import LlamaWeights, dummy_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.runtime.graphs import LayerGraphs
 from swiftllm.runtime.memory import (
-    CONTEXT_BYTES,
     HOST_HEADROOM_BYTES,
     MemoryBudget,
     WeightSizes,
-    activation_bytes,
-    estimate_memory,
     plan_blocks,
     weight_bytes,
     weights_advice,
-    widest_iteration,
 )
+from swiftllm.runtime.memory_estimate import activation_bytes, estimate_memory, widest_iteration
 from swiftllm.sampling.sampler import Sampler
 from tests.reference.meta_gpu import DEVICE, MetaGpu
 

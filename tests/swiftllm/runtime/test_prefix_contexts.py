@@ -10,7 +10,7 @@ import torch
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import SamplingParams, Tier
-from swiftllm.runtime.memory import widest_iteration
+from swiftllm.runtime.memory_estimate import widest_iteration
 from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_gpu import fake_gpu
