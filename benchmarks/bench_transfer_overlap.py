@@ -131,7 +131,6 @@ def blocks_of(tokens: int) -> int:
 
 def chunk(new: int, earlier: int, tier: Tier) -> GpuBatchItem:
     request = Request("prompt", (0,) * (earlier + new), SamplingParams(max_tokens=1))
-    request.cached_tokens = {tier: earlier}
     return GpuBatchItem(request, earlier, new, tier, True)
 
 

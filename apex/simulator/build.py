@@ -91,7 +91,7 @@ def build_simulated(
         interconnect=interconnect,
         weights=weights,
         runtime=runtime,
-        block_size=block_size,
+        groups=groups,
         synchronous=synchronous,
         whole_swaps=whole_swaps,
     )

@@ -16,9 +16,9 @@ Resources:
   A ``synchronous`` backend waits for each attention task as it is submitted, so that the GPU is idle meanwhile.
 - PCIe, one link each way. Swaps go layer by layer, out before in, and the GPU batch's attention waits for its layer's
   part.
-  So it does for what a chunk attends of a cached prefix in the CPU tier, copied while the layer before computes. Chunks
-  of prompts without a cached prefix leave these copies out, and K and V that prompts store in the CPU tier are copied
-  behind the layers that follow.
+  So it does for the earlier tokens that a chunk attends to in the CPU tier, of its own prompt or of a cached prefix,
+  copied while the layer before computes. K and V that prompts store in the CPU tier are copied behind the layers that
+  follow.
   With ``whole_swaps`` neither overlaps (NEO section 3.1 has layer-wise swapping): the GPU batch starts after all swaps,
   and an iteration ends with a copy of the K and V that its prompts stored in the CPU tier. With an
   :class:`Interconnect`, which gives their sizes, q, k, v go to the host and outputs back; without one the profile's CPU
@@ -43,8 +43,10 @@ from apex.simulator.virtual.weight_path import SimulatedWeights, StreamingLink, 
 from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
 from swiftllm.engine.backend import AttentionTimes, SwapTimes
+from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.model.stages.placement import Place
 
+BLOCKS_OF_16 = LayerGroups(16)
 PLACEHOLDER_TOKEN = 0
 """Every sampled token. Nothing is computed, so only ``max_tokens`` ends a request."""
 
@@ -109,12 +111,13 @@ class SimulatedBackend:
         interconnect: Interconnect | None = None,
         weights: SimulatedWeights | None = None,
         runtime: Runtime = OWN_ENGINE,
-        block_size: int = 16,
+        groups: LayerGroups = BLOCKS_OF_16,
         synchronous: bool = False,
         whole_swaps: bool = False,
     ) -> None:
         """``launch_s``: seconds to launch a stage or a layer's attention, for profiles that leave them out.
-        ``block_size``: tokens of a KV block. ``synchronous``, ``whole_swaps``: what does not overlap, see the module.
+        ``groups``: how many KV blocks a request has. ``synchronous``, ``whole_swaps``: what does not overlap, see the
+        module.
 
         Raises:
             ValueError: weights are placed, and there is no interconnect over which to stream them.
@@ -130,7 +133,7 @@ class SimulatedBackend:
         self._launch_s = launch_s
         self._interconnect = interconnect
         self._runtime = runtime
-        self._block_size = block_size
+        self._groups = groups
         self._synchronous = synchronous
         self._whole_swaps = whole_swaps
         self._context_from_s = 0.0  # when the copy of a layer's context may begin
@@ -188,15 +191,14 @@ class SimulatedBackend:
     def _context_s(self, items: Sequence[GpuBatchItem]) -> float:
         if self.model.table.prefill_attention_cpu_tier is not None:  # which has been measured with it
             return 0.0
-        found = [item for item in items if item.is_prefill and item.tier is Tier.CPU and item.request.cached_tokens]
-        blocks = sum(-(-item.start // self._block_size) for item in found)
-        return self.model.swap_s(blocks) / self.num_layers
+        earlier = [item.start for item in items if item.is_prefill and item.tier is Tier.CPU]
+        return self.model.swap_s(sum(map(self._groups.blocks_for, earlier))) / self.num_layers
 
     def _stored_s(self, items: Sequence[GpuBatchItem]) -> float:
         if not self._whole_swaps:
             return 0.0
         stored = [item.num_tokens for item in items if item.is_prefill and item.tier is Tier.CPU]
-        return self.model.swap_s(sum(-(-tokens // self._block_size) for tokens in stored))
+        return self.model.swap_s(sum(map(self._groups.blocks_for, stored)))
 
     def open_cpu_batch(self, requests: Sequence[Request]) -> SimulatedBatch:
         self._work_on_host(self._requests_s(len(requests)))

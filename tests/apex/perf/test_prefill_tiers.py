@@ -176,7 +176,6 @@ def test_the_online_correction_expects_the_times_of_the_tier(tier: Tier) -> None
 def test_a_simulation_counts_the_context_of_the_cpu_tier_once() -> None:
     """A measured table has its way to the GPU in the attention; a predicted one leaves it to the simulated link."""
     item = prefill("a", 100, 50, Tier.CPU)
-    item.request.cached_tokens = {Tier.CPU: 50}
     for table, counted in ((TABLE, False), (replace(TABLE, prefill_attention_cpu_tier=None), True)):
         gpu_batch = SimulatedBackend(PerfModel(table, LAYERS)).open_gpu_batch([item])
         assert (gpu_batch.context_s > 0) == counted

@@ -9,6 +9,7 @@ from apex.simulator.virtual.backend import SimulatedBackend
 from apex.simulator.virtual.cpu_path import Interconnect, Link, SimulatedWorker
 from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, RequestStatus, SamplingParams, Tier
+from swiftllm.kv.layer_groups import LayerGroups
 from tests.reference.linear_profile import ENDS_S, LAYERS, flat_ends_table, linear_s
 
 
@@ -267,13 +268,15 @@ def test_the_last_stage_is_for_sampled_rows_and_the_host_holds_up_the_gpu_batch(
     assert taken_s(lambda: backend.submit_cpu_attention(0, cpu_batch)) == pytest.approx(5e-3)
 
 
-def test_a_chunk_waits_for_a_cached_prefix_of_the_cpu_tier_layer_by_layer() -> None:
-    """Each layer's part is copied while the layer before computes; what takes longer than that is waited for."""
+@pytest.mark.parametrize("cached", [None, {Tier.CPU: 99_984}])
+def test_a_chunk_waits_for_earlier_tokens_of_the_cpu_tier_layer_by_layer(cached: dict[Tier, int] | None) -> None:
+    """Those of its own prompt, or of a cached prefix. Each layer's part is copied while the layer before computes; what
+    takes longer than that is waited for."""
 
-    def seconds(found: dict[Tier, int] | None) -> float:
-        backend, request = make_backend(), cpu_request("c", 100_000)
-        request.cached_tokens = found
-        gpu_batch = backend.open_gpu_batch([GpuBatchItem(request, 99_990, 10, Tier.CPU, True)])
+    def seconds(tier: Tier, start: int = 99_990) -> float:
+        backend, request = make_backend(), cpu_request("c", start + 10)
+        request.cached_tokens = cached
+        gpu_batch = backend.open_gpu_batch([GpuBatchItem(request, start, 10, tier, True)])
         for layer in range(-1, LAYERS):
             backend.run_stage(layer, [gpu_batch])
             if layer + 1 < LAYERS:
@@ -281,7 +284,17 @@ def test_a_chunk_waits_for_a_cached_prefix_of_the_cpu_tier_layer_by_layer() -> N
         return backend.now()
 
     copy_s = 1e-4 + -(-99_990 // 16) * 2e-5
-    layer_s = (seconds(None) - ENDS_S) / LAYERS
+    layer_s = (seconds(Tier.GPU) - ENDS_S) / LAYERS
     assert copy_s / LAYERS > layer_s, "the copy is what takes longer"
-    waited = seconds({Tier.CPU: 99_984}) - seconds(None)
+    waited = seconds(Tier.CPU) - seconds(Tier.GPU)
     assert copy_s - LAYERS * layer_s - ENDS_S <= waited < copy_s
+    assert seconds(Tier.CPU, 0) == seconds(Tier.GPU, 0), "the first chunk has nothing to wait for"
+
+
+def test_earlier_tokens_beyond_a_window_are_not_copied() -> None:
+    """Two groups, one of which keeps three blocks of 16 tokens: of 1,000 tokens 63 blocks and 3 are copied."""
+    groups = LayerGroups(16, (None, 33))
+    item = GpuBatchItem(cpu_request("c", 1010), 1000, 10, Tier.CPU, True)
+    assert make_backend(groups=groups).open_gpu_batch([item]).context_s == pytest.approx(
+        (1e-4 + (63 + 3) * 2e-5) / LAYERS
+    )
