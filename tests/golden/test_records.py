@@ -33,12 +33,13 @@ SAMPLES: dict[str, dict[str, object]] = {
     "neo-fig6": {"system": "neo", "gpu": "T4", "workload": "osc", "request_rate": 4.5},
     "neo-fig7": {"system": "vllm"},
     "neo-fig8": {"system": "fastdecode", "output_len": 10.0},
+    "neo-fig9": {"system": "adaptive", "gpu": "A10", "output_len": 10.0},
+    "neo-fig10a": {"system": "neo", "output_len": 10.0, "setting": "neo-g5-8xlarge"},
     "adaptive": {"system": "neo", "case": "2xh100-u2000-25"},
     "machines": {"system": "swiftllm", "case": "4xt4-llama-2-7b-tp1-250-500"},
 }
 """What picks the row: one that takes a second or two, and each system once or more."""
 NOT_SAMPLED = {
-    **dict.fromkeys(("neo-fig9", "neo-fig10a"), "older than the simulator"),
     **dict.fromkeys(("compare_vllm", "compare_vllm_amd", "compare_vllm_two_cores"), "measured on a machine"),
     **dict.fromkeys(
         ("ablation", "bench_server_overhead", "fig1", "pacpu", "pacpu-batches", "validate"), "measured on a machine"
