@@ -18,17 +18,17 @@ from rich.console import Console
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo
-from evaluation.experiments.options import ResultsDir, experiment_settings
 from evaluation.experiments.papers.jobs import FigureJob, make_job, run_jobs, without_traceback
 from evaluation.experiments.papers.options import FigureOptions
-from evaluation.experiments.runner import Point, PointResult, RunPoint, one_line_errors
 from evaluation.measure.live_systems import LiveSystems
 from evaluation.measure.sessions import stop_on_sigterm
+from evaluation.options import ResultsDir, experiment_settings
 from evaluation.planning.prepare import measures_settings
 from evaluation.report import Options as ReportOptions
 from evaluation.report import main as write_report
 from evaluation.results.paths import RESULTS_DIR
 from evaluation.results.progress import print_line
+from evaluation.run import Point, PointResult, RunPoint, one_line_errors
 from swiftllm.machine import first_card
 
 FIGURES = (reproduce_fig5.FIGURE, reproduce_fig6.FIGURE, reproduce_fig7.FIGURE)

@@ -15,12 +15,12 @@ if __name__ == "__main__" and not __package__:  # run as a file
 from rich.console import Console
 
 from apex.cli.output import number
-from evaluation.experiments.experiment import Experiment, command
 from evaluation.experiments.machines import IDEAL, machine_points, with_machine_totals
-from evaluation.experiments.options import RunOptions, experiment_settings
+from evaluation.options import RunOptions, experiment_settings
 from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
+from evaluation.study import Study, command
 
 NAME = "machines"
 
@@ -58,7 +58,7 @@ def print_machines(rows: Sequence[FlatRecord], console: Console) -> None:
     console.print(rows_table(lines, COLUMNS))
 
 
-EXPERIMENT = Experiment(
+EXPERIMENT = Study(
     NAME,
     lambda run, console: print_machines(run.summary, console),
     lambda options: machine_points(experiment_settings(NAME, options.config)),

@@ -27,13 +27,11 @@ from rich.table import Table
 
 from apex.cli.output import number, stdout_console
 from apex.cli.parser import parse_options
-from evaluation.experiments.experiment import Experiment
-from evaluation.experiments.options import check_counts
-from evaluation.experiments.runner import Point, one_line_errors, print_failure
 from evaluation.measure.rounds import BenchFailed, RoundTask, RunningServers, bench_serve, cores_text, key_of, label_of
 from evaluation.measure.server import ServerCommand
 from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.measure.vllm import how_to_install, vllm_command, vllm_path
+from evaluation.options import check_counts
 from evaluation.plots.bars import BarPanel, Half, rate_bars, throughput_figure
 from evaluation.plots.style import FigureText, save_figure
 from evaluation.plots.table import LATENCY_COLUMNS, rows_table
@@ -42,6 +40,8 @@ from evaluation.results.frame import bases, frame_of, grouped, over, with_column
 from evaluation.results.kinds import distinct
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
+from evaluation.run import Point, one_line_errors, print_failure
+from evaluation.study import Study
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens
 from swiftllm.files import write_atomically
@@ -268,7 +268,7 @@ def main(options: Options, console: Console | None = None) -> int:
     logs = options.results_dir / NAME / "logs"
     with RunningServers(logs, console) as servers:
         run_point, described = servers.run_point, lambda points: configuration
-        experiment = Experiment(NAME, derive=with_ratios, run_point=run_point, describe=described)
+        experiment = Study(NAME, derive=with_ratios, run_point=run_point, describe=described)
         outcome = experiment.run(points, options.results_dir, console=console)
         problems = [f"{label}, see errors/ in the results" for label in outcome.failed]
         if options.bench_serve:

@@ -19,16 +19,15 @@ from rich.console import Console
 
 from apex.simulator.hardware.files import Figure, load_gpu, load_host
 from apex.simulator.paper_settings import BLOCK_SIZE
-from evaluation.experiments.experiment import Experiment, command
-from evaluation.experiments.grid import Grid, Place
-from evaluation.experiments.options import RunOptions, experiment_settings
-from evaluation.experiments.places import FIELDS, setting_of, simulate, simulated_point
-from evaluation.experiments.runner import Point, Run
+from evaluation.grid import FIELDS, Grid, Place, setting_of, simulate, simulated_point
+from evaluation.options import RunOptions, experiment_settings
 from evaluation.plots.notes import neo_notes, trace_note
 from evaluation.plots.table import rows_table
 from evaluation.results.claims import AGREES, ratios_by_point
 from evaluation.results.folder import FlatRecord, markdown_lines
 from evaluation.results.frame import grouped
+from evaluation.run import Point, Run
+from evaluation.study import Study, command
 from swiftllm.config import EngineConfig
 from swiftllm.files import write_atomically
 from swiftllm.machine import GIB
@@ -133,9 +132,9 @@ def show(usd_per_hour: dict[str, Any], run: Run, console: Console) -> None:
     write_atomically(run.folder / "expected.md", appendix(lines))
 
 
-def experiments(options: Options) -> list[Experiment]:
+def experiments(options: Options) -> list[Study]:
     settings = experiment_settings(NAME, options.config)
-    return [Experiment(NAME, partial(show, settings["usd_per_hour"]), points)]
+    return [Study(NAME, partial(show, settings["usd_per_hour"]), points)]
 
 
 main = command(Options, experiments)

@@ -27,15 +27,15 @@ from rich.console import Console
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from apex.replay.metrics import DEFAULT_TARGETS, Targets
-from evaluation.experiments.experiment import Experiment
-from evaluation.experiments.http_point import HttpTask, run_http_point
-from evaluation.experiments.options import HttpOptions, TraceDir, parse_urls
-from evaluation.experiments.runner import Point, one_line_errors
+from evaluation.drivers import HttpTask, run_http_point
 from evaluation.measure.server import Server, ServerCommand, connect_server, launched_server
 from evaluation.measure.sessions import stop_on_sigterm
+from evaluation.options import HttpOptions, TraceDir, parse_urls
 from evaluation.plots.table import LATENCY_COLUMNS, rows_table
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
+from evaluation.run import Point, one_line_errors
+from evaluation.study import Study
 from evaluation.traces.catalogue import Trace, UniformTrace, load_trace
 from evaluation.traces.workloads import WorkloadSpec, make_lengths, merge_lengths
 
@@ -176,7 +176,7 @@ def main(options: Options, console: Console | None = None) -> int:
             servers.append(running.server)
         points = make_points(options, servers, model, trace)
         settings = configuration(options, commands, points, model)
-        experiment = Experiment(NAME, run_point=run_http_point, describe=lambda points: settings)
+        experiment = Study(NAME, run_point=run_http_point, describe=lambda points: settings)
         run = experiment.run(points, options.results_dir, console=console)
     if run.summary:
         console.print(rows_table(run.summary, COLUMNS))

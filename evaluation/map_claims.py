@@ -14,10 +14,10 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from evaluation.experiments.claims_map.points import map_points
 from evaluation.experiments.claims_map.show import show_map
-from evaluation.experiments.experiment import Experiment, command
-from evaluation.experiments.options import Names, TraceOptions, experiment_settings
-from evaluation.experiments.runner import Point
+from evaluation.options import Names, TraceOptions, experiment_settings
 from evaluation.results.claims import load_claims
+from evaluation.run import Point
+from evaluation.study import Study, command
 
 NAME = "claims-map"
 
@@ -51,7 +51,7 @@ def points(options: Options) -> Sequence[Point]:
     )
 
 
-EXPERIMENT = Experiment(NAME, lambda run, console: show_map(load_claims(), run, console), points)
+EXPERIMENT = Study(NAME, lambda run, console: show_map(load_claims(), run, console), points)
 main = command(Options, lambda options: [EXPERIMENT])
 
 if __name__ == "__main__":

@@ -14,16 +14,16 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from rich.console import Console
 
-from evaluation.experiments.experiment import Experiment, command
-from evaluation.experiments.options import File, Folder, RunOptions, experiment_settings
 from evaluation.experiments.quality.answers import AnswerTask
 from evaluation.experiments.quality.points import describe, points_of, run_answers, run_scores
 from evaluation.experiments.quality.scores import ScoreTask
-from evaluation.experiments.runner import Point, Run
+from evaluation.options import File, Folder, RunOptions, experiment_settings
 from evaluation.plots.lines import LinePanel, Series, line_figure
 from evaluation.plots.style import FigureText, show_figure, system_colour
 from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
+from evaluation.run import Point, Run
+from evaluation.study import Study, command
 
 NAME, ANSWERS = "quality", "quality-answers"
 
@@ -107,7 +107,7 @@ def show_answers(run: Run, console: Console) -> None:
     console.print(rows_table(run.summary, COMPARED))
 
 
-def experiments(options: Options) -> list[Experiment]:
+def experiments(options: Options) -> list[Study]:
     def points(name: str, task: type[ScoreTask | AnswerTask], field: str, options: Options) -> list[Point]:
         section = experiment_settings(NAME, options.config)[name]
         return points_of(task, field, section, options.model, options.text)
@@ -117,8 +117,8 @@ def experiments(options: Options) -> list[Experiment]:
         partial(points, "answers", AnswerTask, "cpu_kv_dtype"),
     )
     return [
-        Experiment(NAME, show_scores, scores, run_point=run_scores, describe=describe),
-        Experiment(ANSWERS, show_answers, answers, run_point=run_answers, describe=describe),
+        Study(NAME, show_scores, scores, run_point=run_scores, describe=describe),
+        Study(ANSWERS, show_answers, answers, run_point=run_answers, describe=describe),
     ]
 
 

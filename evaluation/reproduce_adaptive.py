@@ -19,14 +19,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from evaluation.experiments.adaptive import points, ratios, show
-from evaluation.experiments.axes import OWN_KERNELS
-from evaluation.experiments.experiment import Experiment, command
-from evaluation.experiments.grid import Grid
-from evaluation.experiments.options import Names, TraceOptions, experiment_settings, given
-from evaluation.experiments.places import FIELDS
-from evaluation.experiments.runner import Derive, Point, Run
+from evaluation.grid import FIELDS, OWN_KERNELS, Grid
+from evaluation.options import Names, TraceOptions, experiment_settings, given
 from evaluation.plots.style import show_figure
 from evaluation.results.folder import FlatRecord
+from evaluation.run import Derive, Point, Run
+from evaluation.study import Study, command
 from swiftllm.systems import find_system
 
 NAME = "adaptive"
@@ -101,13 +99,13 @@ def under_load(options: Options, part: Settings, settings: Settings) -> list[Poi
     """
     loaded = cases(options, settings, part, loaded_as=part["loaded_as"], load=part["load"])
     at_once = points.capacity_points(loaded.with_(system=part["loaded_as"], load=None))
-    capacity = Experiment(CAPACITY).run(at_once, options.results_dir, options.jobs)
+    capacity = Study(CAPACITY).run(at_once, options.results_dir, options.jobs)
     if capacity.failed:
         raise ValueError(f"no throughput of {', '.join(capacity.failed)}; see errors/ in {capacity.folder}")
     return points.latency_points(loaded, points.requests_per_s(capacity.summary))
 
 
-def experiments(options: Options) -> list[Experiment]:
+def experiments(options: Options) -> list[Study]:
     """The experiment of each part."""
     settings = experiment_settings(NAME, options.config)
     published = settings["published"]  # the papers' systems, to which all are compared
@@ -132,7 +130,7 @@ def experiments(options: Options) -> list[Experiment]:
         "wrong-tables": (show.print_wrong_tables, None),
     }
     return [
-        Experiment(name_of(part), functools.partial(show_rows, *shown[part]), made[part], derived[part])
+        Study(name_of(part), functools.partial(show_rows, *shown[part]), made[part], derived[part])
         for part in get_args(PartName)
     ]
 

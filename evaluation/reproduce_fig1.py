@@ -16,16 +16,16 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from rich.console import Console
 
-from evaluation.experiments.experiment import Experiment, command
 from evaluation.experiments.operations import describe, operation_points, run_operation
-from evaluation.experiments.options import RunOptions, check_counts, experiment_settings
-from evaluation.experiments.runner import Point, Run
+from evaluation.options import RunOptions, check_counts, experiment_settings
 from evaluation.plots.lines import LinePanel, Series, line_figure
 from evaluation.plots.style import FAINT, INK, FigureText, show_figure, system_colour
 from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct, is_simulated
+from evaluation.run import Point, Run
+from evaluation.study import Study, command
 
 NAME = "fig1"
 KERNEL_COLOURS = dict(
@@ -142,9 +142,9 @@ def text_of(words: str, linear: Sequence[FlatRecord], attention: Sequence[FlatRe
     )
 
 
-def experiments(options: Options) -> list[Experiment]:
+def experiments(options: Options) -> list[Study]:
     settings = experiment_settings(NAME, options.config)
-    return [Experiment(NAME, partial(show, settings), points, run_point=run_operation, describe=describe)]
+    return [Study(NAME, partial(show, settings), points, run_point=run_operation, describe=describe)]
 
 
 main = command(Options, experiments)

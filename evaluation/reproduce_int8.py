@@ -14,17 +14,16 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from rich.console import Console
 
-from evaluation.experiments.experiment import Experiment, command
-from evaluation.experiments.grid import Grid
-from evaluation.experiments.options import TraceOptions, experiment_settings
-from evaluation.experiments.places import FIELDS, concerns, simulate, simulated_point
-from evaluation.experiments.runner import Point, Run
+from evaluation.grid import FIELDS, Grid, concerns, simulate, simulated_point
+from evaluation.options import TraceOptions, experiment_settings
 from evaluation.plots.bars import Bar, BarPanel, Half, throughput_figure
 from evaluation.plots.notes import figure_text
 from evaluation.plots.style import show_figure, system_colour
 from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
+from evaluation.run import Point, Run
+from evaluation.study import Study, command
 
 NAME, FORMAT, INT8 = "int8", "cpu_kv_dtype", "int8"
 RATE = "output_tokens_per_s"
@@ -106,7 +105,7 @@ def show(run: Run, console: Console) -> None:
     show_figure(throughput_figure([half]), run.folder, console)
 
 
-main = command(Options, lambda options: [Experiment(NAME, show, points, with_ratios)])
+main = command(Options, lambda options: [Study(NAME, show, points, with_ratios)])
 
 if __name__ == "__main__":
     sys.exit(main())

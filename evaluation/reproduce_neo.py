@@ -18,13 +18,13 @@ import tyro
 from rich.console import Console
 
 from apex.simulator.paper_settings import load_setting
-from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.papers.figure import PaperFigure
 from evaluation.experiments.papers.jobs import FigureJob, figures_command, make_job
 from evaluation.experiments.papers.latency import with_rates_at_latency
 from evaluation.experiments.papers.options import FigureOptions, PaperOptions, SettingOptions
 from evaluation.experiments.papers.points import ROW_AT_LATENCY
 from evaluation.measure.live_systems import LiveSystems
+from evaluation.options import experiment_settings
 from evaluation.planning.panels import NotApplicable
 from evaluation.plots.neo_paper import draw_neo
 from evaluation.results.progress import print_line

@@ -21,9 +21,6 @@ import tyro
 from rich.console import Console
 
 from apex.cli.output import table
-from evaluation.experiments.experiment import Experiment, command
-from evaluation.experiments.grid import Grid
-from evaluation.experiments.identity import identity
 from evaluation.experiments.omniserve.points import omniserve_points, read_grid
 from evaluation.experiments.omniserve.ratios import with_service_ratios
 from evaluation.experiments.omniserve.served import (
@@ -34,13 +31,15 @@ from evaluation.experiments.omniserve.served import (
     served_point,
 )
 from evaluation.experiments.omniserve.show import draw_omniserve, print_omniserve
-from evaluation.experiments.options import Folder, Names, TraceOptions, experiment_settings, given
-from evaluation.experiments.runner import Point, Run
+from evaluation.grid import Grid
 from evaluation.measure.sessions import stop_on_sigterm
+from evaluation.options import Folder, Names, TraceOptions, experiment_settings, given
 from evaluation.plots.style import show_figure
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.paths import model_folder
 from evaluation.results.provenance import model_identity
+from evaluation.run import Point, Run, identity
+from evaluation.study import Study, command
 from swiftllm.systems import find_system
 
 FigureName = Literal["a10", "a10-limits", "10", "11", "12", "13", "14", "15", "16", "17", "18", "19", "http"]
@@ -82,20 +81,20 @@ class Options(TraceOptions):
             raise ValueError(f"--duration {self.duration:g} must be more than 0 seconds")
 
 
-def experiments(options: Options) -> list[Experiment]:
+def experiments(options: Options) -> list[Study]:
     """Those of the sections of the experiment file, and the one that serves."""
     settings = experiment_settings("omniserve", options.config)
 
-    def simulated(section: str, here: Mapping[str, Any]) -> Experiment:
+    def simulated(section: str, here: Mapping[str, Any]) -> Study:
         def points(options: Options) -> list[Point]:
             grid = read_grid(settings, section, "quick" if options.quick else None)
             return omniserve_points(settings, as_chosen(grid, options, settings["seed"]))
 
         name = name_of(section)
-        return Experiment(name, functools.partial(show, here, name), points, with_service_ratios)
+        return Study(name, functools.partial(show, here, name), points, with_service_ratios)
 
     model = functools.cache(lambda: model_folder(options.model))
-    served = Experiment(
+    served = Study(
         name_of(HTTP),
         functools.partial(show_served, settings[HTTP]),
         lambda options: served_points(options, settings, model()),
@@ -142,7 +141,7 @@ def served_points(options: Options, settings: Mapping[str, Any], model: Path) ->
     def points(grid: Grid, **found: Any) -> list[Point]:
         return [served_point(place, section["streams"], model, logs) for place in grid.with_(**found).places()]
 
-    alone = Experiment(name, run_point=run_served_point, describe=lambda points: described(points, model))
+    alone = Study(name, run_point=run_served_point, describe=lambda points: described(points, model))
     measured = alone.run(points(first, panel="ample", num_gpu_blocks=section["ample_blocks"]), options.results_dir)
     if not measured.summary:
         raise ValueError(f"nothing was measured on this machine; see errors/ in {measured.folder}")

@@ -15,17 +15,17 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from rich.console import Console
 
-from evaluation.experiments.experiment import Experiment, command
-from evaluation.experiments.options import Folder, TraceOptions, experiment_settings
 from evaluation.experiments.prefix.measured import describe, measured_points, run_sharing_point
 from evaluation.experiments.prefix.simulated import run_prefix_point, simulated_points, with_ratios
-from evaluation.experiments.runner import Point, Run
+from evaluation.options import Folder, TraceOptions, experiment_settings
 from evaluation.plots.lines import LinePanel, Series, line_figure
 from evaluation.plots.notes import figure_text
 from evaluation.plots.style import show_figure, system_colour
 from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
+from evaluation.run import Point, Run
+from evaluation.study import Study, command
 
 NAME, MEASURED = "prefix", "prefix-measured"
 
@@ -122,7 +122,7 @@ def show_measured(run: Run, console: Console) -> None:
     console.print(rows_table(run.summary, MEASURED_COLUMNS))
 
 
-def experiments(options: Options) -> list[Experiment]:
+def experiments(options: Options) -> list[Study]:
     def points(options: Options) -> list[Point]:
         section = experiment_settings(NAME, options.config)["simulated"]
         return simulated_points(section, options.quick, options.trace_dir)
@@ -131,8 +131,8 @@ def experiments(options: Options) -> list[Experiment]:
         return measured_points(experiment_settings(NAME, options.config)["torch"], options.model)
 
     return [
-        Experiment(NAME, show, points, with_ratios, run_prefix_point),
-        Experiment(MEASURED, show_measured, measured, run_point=run_sharing_point, describe=describe),
+        Study(NAME, show, points, with_ratios, run_prefix_point),
+        Study(MEASURED, show_measured, measured, run_point=run_sharing_point, describe=describe),
     ]
 
 

@@ -17,16 +17,16 @@ from rich.console import Console
 
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
-from evaluation.experiments.options import File, ResultsDir, experiment_settings
 from evaluation.experiments.placements.generations import SYSTEMS, generation_rows, measured_operations, search_rows
 from evaluation.experiments.placements.show import draw_search
-from evaluation.experiments.runner import one_line_errors
+from evaluation.options import File, ResultsDir, experiment_settings
 from evaluation.plots.style import show_figure
 from evaluation.plots.table import rows_table
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.folder import FlatRecord, ResultFolder
 from evaluation.results.frame import grouped
 from evaluation.results.paths import RESULTS_DIR
+from evaluation.run import one_line_errors
 
 NAME = "split-point"
 REASONS = (
@@ -50,7 +50,7 @@ class Options:
     """
 
     config: File = None
-    """Experiment file to use instead of configs/experiments/split-point.yaml."""
+    """Study file to use instead of configs/experiments/split-point.yaml."""
     results_dir: ResultsDir = RESULTS_DIR
     """Results go to split-point/<run>/ in this folder."""
 

@@ -14,14 +14,14 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from rich.console import Console
 
-from evaluation.experiments.experiment import Experiment, command
-from evaluation.experiments.options import RunOptions, experiment_settings
 from evaluation.experiments.placements.points import weight_points, with_gains
 from evaluation.experiments.placements.show import draw_weights
-from evaluation.experiments.runner import Run
+from evaluation.options import RunOptions, experiment_settings
 from evaluation.plots.style import show_figure
 from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
+from evaluation.run import Run
+from evaluation.study import Study, command
 
 NAME = "weights"
 
@@ -56,9 +56,7 @@ def show(run: Run, console: Console) -> None:
     show_figure(draw_weights(run.summary), run.folder, console)
 
 
-EXPERIMENT = Experiment(
-    NAME, show, lambda options: weight_points(experiment_settings(NAME, options.config)), with_gains
-)
+EXPERIMENT = Study(NAME, show, lambda options: weight_points(experiment_settings(NAME, options.config)), with_gains)
 main = command(Options, lambda options: [EXPERIMENT])
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from rich.console import Console
 from apex.cli.config_file import ConfigFile, parse_command
 from apex.cli.flags import SystemName
 from apex.cli.output import stdout_console
-from evaluation.experiments.experiment import Experiment
+from evaluation.drivers import SimulatedHardware, SimulatedTask, TorchTask, run_simulated_point, run_torch_point
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.small_model import small_points
 from evaluation.experiments.profile_check import (
@@ -36,15 +36,14 @@ from evaluation.experiments.profile_check import (
     mean_machine,
     operation_errors,
 )
-from evaluation.experiments.runner import Point, PointResult, Run, one_line_errors
-from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
-from evaluation.experiments.torch_point import TorchTask, run_torch_point
 from evaluation.groundtruth.command import show_runs
 from evaluation.plots.style import FAINT, FigureText, legend, save_figure, sheet, system_colour, tidy_axes
 from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord, to_json
 from evaluation.results.frame import frame_of
 from evaluation.results.paths import RESULTS_DIR
+from evaluation.run import Point, PointResult, Run, one_line_errors
+from evaluation.study import Study
 from swiftllm.config import EngineConfig
 from swiftllm.files import write_atomically
 
@@ -246,7 +245,7 @@ def main(options: Options) -> int:
         print_comparison(compared, console)
 
     run = functools.partial(run_pair, MachineProfiles())
-    experiment = Experiment("validate", show, run_point=run, describe=lambda points: configuration)
+    experiment = Study("validate", show, run_point=run, describe=lambda points: configuration)
     console = stdout_console()
     return experiment.run(points, options.results_dir, console=console).print_outcome(console)
 

@@ -27,9 +27,6 @@ from evaluation.experiments.ablation.rows import (
     meanings,
     with_ratios,
 )
-from evaluation.experiments.experiment import Experiment
-from evaluation.experiments.identity import identity
-from evaluation.experiments.runner import Run, RunPoint
 from evaluation.plots.ablation import draw_ablation
 from evaluation.plots.notes import length_notes, neo_notes
 from evaluation.plots.style import FigureText, show_figure
@@ -41,6 +38,8 @@ from evaluation.results.known import known_notes
 from evaluation.results.paths import model_folder
 from evaluation.results.provenance import model_identity
 from evaluation.results.tables import write_tables
+from evaluation.run import Run, RunPoint, identity
+from evaluation.study import Study
 
 ONCE = " Measured once: confirm differences with --repeats 3."
 
@@ -133,7 +132,7 @@ def main(options: Options, run_point: RunPoint | None = None, console: Console |
     settings = {"model": model, "points": identity(points)}
     once = ONCE if options.repeats == 1 and not options.is_simulated else ""
     fit = None if options.is_simulated else options.gpu_requests
-    experiment = Experiment(
+    experiment = Study(
         "ablation",
         lambda run, console: show(run, console, fit, once),
         derive=with_ratios,

@@ -3,14 +3,13 @@
 import sys
 from dataclasses import dataclass
 
-from evaluation.experiments.experiment import Experiment, command
-from evaluation.experiments.grid import Grid
-from evaluation.experiments.options import RunOptions, experiment_settings
-from evaluation.experiments.places import FIELDS, concerns, simulate, simulated_point
+from evaluation.grid import FIELDS, Grid, concerns, simulate, simulated_point
+from evaluation.options import RunOptions, experiment_settings
 from evaluation.plots.lines import LinePanel, Series, line_figure
 from evaluation.plots.notes import figure_text
 from evaluation.plots.style import show_figure, system_colour
 from evaluation.results.frame import bases, frame_of, grouped, over, with_columns
+from evaluation.study import Study, command
 
 NAME, X = "host-bandwidth", "host_read_gb_s"
 
@@ -44,7 +43,7 @@ def show(run, console):
     show_figure(line_figure([panel], figure_text("The host's bandwidth", drawn, run.machine)), run.folder, console)
 
 
-main = command(Options, lambda options: [Experiment(NAME, show, points, with_ratios)])
+main = command(Options, lambda options: [Study(NAME, show, points, with_ratios)])
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,12 +11,11 @@ from typing import Any
 from apex.simulator.hardware.files import GpuLink, Host, load_gpu, load_host, load_link, load_model_config
 from apex.simulator.prediction.calibrated_profile import hardware_profile
 from apex.simulator.prediction.predicted_machine import PredictedMachine
-from evaluation.experiments.grid import Grid, Place
-from evaluation.experiments.places import lengths_of, possible_points
-from evaluation.experiments.runner import Point
-from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask
+from evaluation.drivers import SimulatedHardware, SimulatedTask
+from evaluation.grid import Grid, Place, lengths_of, possible_points
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import bases, frame_of, over, with_columns
+from evaluation.run import Point
 from swiftllm.scheduling.admission import SchedulerLimits
 
 BLOCK_SIZE = 16

@@ -15,9 +15,8 @@ from rich.console import Console
 import pacpu
 from apex.simulator.hardware.files import LayerShape, load_gpu, load_host, load_model_config
 from apex.simulator.prediction.calibrated_profile import gpu_attention_s, hardware_profile
-from evaluation.experiments.identity import identity
-from evaluation.experiments.runner import Point, PointResult
 from evaluation.results.other_work import OtherWork
+from evaluation.run import Point, PointResult, identity
 from swiftllm.kv.pools import host_tensor
 from swiftllm.machine import cpu_model, last_level_cache_bytes
 from swiftllm.runtime.attention_choices import use_fastest_attention

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from evaluation.experiments.http_point import HttpTask, run_http_point, wide_warm_up
-from evaluation.experiments.runner import Point, PointResult
+from evaluation.drivers import HttpTask, run_http_point, wide_warm_up
 from evaluation.results.other_work import OtherWork
+from evaluation.run import Point, PointResult
 from evaluation.traces.workloads import Lengths, load_prompt_tokens
 from swiftllm.config import EngineConfig
 from swiftllm.machine import first_card

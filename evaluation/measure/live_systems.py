@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
-from evaluation.experiments.points import run_point
+from evaluation.drivers import EngineFactory, TorchTask, build_engine, measure, run_point, warm_up_engine
 from evaluation.experiments.profile_check import ProfiledMachine
-from evaluation.experiments.runner import Point, PointResult
-from evaluation.experiments.torch_point import EngineFactory, TorchTask, build_engine, measure, warm_up_engine
 from evaluation.measure.child import Child, still_alive
 from evaluation.measure.launched_point import LaunchedTask, run_launched_point, server_command
 from evaluation.measure.out_of_memory import explained
+from evaluation.run import Point, PointResult
 from swiftllm.config import EngineConfig
 from swiftllm.files import is_kept, keep
 

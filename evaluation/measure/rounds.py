@@ -14,10 +14,10 @@ from typing import Any
 
 from rich.console import Console
 
-from evaluation.experiments.http_point import HttpTask, run_http_point
-from evaluation.experiments.runner import Point, PointResult
+from evaluation.drivers import HttpTask, run_http_point
 from evaluation.measure.server import LaunchedServer, Server, ServerCommand, launched_server
 from evaluation.measure.vllm import ENVIRONMENT, READY_TIMEOUT_S
+from evaluation.run import Point, PointResult
 from evaluation.traces.workloads import Lengths, PromptTokens
 
 IDLE_SHARE_THAT_DISTURBS = 0.05  # cores

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from apex.simulator.hardware.files import load_host
 from apex.simulator.paper_settings import gpu_kind, load_setting, nearest_setting
-from evaluation.experiments.grid import Grid, Panel, values_of
-from evaluation.experiments.places import workload_of
+from evaluation.grid import Grid, Panel, values_of, workload_of
 from swiftllm.machine import Card
 
 GB = 1e9

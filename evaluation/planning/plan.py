@@ -10,19 +10,17 @@ from typing import Any
 from rich.console import Console
 
 from apex.cli.output import number, table
-from evaluation.experiments.grid import Grid, Place
-from evaluation.experiments.paper_settings import clip_lengths
+from evaluation.drivers import TorchTask
 from evaluation.experiments.papers.points import point_names
-from evaluation.experiments.places import lengths_of, setting_of
 from evaluation.experiments.profile_check import ProfiledMachine
-from evaluation.experiments.runner import Point
-from evaluation.experiments.torch_point import TorchTask
+from evaluation.grid import Grid, Place, clip_lengths, lengths_of, setting_of
 from evaluation.measure.launched_point import LaunchedTask
 from evaluation.planning.local_setting import LocalSetting
 from evaluation.planning.predictions import Prediction, predict
 from evaluation.planning.request_counts import counts_within
 from evaluation.results.progress import format_s, print_line
 from evaluation.results.provenance import cpu_kernels
+from evaluation.run import Point
 from swiftllm.machine import GIB
 
 VLLM = "vllm"

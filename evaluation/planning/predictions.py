@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import track
 
-from evaluation.experiments.identity import plain
+from evaluation.drivers import SimulatedHardware, SimulatedTask, TorchTask, run_simulated_point
 from evaluation.experiments.profile_check import ProfiledMachine
-from evaluation.experiments.runner import Point, processes
-from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, run_simulated_point
-from evaluation.experiments.torch_point import TorchTask
 from evaluation.results.provenance import fingerprint, source_hash
+from evaluation.run import Point, plain, processes
 from swiftllm.files import cache_dir, is_kept, keep
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from evaluation.experiments.grid import Grid
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.small_model import with_output_lens
-from evaluation.experiments.places import setting_of
+from evaluation.grid import Grid, setting_of
 from evaluation.measure.child import ChildEnded
 from evaluation.measure.live_systems import LiveSystems
 from evaluation.planning.local_setting import LocalSetting, local_setting

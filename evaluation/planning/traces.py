@@ -9,9 +9,8 @@ from huggingface_hub import try_to_load_from_cache
 from rich.console import Console
 
 from apex.simulator.paper_settings import PaperSetting
-from evaluation.experiments.grid import Grid
 from evaluation.experiments.papers.options import FigureOptions
-from evaluation.experiments.places import setting_of
+from evaluation.grid import Grid, setting_of
 from evaluation.results.paths import default_model, python_command, trace_dirs
 from evaluation.results.progress import print_line
 from evaluation.traces.apart import fetch_apart

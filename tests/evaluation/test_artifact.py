@@ -14,13 +14,13 @@ from rich.console import Console
 from apex.simulator.paper_settings import load_setting
 from evaluation import artifact, reproduce_fig5, reproduce_neo
 from evaluation.artifact import Options, Rehearsal, RehearsedFailure, main, make_jobs
-from evaluation.experiments.grid import Grid, values_of
-from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.papers import jobs as figure_jobs
 from evaluation.experiments.papers.jobs import FigureJob
 from evaluation.experiments.papers.options import FigureOptions
-from evaluation.experiments.runner import Point
+from evaluation.grid import Grid, values_of
 from evaluation.measure.live_systems import EngineHere, LiveSystems
+from evaluation.options import experiment_settings
+from evaluation.run import Point
 from swiftllm.machine import Card
 from tests.evaluation.papers_machines import A10G, RTX_3060, T4, NamedMachine, on_machine, simulated_profile
 

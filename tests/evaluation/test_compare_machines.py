@@ -12,7 +12,7 @@ from apex.simulator.hardware.files import LayerShape, load_host, load_model_conf
 from apex.simulator.prediction.host_times import cpu_attention_gb_s
 from evaluation import compare_machines
 from evaluation.experiments.machines import IDEAL, machine_points, share_of_host, with_machine_totals
-from evaluation.experiments.options import experiment_settings
+from evaluation.options import experiment_settings
 
 MACHINE = {
     "machine": "2x A10G",

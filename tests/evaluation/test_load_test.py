@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from evaluation.experiments.torch_point import open_loop_requests
+from evaluation.drivers import open_loop_requests
 from evaluation.load_test import Options, main
 from evaluation.measure.http import replay_workload
 from evaluation.measure.server import connect_server

@@ -11,13 +11,13 @@ import pytest
 from matplotlib.figure import Figure
 
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo, validate
-from evaluation.experiments.experiment import Experiment
-from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.papers.jobs import make_job, measured_requests
 from evaluation.experiments.papers.options import FigureOptions
-from evaluation.experiments.runner import Point
+from evaluation.options import experiment_settings
 from evaluation.results.folder import read_records, records_file
 from evaluation.results.paths import REPO_ROOT
+from evaluation.run import Point
+from evaluation.study import Study
 
 SYSTEMS = ("swiftllm", "neo", "apex")
 
@@ -88,7 +88,7 @@ def test_a_failing_point_leaves_the_others_in_their_processes(tmp_path):
     job = make_job(reproduce_fig5.FIGURE, options(tmp_path, gpu="t4"), None, None)
     made, configuration = list(job.points), job.configuration
     made[1] = Point("broken", "broken", "broken", "no task", concurrent=True)
-    outcome = Experiment("x", describe=lambda points: configuration).run(made[:4], tmp_path, 2)
+    outcome = Study("x", describe=lambda points: configuration).run(made[:4], tmp_path, 2)
     assert outcome.failed == ["broken"] and len(outcome.summary) == 3
     assert "nothing runs a str" in (outcome.folder / "errors" / "broken.txt").read_text()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from evaluation.experiments.options import experiment_settings
+from evaluation.options import experiment_settings
 from evaluation.reproduce_adaptive import Options, main
 
 

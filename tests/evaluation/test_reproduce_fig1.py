@@ -11,7 +11,7 @@ import yaml
 import pacpu
 from evaluation import reproduce_fig1
 from evaluation.experiments.operations import MeasuredAttention, operation_points
-from evaluation.experiments.options import experiment_settings
+from evaluation.options import experiment_settings
 from evaluation.reproduce_fig1 import Options, panels, stated_words
 
 SETTINGS = experiment_settings("fig1")

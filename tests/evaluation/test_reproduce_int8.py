@@ -14,8 +14,8 @@ from rich.console import Console
 from apex.simulator.paper_settings import load_setting
 from apex.simulator.prediction.predicted_machine import predict_machine
 from evaluation import reproduce_int8
-from evaluation.experiments.options import experiment_settings
-from evaluation.experiments.simulated_point import run_simulated_point
+from evaluation.drivers import run_simulated_point
+from evaluation.options import experiment_settings
 
 SECTION = experiment_settings("int8")
 

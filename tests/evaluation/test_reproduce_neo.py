@@ -15,11 +15,11 @@ from rich.console import Console
 
 from apex.simulator.hardware.files import load_host
 from apex.simulator.paper_settings import load_setting
-from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.papers.latency import crossing, with_rates_at_latency
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.points import ROW_AT_LATENCY, figure_grid, simulated_points
-from evaluation.experiments.places import setting_of
+from evaluation.grid import setting_of
+from evaluation.options import experiment_settings
 from evaluation.plots.neo_paper import HOST_COLOURS, draw_panels, per_token_latencies_s
 from evaluation.reproduce_neo import ALL_FIGURES, Options, main, neo_jobs
 from evaluation.results.claims import load_claims

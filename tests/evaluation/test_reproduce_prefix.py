@@ -13,9 +13,9 @@ from rich.console import Console
 
 from apex.systems import build_system
 from evaluation import reproduce_prefix
-from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.prefix import measured as prefix_measured
 from evaluation.experiments.prefix.simulated import requests_of, run_prefix_point, simulated_points
+from evaluation.options import experiment_settings
 from tests.apex.test_end_to_end import MADE_UP_PROFILE
 from tests.reference.tiny_model import make_tiny_llama
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from evaluation import reproduce_split_point
-from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.placements.generations import SYSTEMS, generation_rows, measured_operations
 from evaluation.experiments.placements.operations import LayerOfModel, Machine
+from evaluation.options import experiment_settings
 
 SETTINGS = experiment_settings("split-point")
 OPT = LayerOfModel(**SETTINGS["models"]["opt-30b"])

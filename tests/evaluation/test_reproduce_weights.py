@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from evaluation import reproduce_weights
-from evaluation.experiments.options import experiment_settings
+from evaluation.options import experiment_settings
 
 SETTINGS = experiment_settings("weights") | {
     "fills": 0,

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from apex.simulator.paper_settings import load_setting
 from apex.strategy import StrategyConfig
-from evaluation.experiments.paper_settings import simulated_task
-from evaluation.experiments.runner import Point
-from evaluation.experiments.simulated_point import SimulatedTask, run_simulated_point
+from evaluation.drivers import SimulatedTask, run_simulated_point
+from evaluation.grid import simulated_task
+from evaluation.run import Point
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec
 from swiftllm.core.request import ServiceClass

@@ -21,8 +21,8 @@ from typing import Any
 from unittest import mock
 
 from apex.cli.parser import parse_options
-from evaluation.experiments.runner import Point
-from evaluation.experiments.simulated_point import SimulatedTask
+from evaluation.drivers import SimulatedTask
+from evaluation.run import Point
 from tests.golden import record
 
 QUICK = (
@@ -69,7 +69,7 @@ def digests(command: str) -> dict[str, str]:
         undescribed(),
         tempfile.TemporaryDirectory() as folder,
         mock.patch.dict(os.environ, APEX_CACHE_DIR=folder),
-        mock.patch("evaluation.experiments.experiment.run_unfinished_points", look_at),
+        mock.patch("evaluation.study.run_unfinished_points", look_at),
     ):
         module.main(parse_options(module.Options, arguments=[*options, "--results-dir", folder]))
     return points
@@ -78,7 +78,7 @@ def digests(command: str) -> dict[str, str]:
 @contextlib.contextmanager
 def undescribed() -> Iterator[None]:
     """Points are not described for their folder's provenance: a third of the time, and nobody reads it here."""
-    modules = ("experiments.papers.jobs", "experiments.experiment")
+    modules = ("experiments.papers.jobs", "study")
     with contextlib.ExitStack() as stack:
         for module in modules:
             stack.enter_context(mock.patch(f"evaluation.{module}.identity", lambda points: []))

@@ -17,12 +17,12 @@ from evaluation import (
     reproduce_fig7,
     reproduce_neo,
 )
-from evaluation.experiments.options import experiment_settings
+from evaluation.drivers import run_point
 from evaluation.experiments.papers.jobs import make_job
 from evaluation.experiments.papers.options import FigureOptions
-from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import Point
+from evaluation.options import experiment_settings
 from evaluation.results.folder import read_json
+from evaluation.run import Point
 from tests.golden.tasks import undescribed
 
 RECORDS = Path(__file__).parents[2] / "docs/records"

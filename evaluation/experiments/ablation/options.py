@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from evaluation.experiments.options import Folder, Names, ResultsDir, check_counts, flags
+from evaluation.options import Folder, Names, ResultsDir, check_counts, flags
 from evaluation.results.paths import RESULTS_DIR
 from swiftllm.config import DeviceName, DtypeName, LoadFormat
 

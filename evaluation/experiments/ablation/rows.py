@@ -9,10 +9,10 @@ from typing import Any
 from apex.cli.output import ratio, strategy_mix
 from apex.replay.metrics import predicted_over_actual
 from apex.strategy import StrategyConfig
-from evaluation.experiments.axes import IDEAS
-from evaluation.experiments.runner import PointResult
+from evaluation.grid import IDEAS
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
+from evaluation.run import PointResult
 
 BASELINE = "swiftllm"
 SYSTEMS, OF_APEX, OF_NEO, OURS = "systems", "apex with one change", "neo with one change", "this project's own"

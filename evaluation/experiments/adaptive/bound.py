@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from apex.perf.model import PerfModel
-from evaluation.experiments.simulated_point import SimulatedTask
+from evaluation.drivers import SimulatedTask
 
 MOST_TOKENS = 4096  # the largest batch in which the bound looks for the cheapest linear time of a token
 

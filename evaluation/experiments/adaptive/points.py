@@ -11,11 +11,9 @@ from typing import Any
 
 from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.adaptive.bound import bound_tokens_per_s
-from evaluation.experiments.axes import SUBJECT
-from evaluation.experiments.grid import Grid, Place
-from evaluation.experiments.places import FIELDS, concerns, simulate, simulated_point, trace_of
-from evaluation.experiments.runner import Point
+from evaluation.grid import FIELDS, SUBJECT, Grid, Place, concerns, simulate, simulated_point, trace_of
 from evaluation.results.folder import FlatRecord
+from evaluation.run import Point
 
 ERROR = ("actual_over_believed", "online_correction")
 """Fields of a row that name the error of its profile table; None for a system that has no table."""

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from evaluation.experiments.adaptive.ratios import LATENCY_RATIOS as RATIOS
-from evaluation.experiments.axes import OWN_KERNELS, SUBJECT
+from evaluation.grid import OWN_KERNELS, SUBJECT
 from evaluation.plots.bars import Bar
 from evaluation.plots.heat_map import Cell, Plane, heat_map
 from evaluation.plots.lines import LinePanel, Series, line_figure

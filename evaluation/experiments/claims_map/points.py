@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from apex.simulator.paper_settings import PaperSetting
-from evaluation.experiments.axes import REFERENCE
-from evaluation.experiments.grid import Grid, Place
-from evaluation.experiments.places import FIELDS, concerns, setting_of, simulate, simulated_point, workload_of
-from evaluation.experiments.runner import Point
+from evaluation.grid import FIELDS, REFERENCE, Grid, Place, concerns, setting_of, simulate, simulated_point, workload_of
 from evaluation.results.claims import Claim
+from evaluation.run import Point
 from swiftllm.systems import systems
 
 METRIC = "output_tokens_per_s"

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from evaluation.experiments.axes import REFERENCE
 from evaluation.experiments.claims_map.cells import JudgedCell, MappedClaim, judge_cells, why_not_mapped
 from evaluation.experiments.claims_map.points import mappable
-from evaluation.experiments.runner import Run
+from evaluation.grid import REFERENCE
 from evaluation.plots import heat_map
 from evaluation.plots.notes import length_notes
 from evaluation.plots.style import FigureText, show_figure
@@ -19,6 +18,7 @@ from evaluation.results.folder import FlatRecord, markdown_table
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct
 from evaluation.results.known import known_notes
+from evaluation.run import Run
 from swiftllm.files import write_atomically
 
 STAR = "\u2605"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evaluation.experiments.grid import Grid, Place
 from evaluation.experiments.omniserve.streams import bursty, latency_sensitive, with_best_effort
-from evaluation.experiments.places import FIELDS, simulate, simulated_point
-from evaluation.experiments.runner import Point
+from evaluation.grid import FIELDS, Grid, Place, simulate, simulated_point
+from evaluation.run import Point
 from evaluation.traces.workloads import Lengths
 from swiftllm.systems import find_system
 

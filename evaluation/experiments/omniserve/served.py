@@ -18,11 +18,11 @@ from rich.console import Console
 from apex.replay.metrics import Targets
 from apex.replay.records import RequestRecord
 from apex.strategy import StrategyConfig
-from evaluation.experiments.grid import Grid, Place
-from evaluation.experiments.http_point import HttpTask, run_http_point
+from evaluation.drivers import HttpTask, run_http_point
 from evaluation.experiments.omniserve.streams import latency_sensitive, with_best_effort
-from evaluation.experiments.runner import Point, PointResult
+from evaluation.grid import Grid, Place
 from evaluation.results.folder import FlatRecord
+from evaluation.run import Point, PointResult
 from evaluation.traces.workloads import Lengths
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import ServiceClass

@@ -10,14 +10,14 @@ from typing import Any, Literal
 from matplotlib import pyplot as plt
 from rich.console import Console
 
-from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.papers.points import ROW
 from evaluation.experiments.papers.sensitivity import varied_in
-from evaluation.experiments.runner import Derive, Run, unchanged_rows
 from evaluation.plots.sensitivity import draw_sensitivity
 from evaluation.plots.style import show_figure
 from evaluation.plots.table import print_results
 from evaluation.results.claims import load_claims, print_claims
+from evaluation.run import Derive, Run, unchanged_rows
+from evaluation.study import Study
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PaperFigure:
     row: tuple[str, ...] = ROW
     derive: Derive = unchanged_rows
 
-    def experiment(self, name: str | None = None, configuration: Mapping[str, Any] | None = None) -> Experiment:
+    def experiment(self, name: str | None = None, configuration: Mapping[str, Any] | None = None) -> Study:
         """The experiment that runs and shows the figure.
 
         Args:
@@ -47,7 +47,7 @@ class PaperFigure:
             configuration: what decides the numbers of its points.
         """
         show_this = functools.partial(show, self)
-        return Experiment(name or self.name, show_this, derive=self.derive, describe=lambda points: configuration or {})
+        return Study(name or self.name, show_this, derive=self.derive, describe=lambda points: configuration or {})
 
 
 def show(figure: PaperFigure, run: Run, console: Console) -> None:

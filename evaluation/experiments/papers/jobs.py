@@ -12,21 +12,20 @@ from rich.console import Console
 
 from apex.cli.output import stdout_console
 from apex.simulator.paper_settings import load_setting, setting_names
-from evaluation.experiments.experiment import SENSITIVITY, Main, Options, command
-from evaluation.experiments.identity import identity
-from evaluation.experiments.options import experiment_settings
+from evaluation.drivers import SimulatedTask
 from evaluation.experiments.papers.figure import PaperFigure
 from evaluation.experiments.papers.options import FigureOptions, refuse_unused_options
 from evaluation.experiments.papers.points import figure_grid, simulated_points
 from evaluation.experiments.papers.small_model import small_points
-from evaluation.experiments.runner import Point, RunPoint
-from evaluation.experiments.simulated_point import SimulatedTask
 from evaluation.measure.live_systems import LiveSystems
+from evaluation.options import experiment_settings
 from evaluation.planning.panels import NotApplicable, panels_here
 from evaluation.planning.plan import Plan, Planner, plan_within, print_plan, print_settings
 from evaluation.planning.prepare import measures_settings, panels_to_measure, prepare
 from evaluation.planning.traces import fetch_traces
 from evaluation.results.progress import format_s, print_line
+from evaluation.run import Point, RunPoint, identity
+from evaluation.study import SENSITIVITY, Main, Options, command
 from swiftllm.machine import first_card
 
 MEASURED = frozenset({"torch", "http"})

@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from evaluation.experiments.options import Folder, HttpOptions, Names, Range, TraceOptions, check_counts, flags
+from evaluation.options import Folder, HttpOptions, Names, Range, TraceOptions, check_counts, flags
 from swiftllm.config import DeviceName, DtypeName, LoadFormat
 
 # To add a backend: name it here, make its points in evaluation/experiments/papers/jobs.py, run them in
-# evaluation/experiments/points.py.
+# evaluation/drivers.py.
 Backend = Literal["simulated", "torch", "http"]
 
 SettingName = Literal["small", "apex-t4", "apex-a10", "neo-t4", "neo-a10"]

@@ -6,12 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from apex.simulator.paper_settings import load_setting
-from evaluation.experiments.grid import Grid, Place, values_of
-from evaluation.experiments.options import given
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.sensitivity import ASSUMPTIONS, parse_sensitivity
-from evaluation.experiments.places import FIELDS, concerns, lengths_of, setting_of, simulate, workload_of
-from evaluation.experiments.runner import Point
+from evaluation.grid import FIELDS, Grid, Place, concerns, lengths_of, setting_of, simulate, values_of, workload_of
+from evaluation.options import given
+from evaluation.run import Point
 from evaluation.traces.workloads import Lengths
 from swiftllm.systems import find_system
 

@@ -23,7 +23,7 @@ class Assumption:
 
     ``name`` is its name on the command line and in a row's ``sensitivity``; ``field`` is the field of its value.
     ``words`` and ``unit`` name it in figures, ``column`` in tables, ``tag`` and ``unit`` in keys and labels of points.
-    The field is an axis of ``evaluation/experiments/axes.py``. A system that does not depend on it runs once, with an
+    The field is an axis of ``evaluation/grid.py``. A system that does not depend on it runs once, with an
     empty field.
     """
 

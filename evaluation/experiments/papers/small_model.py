@@ -8,16 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evaluation.experiments.grid import Grid
-from evaluation.experiments.http_point import HttpTask
-from evaluation.experiments.identity import identity
-from evaluation.experiments.options import experiment_settings, flags, given, parse_urls
+from evaluation.drivers import HttpTask, TorchTask
 from evaluation.experiments.papers.options import SERVER_DECIDES, FigureOptions
-from evaluation.experiments.places import REQUESTS, lengths_of, workload_of
-from evaluation.experiments.runner import Point
-from evaluation.experiments.torch_point import TorchTask
+from evaluation.grid import REQUESTS, Grid, lengths_of, workload_of
+from evaluation.options import experiment_settings, flags, given, parse_urls
 from evaluation.results.paths import model_folder
 from evaluation.results.provenance import cpu_kernels, model_identity
+from evaluation.run import Point, identity
 from evaluation.traces.workloads import Lengths
 from swiftllm.config import EngineConfig
 from swiftllm.systems import find_system

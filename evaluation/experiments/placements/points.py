@@ -10,12 +10,11 @@ from apex.placement.budget import UniformLoad
 from apex.simulator.hardware.files import load_gpu
 from apex.simulator.prediction.placed_machine import WeightPlacer
 from apex.simulator.prediction.predicted_machine import predict_machine
-from evaluation.experiments.grid import Grid, Place
-from evaluation.experiments.places import lengths_of, possible_points
-from evaluation.experiments.runner import Point
-from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask
+from evaluation.drivers import SimulatedHardware, SimulatedTask
+from evaluation.grid import Grid, Place, lengths_of, possible_points
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import bases, frame_of, over, with_columns
+from evaluation.run import Point
 from swiftllm.model.stages import placement as model_placement
 from swiftllm.scheduling.admission import SchedulerLimits
 from swiftllm.systems import find_system

@@ -14,14 +14,11 @@ from rich.console import Console
 from apex.simulator.paper_settings import PaperSetting, load_setting
 from apex.simulator.virtual.backend import PLACEHOLDER_TOKEN
 from apex.simulator.virtual.runtime import VLLM
-from evaluation.experiments.grid import Grid, Place
-from evaluation.experiments.paper_settings import clip_lengths, simulated_task
-from evaluation.experiments.places import simulated_point
-from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import Point, PointResult
-from evaluation.experiments.simulated_point import SimulatedTask
+from evaluation.drivers import SimulatedTask, run_point
+from evaluation.grid import Grid, Place, clip_lengths, simulated_point, simulated_task
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import bases, frame_of, over, with_columns
+from evaluation.run import Point, PointResult
 from evaluation.traces.catalogue import load_trace
 from evaluation.traces.sessions import turns_of
 from evaluation.traces.workloads import Lengths, WorkloadSpec

@@ -8,15 +8,14 @@ from typing import Any
 
 from rich.console import Console
 
-from evaluation.experiments.identity import identity
 from evaluation.experiments.quality.answers import AnswerTask, answer_both
 from evaluation.experiments.quality.scores import ScoreTask, score
 from evaluation.experiments.quality.text import read_text
-from evaluation.experiments.runner import Point, PointResult
 from evaluation.results.other_work import OtherWork
 from evaluation.results.paths import model_folder
 from evaluation.results.progress import TokenProgress
 from evaluation.results.provenance import model_identity
+from evaluation.run import Point, PointResult, identity
 
 
 def points_of(

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from evaluation.experiments.experiment import Experiment, command, show_again
-from evaluation.experiments.options import RunOptions
-from evaluation.experiments.runner import Point, PointResult, Run, one_line_errors
+from evaluation.options import RunOptions
+from evaluation.run import Point, PointResult, Run, one_line_errors
+from evaluation.study import Study, command, show_again
 
 
 def run_task(point: Point, label: str, console: Console) -> PointResult:
@@ -25,7 +25,7 @@ def run(tmp_path: Path, tasks: Sequence[str | None]) -> tuple[int, list[Run], st
     """The exit status, the runs that were shown, and what was printed."""
     shown: list[Run] = []
     further = {"more": 1}
-    experiment = Experiment(
+    experiment = Study(
         "x",
         lambda run, _: shown.append(run),
         derive=lambda rows: [row | further for row in rows],
@@ -60,7 +60,7 @@ def test_nothing_is_shown_of_a_run_without_a_finished_point(tmp_path: Path) -> N
 def test_a_folder_is_shown_again_by_its_own_experiment(tmp_path: Path) -> None:
     _, (shown,), _ = run(tmp_path, ["a"])
     again: list[tuple[str, Run]] = []
-    experiments = [Experiment(name, lambda run, console, name=name: again.append((name, run))) for name in ("w", "x")]
+    experiments = [Study(name, lambda run, console, name=name: again.append((name, run))) for name in ("w", "x")]
     assert show_again(shown.folder, experiments) == 0
     ((name, run_again),) = again
     assert name == "x" and run_again.summary == shown.summary
@@ -77,8 +77,8 @@ def test_a_command_runs_what_its_options_choose_in_their_order(
 ) -> None:
     shown: list[str] = []
 
-    def experiment(name: str, tasks: Sequence[str | None]) -> Experiment:
-        return Experiment(
+    def experiment(name: str, tasks: Sequence[str | None]) -> Study:
+        return Study(
             name,
             lambda run, console: shown.append(run.experiment),
             lambda options: points_of(tasks),
@@ -93,7 +93,7 @@ def test_a_command_runs_what_its_options_choose_in_their_order(
         experiment("x", ["a"]),
         experiment("y", ["a", None]),
         experiment("z", ["a"]),
-        Experiment("w", points=no_points),
+        Study("w", points=no_points),
     ]
     options = RunOptions(jobs=1, results_dir=tmp_path)
     assert command(RunOptions, lambda options: known, lambda options: ["z", "x", "z"])(options) == 0

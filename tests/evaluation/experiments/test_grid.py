@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evaluation.experiments.grid import Grid
+from evaluation.grid import Grid
 
 KNOWN = ("panel", "setting", "system", "output_len", "num_requests", "read_gb_s", "kernel")
 SECTION = {

@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 from rich.console import Console
 
-from evaluation.experiments import http_point
-from evaluation.experiments.http_point import HttpTask, run_http_point, wide_warm_up
-from evaluation.experiments.runner import Point
+from evaluation import drivers
+from evaluation.drivers import HttpTask, run_http_point, wide_warm_up
 from evaluation.measure.server import ServerCommand, ServerEnded, launched_server
 from evaluation.results.paths import REPO_ROOT
+from evaluation.run import Point
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
 
@@ -70,7 +70,7 @@ def test_the_end_of_a_launched_server_is_an_error_with_its_log(tmp_path):
 
 
 def test_failed_requests_of_a_server_that_goes_on_are_a_result(tmp_path, monkeypatch):
-    monkeypatch.setattr(http_point, "END_GRACE_S", 0.1)
+    monkeypatch.setattr(drivers, "END_GRACE_S", 0.1)
     known = {"backend": "server", "server": "vllm 0.32.0", "num_gpu_blocks": 54}
     with launched_server(command(REFUSES), tmp_path / "log", 30.0) as running:
         values = run(running, tmp_path, known).values

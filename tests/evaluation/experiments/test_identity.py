@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.experiments.identity import identity, plain
-from evaluation.experiments.places import simulate, simulated_point
+from evaluation.grid import simulate, simulated_point
+from evaluation.run import identity, plain
 from swiftllm.config import EngineConfig
 
 PLACE = {"setting": "apex-a10", "system": "apex", "input_len": 1000, "output_len": 50, "num_requests": 4}

@@ -8,11 +8,10 @@ import json
 import pytest
 from rich.console import Console
 
-from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7
-from evaluation.experiments import points
+from evaluation import drivers, reproduce_fig5, reproduce_fig6, reproduce_fig7
+from evaluation.drivers import run_torch_point
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.small_model import pool_blocks, small_points
-from evaluation.experiments.torch_point import run_torch_point
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec, load_prompt_tokens
 from tests.apex.replay.fake_engine import FakeEngine
@@ -42,7 +41,7 @@ def use_fakes(monkeypatch, **settings):
         built.append((system, config))
         return FakeEngine(step_s=SPEEDS[system], **settings)
 
-    monkeypatch.setattr(points, "run_torch_point", functools.partial(run_torch_point, engine_factory=build))
+    monkeypatch.setattr(drivers, "run_torch_point", functools.partial(run_torch_point, engine_factory=build))
     return built
 
 

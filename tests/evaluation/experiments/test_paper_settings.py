@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from apex.simulator.paper_settings import load_setting
-from evaluation.experiments.paper_settings import clip_lengths, simulated_hardware, simulated_task
+from evaluation.drivers import build_simulated_engine
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.points import figure_grid, simulated_points
 from evaluation.experiments.papers.sensitivity import parse_sensitivity
-from evaluation.experiments.simulated_point import build_engine
+from evaluation.grid import clip_lengths, simulated_hardware, simulated_task
 from evaluation.traces.catalogue import Origin, TraceRow, UniformTrace
 from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths
 
@@ -72,7 +72,10 @@ def test_several_gpus_and_hosts_reach_the_machine_and_the_row():
     assert several.num_cpu_blocks == 5 * setting.num_cpu_blocks == 5 * task.num_cpu_blocks
     assert several.hardware.remote_hosts.count == 4 and several.hardware.remote_hosts.bytes_per_s == 1.25e9
     assert several.values["cpu_hosts"] == 5 and several.values["network_gbps"] == 10.0
-    assert "remote_hosts" in build_engine(several).describe() and build_engine(task).describe()["remote_hosts"] is None
+    assert (
+        "remote_hosts" in build_simulated_engine(several).describe()
+        and build_simulated_engine(task).describe()["remote_hosts"] is None
+    )
     assert not {"tensor_parallel", "cpu_hosts"} & set(
         simulated_task(load_setting("apex-a10"), "neo", lengths((1, 2))).values
     )

@@ -8,9 +8,7 @@ from apex.simulator.hardware.files import LayerShape, load_host
 from apex.simulator.paper_settings import load_setting
 from apex.simulator.prediction.host_times import cpu_attention_gb_s
 from apex.simulator.virtual.runtime import VLLM
-from evaluation.experiments.axes import SETTING, TASK
-from evaluation.experiments.grid import Grid
-from evaluation.experiments.places import FIELDS, concerns, lengths_of, setting_of, simulate, simulated_point
+from evaluation.grid import FIELDS, SETTING, TASK, Grid, concerns, lengths_of, setting_of, simulate, simulated_point
 from swiftllm.core.request import Tier
 
 PLACE = {"setting": "apex-a10", "system": "apex", "input_len": 1000, "output_len": 50, "num_requests": 4}

@@ -16,11 +16,11 @@ from apex.replay.records import RequestRecord
 from apex.simulator.virtual.cpu_path import Interconnect
 from apex.strategy import StrategyConfig
 from evaluation import validate
+from evaluation.drivers import SimulatedHardware, SimulatedTask, build_simulated_engine, run_simulated_point
 from evaluation.experiments import profile_check
 from evaluation.experiments.profile_check import ProfiledMachine, mean_table, operation_error
-from evaluation.experiments.runner import Point
-from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, build_engine, run_simulated_point
 from evaluation.results.folder import SUMMARY_FIELDS
+from evaluation.run import Point
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec, load_prompt_tokens
 from swiftllm.core.request import ServiceClass
@@ -113,7 +113,9 @@ def test_what_cannot_be_served_is_a_failed_record() -> None:
 def test_hardware_and_strategy_reach_the_engine() -> None:
     link = Interconnect(1e9, 100, 50, dram_bytes_per_s=1e10)
     hardware = replace(HARDWARE, launch_s=0.5, interconnect=link)
-    engine = build_engine(make_task(hardware=hardware, strategy=StrategyConfig(max_cpu_batches=7), block_size=8))
+    engine = build_simulated_engine(
+        make_task(hardware=hardware, strategy=StrategyConfig(max_cpu_batches=7), block_size=8)
+    )
     found = engine.describe()
     assert found["launch_s"] == 0.5 and found["interconnect"]["out_bytes_per_row"] == 50
     assert found["strategy"]["max_cpu_batches"] == 7 and found["block_size"] == 8
@@ -143,7 +145,7 @@ def test_validation_of_a_machine_that_keeps_to_its_profile_finds_no_error(
     def build(system, config, machine):
         hardware = replace(HARDWARE, table=slow)
         pools = config.num_gpu_blocks, config.num_cpu_blocks
-        engine = build_engine(SimulatedTask(system, hardware, *pools, make_task().lengths, limits))
+        engine = build_simulated_engine(SimulatedTask(system, hardware, *pools, make_task().lengths, limits))
         engine.backend.device = SimpleNamespace(type="cpu")
         found = {**engine.describe(), "dtype": "float16", "cpu_kernel": "native", "cpu_threads": 1}
         engine.describe = lambda: found

@@ -56,7 +56,7 @@ def test_one_that_ends_by_itself_is_told_from_one_that_hangs(child: Child) -> No
 
 def test_a_measured_engine_gives_signs_of_life(tmp_path: Path) -> None:
     # Imported here: a child that loads this module needs none of it.
-    from evaluation.experiments.torch_point import measure
+    from evaluation.drivers import measure
     from swiftllm.config import EngineConfig
     from tests.apex.replay.fake_engine import FakeEngine
     from tests.evaluation.papers_machines import live_point

@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from evaluation.experiments.experiment import Experiment
-from evaluation.experiments.runner import Point, PointResult, by_session
 from evaluation.measure import live_systems
 from evaluation.measure.child import still_alive
 from evaluation.measure.launched_point import LaunchedTask
 from evaluation.measure.live_systems import EngineHere, EngineInChild, LiveSystems
 from evaluation.results.paths import REPO_ROOT
+from evaluation.run import Point, PointResult, by_session
+from evaluation.study import Study
 from swiftllm.config import EngineConfig
 from tests.evaluation.papers_machines import FEW, live_point, simulated_profile
 from tests.reference.tiny_model import make_tiny_llama
@@ -115,7 +115,7 @@ def test_a_process_that_dies_or_hangs_is_a_failed_point_and_the_next_runs_in_a_f
             used[point.key] = live.held.child.pid
             return result
 
-        outcome = Experiment("x", run_point=run, describe=lambda points: {}).run(made, tmp_path, console=console)
+        outcome = Study("x", run_point=run, describe=lambda points: {}).run(made, tmp_path, console=console)
     assert outcome.failed == ["killed", "hangs"]
     assert [(row["backend"], row["completed"], row["failed"]) for row in outcome.summary] == [("torch-cpu", 2, 0)] * 3
     assert used["first"] == used["second"] != used["last"]
@@ -150,7 +150,7 @@ def test_a_killed_harness_takes_its_engine_along():
         "import io, os, time\n"
         "from rich.console import Console\n"
         "from evaluation.measure.live_systems import EngineInChild\n"
-        "from evaluation.experiments.runner import Point\n"
+        "from evaluation.run import Point\n"
         "engine = EngineInChild()\n"
         "try: engine.run_point(Point('x', 'x', 'x', 'no task', session='a'), '', Console(file=io.StringIO()))\n"
         "except AttributeError: print(engine.child.pid, flush=True)\n"

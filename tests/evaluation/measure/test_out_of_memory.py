@@ -8,9 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from evaluation.experiments.experiment import Experiment
 from evaluation.measure.live_systems import EngineHere, LiveSystems
 from evaluation.measure.out_of_memory import advice, explained
+from evaluation.study import Study
 from swiftllm.config import EngineConfig
 from swiftllm.machine import InsufficientMemory
 from tests.apex.replay.fake_engine import FakeEngine
@@ -89,7 +89,7 @@ def test_the_others_go_on_with_an_engine_of_their_own(model, tmp_path, when):
     made = [live_point(system, config(model, 200_000)) for system in ("swiftllm", "neo", "apex")]
     console = Console(file=io.StringIO())
     with LiveSystems(tmp_path / "logs", console, lambda: EngineHere(factory)) as live:
-        experiment = Experiment("x", run_point=live.run_point, describe=lambda points: {})
+        experiment = Study("x", run_point=live.run_point, describe=lambda points: {})
         outcome = experiment.run(made, tmp_path, console=console)
     assert outcome.failed == ["neo"] and [row["system"] for row in outcome.summary] == ["swiftllm", "apex"]
     told = (outcome.folder / "errors" / "neo.txt").read_text()

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from evaluation.experiments.runner import Point, PointResult
 from evaluation.measure import rounds
 from evaluation.measure.rounds import RoundTask, RunningServers, key_of
 from evaluation.measure.server import ServerCommand
+from evaluation.run import Point, PointResult
 
 
 class Launched:

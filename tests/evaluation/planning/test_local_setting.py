@@ -9,9 +9,9 @@ import pytest
 
 from apex.simulator.hardware.files import MODELS_DIR
 from apex.simulator.paper_settings import load_setting
-from evaluation.experiments.options import experiment_settings
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.points import figure_grid
+from evaluation.options import experiment_settings
 from evaluation.planning import local_setting as module
 from evaluation.planning.local_setting import GB, LocalSetting, local_setting
 from evaluation.planning.panels import NotApplicable, panels_here

@@ -114,9 +114,9 @@ def fig5_on(monkeypatch, tmp_path, card, fetch, **options) -> tuple[FigureJob, s
 
 def catalogue_lengths_forgotten() -> None:
     """Lengths are kept for the life of a process; here machines change."""
-    from evaluation.experiments import places
+    from evaluation import grid
 
-    places._lengths.cache_clear()
+    grid._lengths.cache_clear()
 
 
 def kinds(job: FigureJob) -> dict[str, str]:

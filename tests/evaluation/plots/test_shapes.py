@@ -6,13 +6,12 @@ import pytest
 from rich.console import Console
 
 from apex.simulator.paper_settings import load_setting
-from evaluation.experiments.grid import Grid
-from evaluation.experiments.options import experiment_settings
+from evaluation.drivers import run_point
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.points import figure_grid, simulated_points
-from evaluation.experiments.places import simulate
-from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import Point
+from evaluation.grid import Grid, simulate
+from evaluation.options import experiment_settings
+from evaluation.run import Point
 
 NEVER_BELOW = 0.97
 SLOW_CPU_GB_S = 30.0

@@ -13,8 +13,6 @@ import pytest
 
 from apex.replay.metrics import compute_metrics
 from apex.replay.records import RequestRecord
-from evaluation.experiments.experiment import Experiment
-from evaluation.experiments.runner import Point, PointResult
 from evaluation.results import folder as results
 from evaluation.results.folder import (
     SUMMARY_FIELDS,
@@ -26,6 +24,8 @@ from evaluation.results.folder import (
     records_file,
     span_of,
 )
+from evaluation.run import Point, PointResult
+from evaluation.study import Study
 from swiftllm import files
 from swiftllm.files import write_atomically
 
@@ -59,7 +59,7 @@ def points(*tasks):
 
 def run(tmp_path, runner, the_points=None, configuration=None):
     described = {"seed": 1} if configuration is None else configuration
-    experiment = Experiment("exp", run_point=runner, describe=lambda points: described)
+    experiment = Study("exp", run_point=runner, describe=lambda points: described)
     return experiment.run(the_points or points(10, 20), tmp_path, 1)
 
 

@@ -20,10 +20,10 @@ from evaluation.experiments.adaptive.points import (
     title_of,
     wrong_table_points,
 )
-from evaluation.experiments.axes import IDEAS
-from evaluation.experiments.options import experiment_settings
-from evaluation.experiments.runner import Point
+from evaluation.grid import IDEAS
+from evaluation.options import experiment_settings
 from evaluation.reproduce_adaptive import Options, cases, cells
+from evaluation.run import Point
 
 SETTINGS = experiment_settings("adaptive")
 SIZES = [{"output_len": 25, "num_requests": 4}, {"output_len": 300, "num_requests": 4}]

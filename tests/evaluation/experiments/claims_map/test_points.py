@@ -8,8 +8,8 @@ import pytest
 
 from apex.simulator.paper_settings import load_setting
 from evaluation.experiments.claims_map.points import PlaneCell, map_points, mappable, plane
-from evaluation.experiments.options import experiment_settings
-from evaluation.experiments.places import simulate
+from evaluation.grid import simulate
+from evaluation.options import experiment_settings
 from evaluation.results.claims import load_claims
 
 PANEL = {"setting": "apex-t4", "workload": "osc", "num_requests": 9, "output_len": [50]}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from evaluation.experiments.omniserve.points import omniserve_points, read_grid
-from evaluation.experiments.options import experiment_settings
-from evaluation.experiments.runner import Point
+from evaluation.options import experiment_settings
 from evaluation.reproduce_omniserve import Options, as_chosen
+from evaluation.run import Point
 from swiftllm.core.request import ServiceClass
 
 SETTINGS = experiment_settings("omniserve")

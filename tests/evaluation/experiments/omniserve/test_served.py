@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from apex.replay.records import REFUSED, RequestRecord
-from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.omniserve.refusals import BURST, refusals
 from evaluation.experiments.omniserve.served import contract, found_here, median_gap_s, most_blocks
-from evaluation.experiments.options import experiment_settings
-from evaluation.experiments.runner import Point, Run
 from evaluation.measure.http import replay_workload
 from evaluation.measure.server import connect_server
+from evaluation.options import experiment_settings
 from evaluation.reproduce_omniserve import Options, served_points
+from evaluation.run import Point, Run
+from evaluation.study import Study
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
 from tests.evaluation.fake_server import FakeServer, token_by_token
@@ -38,11 +38,11 @@ def test_a_run_alone_decides_the_target_and_the_pool() -> None:
 def test_points_share_targets_pool_and_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = []
 
-    def run_alone(self: Experiment, points: list[Point], results_dir: Path) -> Run:
+    def run_alone(self: Study, points: list[Point], results_dir: Path) -> Run:
         first.extend(points)
         return Run(tmp_path, None, [{"latency_sensitive_gap_s_p50": 0.015, "latency_sensitive_blocks": 33}], {})
 
-    monkeypatch.setattr(Experiment, "run", run_alone)
+    monkeypatch.setattr(Study, "run", run_alone)
     points = served_points(Options(quick=True, results_dir=tmp_path), SETTINGS, tmp_path)
     names = ["alone-sarathi", "both-sarathi", "both-omniserve", "both-omniserve-stepping", "queued-omniserve"]
     assert [point.key for point in points] == names

@@ -1,4 +1,4 @@
-"""Runs the points of an experiment that its result folder does not have yet.
+"""Runs the points of a study that its result folder does not have yet, and says what decides their numbers.
 
 Points that measure this machine run one after another. Other points (``concurrent``: simulations) run in parallel
 processes. A point's result never depends on the number of processes.
@@ -16,19 +16,24 @@ import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, ParamSpec
 
 from rich.console import Console
 
 from apex.cli.output import stdout_console
+from apex.perf.model import ProfileTable
 from apex.replay.records import RequestRecord, RequestSummary
 from evaluation.measure.child import ChildEnded
 from evaluation.results.folder import FlatRecord, ResultFolder, flat_record, median_record
 from evaluation.results.other_work import DISTURBING_CORES
 from evaluation.results.progress import RunProgress, print_line
+from evaluation.results.provenance import fingerprint
+from evaluation.traces.workloads import Lengths
+from swiftllm.config import EngineConfig
 from swiftllm.machine import usable_cores
 
 BUSY_LOAD_PER_CORE = 0.75
@@ -242,3 +247,57 @@ def summarise(folder: ResultFolder, points: Sequence[Point]) -> list[FlatRecord]
         if saved is not None:
             groups.setdefault(point.group, []).append(saved["values"])
     return [median_record(repeats) for repeats in groups.values()]
+
+
+# -- what decides the numbers of points --------------------------------------------------------------------------------
+
+
+def identity(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Everything that decides the numbers of points, but for the model folders of those that are measured."""
+    return [{"key": point.key, "task": plain(point.task)} for point in points]
+
+
+@functools.singledispatch
+def plain(value: Any) -> Any:
+    """A value as JSON values; a digest of what is large.
+
+    Raises:
+        TypeError: it is of no kind that this module knows.
+    """
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple, range)):
+        return [plain(one) for one in value]
+    if is_dataclass(value):
+        names = [field.name for field in fields(value) if field.compare and not field.name.endswith("timeout_s")]
+        return {name: plain(getattr(value, name)) for name in names}
+    raise TypeError(f"{type(value).__name__} has no plain form")
+
+
+@plain.register
+def _(path: Path) -> str:
+    return path.name
+
+
+@plain.register
+def _(table: ProfileTable) -> dict[str, Any]:
+    return {**table.identity, "times": fingerprint(asdict(table))}
+
+
+@plain.register
+def _(lengths: Lengths) -> dict[str, Any]:
+    return lengths.identity
+
+
+@plain.register
+def _(function: FunctionType) -> str:
+    return function.__qualname__
+
+
+@plain.register
+def _(engine: EngineConfig) -> dict[str, Any]:
+    return {name: value for name, value in asdict(engine).items() if name != "model"}

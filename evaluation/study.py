@@ -1,6 +1,6 @@
-"""An experiment runs the points that are not finished, and shows the rows of all. A command runs experiments.
+"""A study runs the points that are not finished, and shows the rows of all. A command runs studies.
 
-A command of ``evaluation`` is a declaration: a dataclass of options, its experiments, and which of them the options
+A command of ``evaluation`` is a declaration: a dataclass of options, its studies, and which of them the options
 choose. :func:`command` makes its ``main``.
 """
 
@@ -16,23 +16,23 @@ from rich.console import Console
 
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
-from evaluation.experiments.identity import identity
-from evaluation.experiments.options import RunOptions
-from evaluation.experiments.points import run_point
-from evaluation.experiments.runner import (
+from evaluation.drivers import run_point
+from evaluation.options import RunOptions
+from evaluation.results.folder import ResultFolder, read_json
+from evaluation.results.progress import print_line
+from evaluation.results.provenance import machine_identity
+from evaluation.run import (
     Derive,
     Point,
     Run,
     RunPoint,
+    identity,
     one_line_errors,
     print_error,
     run_unfinished_points,
     summarise,
     unchanged_rows,
 )
-from evaluation.results.folder import ResultFolder, read_json
-from evaluation.results.progress import print_line
-from evaluation.results.provenance import machine_identity
 from swiftllm.machine import usable_cores
 
 SENSITIVITY = "_sensitivity"
@@ -48,7 +48,7 @@ def as_simulated(points: Sequence[Point]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Experiment:
+class Study:
     """Points and what becomes of their rows.
 
     Attributes:
@@ -122,7 +122,7 @@ Main = Callable[..., int]
 
 def command(
     options_type: type[Options],
-    experiments: Callable[[Options], Sequence[Experiment]],
+    experiments: Callable[[Options], Sequence[Study]],
     chosen: Callable[[Options], Sequence[str]] | None = None,
     run: Callable[[Options], int] | None = None,
 ) -> Main:
@@ -156,7 +156,7 @@ def command(
     return main
 
 
-def show_again(folder: Path, experiments: Sequence[Experiment]) -> int:
+def show_again(folder: Path, experiments: Sequence[Study]) -> int:
     """Show a finished run of one of the experiments, or of its sensitivity. Returns the exit status 0.
 
     Raises:
