@@ -39,10 +39,10 @@ from benchmarks.pacpu_cases import (
     prepare_pacpu,
     usable_isas,
 )
-from evaluation.plots.table import rows_table
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.folder import FlatRecord, ResultFolder
 from evaluation.results.paths import RESULTS_DIR
+from evaluation.results.tables import rows_table
 from swiftllm.machine import cpu_model
 from swiftllm.runtime.attention_choices import use_fastest_attention
 

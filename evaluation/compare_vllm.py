@@ -34,12 +34,12 @@ from evaluation.measure.vllm import how_to_install, vllm_command, vllm_path
 from evaluation.options import check_counts
 from evaluation.plots.bars import BarPanel, Half, rate_bars, throughput_figure
 from evaluation.plots.style import FigureText, save_figure
-from evaluation.plots.table import LATENCY_COLUMNS, rows_table
 from evaluation.results.folder import FlatRecord, markdown_table, median_record
 from evaluation.results.frame import bases, frame_of, grouped, over, with_columns
 from evaluation.results.kinds import distinct
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
+from evaluation.results.tables import LATENCY_COLUMNS, rows_table
 from evaluation.run import Point, one_line_errors, print_failure
 from evaluation.study import Study
 from evaluation.traces.catalogue import Origin, TraceRow

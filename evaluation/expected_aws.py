@@ -22,10 +22,10 @@ from apex.simulator.paper_settings import BLOCK_SIZE
 from evaluation.grid import FIELDS, Grid, Place, setting_of, simulate, simulated_point
 from evaluation.options import RunOptions, experiment_settings
 from evaluation.plots.notes import neo_notes, trace_note
-from evaluation.plots.table import rows_table
 from evaluation.results.claims import AGREES, ratios_by_point
 from evaluation.results.folder import FlatRecord, markdown_lines
 from evaluation.results.frame import grouped
+from evaluation.results.tables import rows_table
 from evaluation.run import Point, Run
 from evaluation.study import Study, command
 from swiftllm.config import EngineConfig

@@ -31,9 +31,9 @@ from evaluation.drivers import HttpTask, run_http_point
 from evaluation.measure.server import Server, ServerCommand, connect_server, launched_server
 from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.options import HttpOptions, TraceDir, parse_urls
-from evaluation.plots.table import LATENCY_COLUMNS, rows_table
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
+from evaluation.results.tables import LATENCY_COLUMNS, rows_table
 from evaluation.run import Point, one_line_errors
 from evaluation.study import Study
 from evaluation.traces.catalogue import Trace, UniformTrace, load_trace

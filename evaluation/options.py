@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,18 @@ class TraceOptions(RunOptions):
 
 
 @dataclass(frozen=True)
+class StudyOptions(TraceOptions):
+    """Options of every study whose points an experiment file lists."""
+
+    quick: bool = False
+    """Few requests, by the file's variant of that name: faster, but mostly filling and draining."""
+    set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=VALUE ...")] = ()
+    """Values in place of the experiment file's, such as seed=1, kernel=native or system=neo,adaptive."""
+    only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=VALUE ...")] = ()
+    """Run only the points with these values, such as case=t4-osc-50,t4-osc-200."""
+
+
+@dataclass(frozen=True)
 class HttpOptions:
     """Options of backend http only."""
 
@@ -95,6 +108,27 @@ def parse_urls(texts: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"--url: two servers have the name {match[1]}; give each a name of its own")
         urls[match[1]] = match[2]
     return urls
+
+
+def assignments(flag: str, texts: Sequence[str]) -> dict[str, list[Any]]:
+    """The values of each field of texts such as ``seed=1`` and ``system=neo,apex``.
+
+    Raises:
+        ValueError: a text has another form.
+    """
+    pairs = [text.partition("=") for text in texts]
+    if wrong := ["".join(pair) for pair in pairs if not (pair[0] and pair[2])]:
+        raise ValueError(f"{flag} {' '.join(wrong)}: write it as FIELD=VALUE or FIELD=VALUE,VALUE")
+    return {name: [plain_value(value) for value in values.split(",")] for name, _, values in pairs}
+
+
+def plain_value(text: str) -> Any:
+    """A number, true, false or none; else the text."""
+    words = {"true": True, "false": False, "none": None}
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return words.get(text, text)
 
 
 def flags(names: Sequence[str]) -> str:

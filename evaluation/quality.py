@@ -20,8 +20,8 @@ from evaluation.experiments.quality.scores import ScoreTask
 from evaluation.options import File, Folder, RunOptions, experiment_settings
 from evaluation.plots.lines import LinePanel, Series, line_figure
 from evaluation.plots.style import FigureText, show_figure, system_colour
-from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
+from evaluation.results.tables import rows_table
 from evaluation.run import Point, Run
 from evaluation.study import Study, command
 

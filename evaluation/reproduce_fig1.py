@@ -20,10 +20,10 @@ from evaluation.experiments.operations import describe, operation_points, run_op
 from evaluation.options import RunOptions, check_counts, experiment_settings
 from evaluation.plots.lines import LinePanel, Series, line_figure
 from evaluation.plots.style import FAINT, INK, FigureText, show_figure, system_colour
-from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct, is_simulated
+from evaluation.results.tables import rows_table
 from evaluation.run import Point, Run
 from evaluation.study import Study, command
 

@@ -21,9 +21,9 @@ from evaluation.options import Folder, TraceOptions, experiment_settings
 from evaluation.plots.lines import LinePanel, Series, line_figure
 from evaluation.plots.notes import figure_text
 from evaluation.plots.style import show_figure, system_colour
-from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
+from evaluation.results.tables import rows_table
 from evaluation.run import Point, Run
 from evaluation.study import Study, command
 

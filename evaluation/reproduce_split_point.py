@@ -21,11 +21,11 @@ from evaluation.experiments.placements.generations import SYSTEMS, generation_ro
 from evaluation.experiments.placements.show import draw_search
 from evaluation.options import File, ResultsDir, experiment_settings
 from evaluation.plots.style import show_figure
-from evaluation.plots.table import rows_table
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.folder import FlatRecord, ResultFolder
 from evaluation.results.frame import grouped
 from evaluation.results.paths import RESULTS_DIR
+from evaluation.results.tables import rows_table
 from evaluation.run import one_line_errors
 
 NAME = "split-point"

@@ -18,8 +18,8 @@ from evaluation.experiments.placements.points import weight_points, with_gains
 from evaluation.experiments.placements.show import draw_weights
 from evaluation.options import RunOptions, experiment_settings
 from evaluation.plots.style import show_figure
-from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord
+from evaluation.results.tables import rows_table
 from evaluation.run import Run
 from evaluation.study import Study, command
 

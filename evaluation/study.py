@@ -1,26 +1,29 @@
-"""A study runs the points that are not finished, and shows the rows of all. A command runs studies.
+"""A study: points of an experiment file, ratios between their rows, tables and a figure. A command runs studies.
 
-A command of ``evaluation`` is a declaration: a dataclass of options, its studies, and which of them the options
-choose. :func:`command` makes its ``main``.
+A study is a declaration, which stands in one file of ``evaluation/studies`` with the options of its command.
+:func:`command` makes the ``main`` of a command that has one study or several, its parts.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rich.console import Console
 
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation.drivers import run_point
-from evaluation.options import RunOptions
-from evaluation.results.folder import ResultFolder, read_json
+from evaluation.grid import FIELDS, Grid, Place, concerns, possible_points
+from evaluation.options import RunOptions, StudyOptions, assignments, experiment_settings
+from evaluation.results.folder import FlatRecord, ResultFolder, read_json
+from evaluation.results.frame import bases, frame_of, grouped, over, with_columns
 from evaluation.results.progress import print_line
 from evaluation.results.provenance import machine_identity
+from evaluation.results.tables import Columns, rows_table
 from evaluation.run import (
     Derive,
     Point,
@@ -34,12 +37,172 @@ from evaluation.run import (
     unchanged_rows,
 )
 from swiftllm.machine import usable_cores
+from swiftllm.systems import find_system
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
 
 SENSITIVITY = "_sensitivity"
-"""Suffix of the name of an experiment in which an assumption was varied."""
+"""Suffix of the name of a study in which an assumption was varied."""
+RATE = "output_tokens_per_s"
 
+Rows = Sequence[FlatRecord]
 Show = Callable[[Run, Console], None]
 """Prints a run's rows and draws its figure into its folder; ValueError where it cannot."""
+
+
+# -- what becomes of rows ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A row's ``metric`` over that of another row; None where either has none.
+
+    Attributes:
+        to: whether a row is one that others are compared with.
+        at: fields in which a row and the one that it is compared with are equal.
+    """
+
+    to: Callable[[FlatRecord], bool]
+    at: Sequence[str]
+    metric: str = RATE
+
+
+def with_ratios(rows: Rows, ratios: Mapping[str, Ratio]) -> list[FlatRecord]:
+    """The rows with a further field for each ratio."""
+    if not ratios:
+        return list(rows)
+    frame = frame_of(rows)
+    frame = frame.reindex(columns=list(dict.fromkeys([*frame.columns, *(f for r in ratios.values() for f in r.at)])))
+
+    def values(ratio: Ratio) -> Any:
+        to = frame.index.isin([index for index, row in enumerate(rows) if ratio.to(row)])
+        return over(frame[ratio.metric], bases(frame, to, ratio.at))
+
+    return with_columns(rows, **{name: values(ratio) for name, ratio in ratios.items()})
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of rows, without the columns that are empty, or one for each group of rows.
+
+    Attributes:
+        columns: title, field and format of each.
+        says: printed above it.
+        by: fields whose values make up a group.
+        title: of a group's table; by default the values of ``by``.
+        lines: what is printed of a group's rows.
+    """
+
+    columns: Columns
+    says: str = ""
+    by: Sequence[str] = ()
+    title: Callable[[Rows], str] | None = None
+    lines: Callable[[Rows], Rows] = list
+
+    def __call__(self, rows: Rows, console: Console) -> None:
+        if self.says:
+            console.print(self.says, highlight=False, soft_wrap=True)
+        for here in grouped(rows, *self.by).values() if self.by else [rows]:
+            title = self.title(here) if self.title else " ".join(str(here[0][name]) for name in self.by)
+            if title:
+                print_line(console, title)
+            lines = self.lines(here)
+            columns = [column for column in self.columns if any(line.get(column[1]) is not None for line in lines)]
+            console.print(rows_table(lines, columns))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A vertical axis: a field of rows, and its name."""
+
+    field: str
+    label: str
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Panels of lines over ``x``, or of groups of bars by ``x``, with the notes that all figures have.
+
+    Attributes:
+        y: a row of panels for each.
+        panel: fields whose values make up a panel.
+        series: fields whose values make up a line, or a bar of each group.
+        title_of, label_of: words for a panel and for a line, from one of its rows; by default the values of its fields.
+        look_of: further arguments of a line or a bar, from one of its rows.
+        is_drawn: whether a row is.
+        notes: those that come first.
+    """
+
+    title: str
+    kind: Literal["lines", "bars"]
+    x: str
+    x_label: str
+    y: Sequence[Axis]
+    panel: Sequence[str]
+    series: Sequence[str] = ("system",)
+    title_of: Callable[[FlatRecord], str] | None = None
+    label_of: Callable[[FlatRecord], str] | None = None
+    look_of: Callable[[FlatRecord], Mapping[str, Any]] = lambda row: {}
+    is_drawn: Callable[[FlatRecord], bool] = lambda row: True
+    log_x: bool = False
+    notes: str = ""
+
+    def __call__(self, run: Run) -> Drawing:
+        """
+        Raises:
+            ValueError: there is nothing to draw.
+        """
+        from evaluation.plots.bars import BarPanel, Half, throughput_figure  # drawing takes a second to import
+        from evaluation.plots.lines import LinePanel, line_figure
+        from evaluation.plots.notes import figure_text
+
+        text = figure_text(self.title, run.summary, run.machine, first_note=self.notes)
+        drawn = [row for row in run.summary if self.is_drawn(row)]
+        panels = [(y, rows) for y in self.y for rows in grouped(drawn, *self.panel).values()]
+        if self.kind == "bars":
+            bars = [
+                BarPanel(self._title(here), self.x_label, self._groups(here, axis), axis.label) for axis, here in panels
+            ]
+            systems = list(dict.fromkeys(row["system"] for row in drawn))
+            return throughput_figure([Half(bars, systems, text)])
+        lines = [
+            LinePanel(self._title(rows), self.x_label, y.label, self._lines(rows, y), log_x=self.log_x, log_y=y.log)
+            for y, rows in panels
+        ]
+        return line_figure(lines, text, columns=len(panels) // len(self.y))
+
+    def _title(self, rows: Rows) -> str:
+        return self.title_of(rows[0]) if self.title_of else ", ".join(str(rows[0][name]) for name in self.panel)
+
+    def _lines(self, rows: Rows, y: Axis) -> list[Any]:
+        from evaluation.plots.lines import Series
+        from evaluation.plots.style import system_colour
+
+        made = []
+        for here in grouped(rows, *self.series).values():
+            first, points = here[0], [(row[self.x], row[y.field]) for row in here if row[y.field] is not None]
+            label = self.label_of(first) if self.label_of else ", ".join(str(first[name]) for name in self.series)
+            made.append(Series(label, system_colour(first["system"]), points, **self.look_of(first)))
+        return made
+
+    def _groups(self, rows: Rows, y: Axis) -> list[tuple[str, list[Any]]]:
+        from evaluation.plots.bars import Bar
+        from evaluation.plots.style import system_colour
+
+        bars, made = list(grouped(rows, *self.series)), []
+        for x, here in grouped(rows, self.x).items():
+            there = {key: of_one[0] for key, of_one in grouped(here, *self.series).items()}
+            drawn = [
+                Bar(row[y.field], system_colour(row["system"]), **self.look_of(row)) if row else None
+                for row in map(there.get, bars)
+            ]
+            made.append((str(x), drawn))
+        return made
+
+
+# -- studies ----------------------------------------------------------------------------------------------------------
 
 
 def as_simulated(points: Sequence[Point]) -> dict[str, Any]:
@@ -53,18 +216,75 @@ class Study:
 
     Attributes:
         name: of its result folder.
-        points: the points that a command's options choose; ValueError where an option is not valid.
-        derive: adds fields to the rows that are computed from all rows together.
+        file: the name of its experiment file; by default its own.
+        section: of the experiment file, the part that is its grid; by default all of it.
+        fields: what places of the grid may have.
+        is_place: whether a place of the grid is one of the study.
+        point: the point of a place.
+        refused: a place in words, for studies that leave out the places of which ``point`` raises ValueError.
+        points: the points that a command's options choose, for studies that are not one grid; ValueError where an
+            option is not valid.
+        ratios: further fields of the rows.
+        derive: adds fields to the rows that are computed from all rows together, before the ratios.
+        tables: print the rows, one after the other.
+        figure: draws a run; None where tables say it all. ValueError where there is nothing to draw.
+        show: shows a run in place of ``tables`` and ``figure``.
         run_point: runs a point.
         describe: what decides the numbers of points, JSON-able: a run is continued only where it is equal.
     """
 
     name: str
     show: Show | None = None
-    points: Callable[[Any], Sequence[Point]] = lambda options: ()
+    points: Callable[[Any], Sequence[Point]] | None = None
     derive: Derive = unchanged_rows
     run_point: RunPoint = run_point
     describe: Callable[[Sequence[Point]], Mapping[str, Any]] = as_simulated
+    file: str | None = None
+    section: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda settings: settings
+    fields: Collection[str] = FIELDS
+    is_place: Callable[[Place], bool] = lambda place: True
+    point: Callable[[Place], Point] | None = None
+    refused: Callable[[Place], str] | None = None
+    ratios: Mapping[str, Ratio] = field(default_factory=dict)
+    tables: Sequence[Callable[[Rows, Console], None]] = ()
+    figure: Callable[[Run], Drawing] | None = None
+
+    def points_of(self, options: Any) -> list[Point]:
+        """The points that the options choose.
+
+        Raises:
+            ValueError: an option or the experiment file is not valid; the message says what is.
+        """
+        if self.points is not None:
+            return list(self.points(options))
+        if self.point is None:
+            return []
+        section = self.section(experiment_settings(self.file or self.name, options.config))
+        places = places_of(Grid.read(section, self.fields, "quick" if options.quick else None), options, self.fields)
+        places = [place for place in places if self.is_place(place)]
+        if self.refused is None:
+            return [self.point(place) for place in places]
+        return possible_points(places, self.point, self.refused)
+
+    def derived(self, rows: Rows) -> list[FlatRecord]:
+        """The rows with the fields that are computed from all rows together."""
+        return with_ratios(self.derive(rows), self.ratios)
+
+    def show_run(self, run: Run, console: Console) -> None:
+        """Print a run's rows, and draw its figure into its folder.
+
+        Raises:
+            ValueError: there is nothing to draw, or the folder cannot be written to.
+        """
+        if self.show is not None:
+            self.show(run, console)
+            return
+        for table in self.tables:
+            table(run.summary, console)
+        if self.figure is not None:
+            from evaluation.plots.style import show_figure
+
+            show_figure(self.figure(run), run.folder, console)
 
     def run(
         self,
@@ -106,13 +326,36 @@ class Study:
             print_line(console, f"interrupted: {kept_text}; the same command continues there", "yellow")
             raise SystemExit(128 + signal.SIGINT) from None
         finished = summarise(folder, points)
-        summary = self.derive(finished) if finished else []
+        summary = self.derived(finished) if finished else []
         folder.save_summary(summary)
         failed = [point.label for point in points if folder.finished_point(point.key) is None]
         run = Run(folder.path, self.name, summary, folder.identity["machine"], failed)
-        if summary and self.show is not None:
-            self.show(run, console)
+        if summary:
+            self.show_run(run, console)
         return run
+
+
+def places_of(grid: Grid, options: StudyOptions, known: Collection[str]) -> list[Place]:
+    """The places of a grid that the options choose, with the values that they set.
+
+    Raises:
+        ValueError: a field or a system is unknown, or no place has a value.
+    """
+    given: dict[str, Any] = {}
+    for name, values in assignments("--set", options.set).items():
+        if name not in known:
+            raise ValueError(f"--set: a place has no {name}; it may have {', '.join(sorted(known))}")
+        if name == "system":
+            values = [find_system(str(value)).name for value in values]
+        varies = len(values) > 1 or any(isinstance(panel.get(name), list) for panel in grid.panels)
+        given[name] = values if varies else values[0]
+    places = grid.with_(trace_dir=options.trace_dir, **given).places(concerns)
+    for name, values in assignments("--only", options.only).items():
+        there = dict.fromkeys(place.get(name) for place in places)
+        if missing := [str(value) for value in values if value not in there]:
+            raise ValueError(f"--only: no {name} {', '.join(missing)}; there are {', '.join(map(str, there))}")
+        places = [place for place in places if place.get(name) in values]
+    return places
 
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -122,50 +365,51 @@ Main = Callable[..., int]
 
 def command(
     options_type: type[Options],
-    experiments: Callable[[Options], Sequence[Study]],
-    chosen: Callable[[Options], Sequence[str]] | None = None,
+    parts: Mapping[str, Study] | Callable[[Options], Mapping[str, Study]],
+    chosen: Any = None,
     run: Callable[[Options], int] | None = None,
 ) -> Main:
-    """The ``main`` of a command that runs experiments, or with ``--from`` shows a finished run of one of them.
+    """The ``main`` of a command that runs studies, or with ``--from`` shows a finished run of one of them.
 
     Its exit status is 0 when every point is finished, 1 when some failed, 2 for invalid options. The points of all
-    chosen experiments are made before any of them runs, so that an invalid option is seen at once.
+    chosen studies are made before any of them runs, so that an invalid option is seen at once.
 
     Args:
-        experiments: all experiments of the command.
-        chosen: names of those to run, in this order; by default all.
+        parts: all studies of the command. The option ``part``, where it has one, chooses among them.
         run: runs them in another way, to the exit status.
     """
 
     @one_line_errors
     def main(options: Options | None = None) -> int:
         options = parse_options(options_type) if options is None else options
-        known = {experiment.name: experiment for experiment in experiments(options)}
+        known = parts(options) if callable(parts) else parts
+        known = known if isinstance(known, Mapping) else {study.name: study for study in known}
         if options.from_folder is not None:
             return show_again(options.from_folder, list(known.values()))
         if run is not None:
             return run(options)
-        names = list(known) if chosen is None else list(dict.fromkeys(chosen(options)))
-        points = {name: known[name].points(options) for name in names}
+        of_old = chosen and list(dict.fromkeys(chosen(options)))
+        of_parts = {known[part].name: known[part] for part in of_old or getattr(options, "part", known)}
+        points = {name: study.points_of(options) for name, study in of_parts.items()}
         console, status = stdout_console(), 0
         for name, here in points.items():
-            finished = known[name].run(here, options.results_dir, options.jobs, console=console)
+            finished = of_parts[name].run(here, options.results_dir, options.jobs, console=console)
             status |= finished.print_outcome(console)
         return status
 
     return main
 
 
-def show_again(folder: Path, experiments: Sequence[Study]) -> int:
-    """Show a finished run of one of the experiments, or of its sensitivity. Returns the exit status 0.
+def show_again(folder: Path, studies: Sequence[Study]) -> int:
+    """Show a finished run of one of the studies, or of its sensitivity. Returns the exit status 0.
 
     Raises:
-        ValueError: the folder has no results, or those of another experiment, or does not say of which.
+        ValueError: the folder has no results, or those of another study, or does not say of which.
     """
-    by_name = {experiment.name: experiment for experiment in experiments}
+    by_name = {study.name: study for study in studies}
     summary_file, provenance_file = folder / "summary.json", folder / "provenance.json"
     if not summary_file.is_file() or not (summary := read_json(summary_file)):
-        example = f"results/{experiments[0].name}/latest"
+        example = f"results/{studies[0].name}/latest"
         raise ValueError(f"no results in {folder}: give a folder that has a summary.json, such as {example}")
     name, machine = None, machine_identity()
     if provenance_file.is_file():
@@ -175,6 +419,6 @@ def show_again(folder: Path, experiments: Sequence[Study]) -> int:
             raise ValueError(f"{folder} holds results of {name}, not of {' or '.join(by_name)}")
     elif len(by_name) > 1:
         raise ValueError(f"{folder} has no provenance.json, so it is unknown which of {', '.join(by_name)} it holds")
-    experiment = by_name[(name or experiments[0].name).removesuffix(SENSITIVITY)]
-    experiment.show(Run(folder.resolve(), name, summary, machine), stdout_console())
+    study = by_name[(name or studies[0].name).removesuffix(SENSITIVITY)]
+    study.show_run(Run(folder.resolve(), name, summary, machine), stdout_console())
     return 0

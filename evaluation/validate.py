@@ -38,10 +38,10 @@ from evaluation.experiments.profile_check import (
 )
 from evaluation.groundtruth.command import show_runs
 from evaluation.plots.style import FAINT, FigureText, legend, save_figure, sheet, system_colour, tidy_axes
-from evaluation.plots.table import rows_table
 from evaluation.results.folder import FlatRecord, to_json
 from evaluation.results.frame import frame_of
 from evaluation.results.paths import RESULTS_DIR
+from evaluation.results.tables import rows_table
 from evaluation.run import Point, PointResult, Run, one_line_errors
 from evaluation.study import Study
 from swiftllm.config import EngineConfig

@@ -30,14 +30,13 @@ from evaluation.experiments.ablation.rows import (
 from evaluation.plots.ablation import draw_ablation
 from evaluation.plots.notes import length_notes, neo_notes
 from evaluation.plots.style import FigureText, show_figure
-from evaluation.plots.table import Columns, rows_table
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct, is_simulated
 from evaluation.results.known import known_notes
 from evaluation.results.paths import model_folder
 from evaluation.results.provenance import model_identity
-from evaluation.results.tables import write_tables
+from evaluation.results.tables import Columns, rows_table, write_tables
 from evaluation.run import Run, RunPoint, identity
 from evaluation.study import Study
 

@@ -87,13 +87,16 @@ def lettered_title(title: str, letter: str, records: Records) -> str:
 # -- title and subtitle -----------------------------------------------------------------------------------------------
 
 
-def figure_text(what: str, records: Records, machine: Mapping[str, Any], *, in_title: bool = True) -> FigureText:
+def figure_text(
+    what: str, records: Records, machine: Mapping[str, Any], *, in_title: bool = True, first_note: str = ""
+) -> FigureText:
     """Title, subtitle and notes of a figure or half: machine, scale, origin of the lengths, assumptions.
 
     With ``in_title`` the title begins with ``what``; otherwise ``what`` is the first line of the subtitle.
+    ``first_note`` stands above the other notes.
     """
     halves = halves_of(records)
-    subtitles, notes = [] if in_title else [what], []
+    subtitles, notes = [] if in_title else [what], [first_note] if first_note else []
     for half in halves:
         subtitles.append(simulated_subtitle(half) if is_simulated(half[0]) else measured_subtitle(half, machine))
         notes += half_notes(half) if len(halves) > 1 else notes_of(half)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from apex.cli.output import number, table
 from evaluation.experiments.papers.sensitivity import varied_in
 from evaluation.plots.notes import neo_notes
 from evaluation.results.claims import place_of
 from evaluation.results.folder import PREDICTED, FlatRecord
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import comparisons, label_of
-
-Columns = Sequence[tuple[str, str, str]]
-"""Title, field and format of columns. Those of the format ``s`` are words."""
+from evaluation.results.tables import Columns, rows_table
 
 # The ratio is computed here.
 COLUMNS: Columns = (
@@ -30,19 +27,8 @@ COLUMNS: Columns = (
     ("goodput", "goodput_requests_per_s", ".2f"), ("GPU batch", "gpu_batch_busy_fraction", ".0%"),
     ("CPU", "cpu_busy_fraction", ".0%"),
 )  # fmt: skip
-# Latencies at the clients of a server.
-LATENCY_COLUMNS = (
-    ("TTFT p50", "ttft_s_p50", ".2f"), ("p99 (s)", "ttft_s_p99", ".2f"), ("TPOT p50", "tpot_s_p50", ".3f"),
-    ("p99 (s)", "tpot_s_p99", ".3f"),
-)  # fmt: skip
 ASSUMED = 2
 """Index of the assumption's column: the varied one, by default the speed of CPU attention."""
-
-
-def rows_table(rows: Sequence[Mapping[str, Any]], columns: Columns) -> Table:
-    """A line for each row, with a dash for None."""
-    cells = [[number(row.get(field), form) for _, field, form in columns] for row in rows]
-    return table([title for title, _, _ in columns], cells, left=[title for title, _, form in columns if form == "s"])
 
 
 def print_results(title: str, summary: Sequence[FlatRecord], console: Console) -> None:

@@ -1,18 +1,26 @@
-"""Writes the rows of a run as CSV and as a LaTeX table, beside its summary."""
+"""The rows of a run as a table: on the terminal, as CSV and in LaTeX."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from apex.cli.output import number
+from rich.table import Table
+
+from apex.cli.output import number, table
 from evaluation.results.folder import FlatRecord
 from swiftllm.files import write_atomically
 
 Columns = Sequence[tuple[str, str, str]]
-"""Title, field and format of columns, as those of :func:`evaluation.plots.table.rows_table`."""
+"""Title, field and format of columns. Those of the format ``s`` are words."""
+# Latencies at the clients of a server.
+LATENCY_COLUMNS: Columns = (
+    ("TTFT p50", "ttft_s_p50", ".2f"), ("p99 (s)", "ttft_s_p99", ".2f"), ("TPOT p50", "tpot_s_p50", ".3f"),
+    ("p99 (s)", "tpot_s_p99", ".3f"),
+)  # fmt: skip
 SPECIAL = {
     "\\": r"\textbackslash{}",
     "&": r"\&",
@@ -23,6 +31,12 @@ SPECIAL = {
     "~": r"\textasciitilde{}",
 }
 SPECIAL |= {"{": r"\{", "}": r"\}", "^": r"\textasciicircum{}"}
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]], columns: Columns) -> Table:
+    """A line for each row, with a dash for None."""
+    cells = [[number(row.get(field), form) for _, field, form in columns] for row in rows]
+    return table([title for title, _, _ in columns], cells, left=[title for title, _, form in columns if form == "s"])
 
 
 def write_tables(rows: Sequence[FlatRecord], columns: Columns, folder: Path, name: str, caption: str) -> list[Path]:

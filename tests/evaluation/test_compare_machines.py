@@ -10,9 +10,9 @@ import yaml
 
 from apex.simulator.hardware.files import LayerShape, load_host, load_model_config
 from apex.simulator.prediction.host_times import cpu_attention_gb_s
-from evaluation import compare_machines
-from evaluation.experiments.machines import IDEAL, machine_points, share_of_host, with_machine_totals
 from evaluation.options import experiment_settings
+from evaluation.studies import machines
+from evaluation.studies.machines import IDEAL, share_of_host, with_machine_totals
 
 MACHINE = {
     "machine": "2x A10G",
@@ -38,7 +38,7 @@ SETTINGS = {
 def run(folder: Path, **changes) -> int:
     config = folder / "machines.yaml"
     config.write_text(yaml.safe_dump(SETTINGS | changes))
-    return compare_machines.main(compare_machines.Options(jobs=1, config=config, results_dir=folder))
+    return machines.main(machines.Options(jobs=1, config=config, results_dir=folder))
 
 
 def test_the_table_has_a_row_for_each_way_and_is_printed_again_from_its_folder(tmp_path, capsys) -> None:
@@ -54,7 +54,7 @@ def test_the_table_has_a_row_for_each_way_and_is_printed_again_from_its_folder(t
     assert rows[1, "swiftllm"]["all_reduce_share"] is None
     assert 0 < rows[2, "swiftllm"]["all_reduce_share"] < 1
     assert rows[2, IDEAL]["output_tokens_per_s"] > rows[2, "swiftllm"]["output_tokens_per_s"]
-    assert compare_machines.main(compare_machines.Options(from_folder=summary.parent)) == 0
+    assert machines.main(machines.Options(from_folder=summary.parent)) == 0
     assert capsys.readouterr().out == table
 
 
@@ -63,8 +63,10 @@ def test_a_model_that_does_not_fit_is_said(tmp_path, capsys) -> None:
     assert "not possible: 2x A10G, 4 replicas: qwen2.5-32b takes 65" in capsys.readouterr().out
 
 
-def test_so_many_requests_as_fill_the_gpu_tier(capsys) -> None:
-    points = machine_points(SETTINGS | {"fills_of_gpu_tier": 2})
+def test_so_many_requests_as_fill_the_gpu_tier(tmp_path, capsys) -> None:
+    config = tmp_path / "machines.yaml"
+    config.write_text(yaml.safe_dump(SETTINGS))
+    points = machines.STUDY.points_of(machines.Options(config=config, set=("fills_of_gpu_tier=2",)))
     assert len(points) == 5 and not capsys.readouterr().out
     for point in points:
         tokens = point.task.num_gpu_blocks * point.task.block_size

@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from evaluation import (
-    compare_machines,
     reproduce_adaptive,
     reproduce_fig5,
     reproduce_fig6,
@@ -23,6 +22,7 @@ from evaluation.experiments.papers.options import FigureOptions
 from evaluation.options import experiment_settings
 from evaluation.results.folder import read_json
 from evaluation.run import Point
+from evaluation.studies import machines
 from tests.golden.tasks import undescribed
 
 RECORDS = Path(__file__).parents[2] / "docs/records"
@@ -71,7 +71,7 @@ def test_a_row_comes_out_again_to_the_bit(record: str) -> None:
 def _points(record: str, gpu: str | None) -> Sequence[Point]:
     with undescribed():
         if record == "machines":
-            return compare_machines.EXPERIMENT.points(compare_machines.Options())
+            return machines.STUDY.points_of(machines.Options())
         if record == "adaptive":
             options = reproduce_adaptive.Options()
             return reproduce_adaptive.experiments(options)[0].points(options)

@@ -17,11 +17,11 @@ from evaluation.plots.lines import LinePanel, Series, line_figure
 from evaluation.plots.notes import Records, span_text
 from evaluation.plots.rows_of_bars import rows_of_bars
 from evaluation.plots.style import FigureText, system_colour, times
-from evaluation.plots.table import LATENCY_COLUMNS, Columns, rows_table
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct
 from evaluation.results.known import known_notes
+from evaluation.results.tables import LATENCY_COLUMNS, Columns, rows_table
 
 CASES: Columns = (
     ("case", "case", "s"), ("system", "system", "s"), ("tok/s", "output_tokens_per_s", ".1f"),

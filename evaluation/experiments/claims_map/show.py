@@ -12,12 +12,12 @@ from evaluation.grid import REFERENCE
 from evaluation.plots import heat_map
 from evaluation.plots.notes import length_notes
 from evaluation.plots.style import FigureText, show_figure
-from evaluation.plots.table import rows_table
 from evaluation.results.claims import AGREES, Claim, where_of
 from evaluation.results.folder import FlatRecord, markdown_table
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct
 from evaluation.results.known import known_notes
+from evaluation.results.tables import rows_table
 from evaluation.run import Run
 from swiftllm.files import write_atomically
 

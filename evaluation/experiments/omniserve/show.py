@@ -12,11 +12,11 @@ from evaluation.plots.bars import Bar, BarPanel, draw_bars
 from evaluation.plots.lines import LinePanel, Series, line_figure
 from evaluation.plots.notes import Records, span_text, trace_note
 from evaluation.plots.style import FigureText, legend, sheet, system_colour, times
-from evaluation.plots.table import Columns, rows_table
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct, label_of
 from evaluation.results.known import known_notes
+from evaluation.results.tables import Columns, rows_table
 
 BEST_EFFORT, ATTAINMENT = "best_effort_tokens_per_s", "slo_attainment"
 AXES = {

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
+from apex.cli.output import number
 from apex.simulator.hardware.files import GpuLink, Host, load_gpu, load_host, load_link, load_model_config
 from apex.simulator.prediction.calibrated_profile import hardware_profile
 from apex.simulator.prediction.predicted_machine import PredictedMachine
 from evaluation.drivers import SimulatedHardware, SimulatedTask
-from evaluation.grid import Grid, Place, lengths_of, possible_points
+from evaluation.grid import Place, lengths_of
+from evaluation.options import StudyOptions
 from evaluation.results.folder import FlatRecord
-from evaluation.results.frame import bases, frame_of, over, with_columns
+from evaluation.results.frame import bases, frame_of, grouped, over, with_columns
 from evaluation.run import Point
+from evaluation.study import RATE, Rows, Study, Table, command
 from swiftllm.scheduling.admission import SchedulerLimits
+
+
+@dataclass(frozen=True)
+class Options(StudyOptions):
+    """Which machine with several GPUs for which model, and how: replicas of the engine or tensor parallelism, and what
+    CPU attention adds. SIMULATED (predicted times, no GPU needed).
+
+    Machines, models and lengths come from configs/experiments/machines.yaml. Results and provenance go to
+    results/machines/<run>/. Running the same command again continues an interrupted run.
+    """
+
 
 BLOCK_SIZE = 16
 MAX_TOKENS = 2048  # in the GPU batch in one iteration
@@ -24,39 +36,32 @@ MAX_REQUESTS = 1024  # that hold KV cache at once
 IDEAL = "swiftllm over an ideal link"
 """The run of the GPU-only system whose all-reduces take no time."""
 MACHINE = ("gpu", "host", "model", "dtype", "link", "tensor_parallel")
-FIELDS = (*MACHINE, "machine", "num_gpus", "input_len", "output_len", "run", "system", "seed")
-NOTES = ("fills_of_gpu_tier", "least_requests", "cpu_kernel")
+FIELDS = (
+    *MACHINE, "machine", "num_gpus", "input_len", "output_len", "run", "system", "seed", "fills_of_gpu_tier",
+    "least_requests", "cpu_kernel",
+)  # fmt: skip
 
 
-def machine_points(settings: Mapping[str, Any]) -> list[Point]:
-    """The points of the experiment file; prints why an arrangement cannot hold its model."""
-    places = [
-        {**place, "replicas": place["num_gpus"] // place["tensor_parallel"]}
-        for place in Grid.read(settings, FIELDS, notes=NOTES).places()
-        if place["run"] != IDEAL or place["tensor_parallel"] > 1
-    ]
-    make = functools.partial(_point, settings)
-    return possible_points(places, make, lambda place: f"{place['machine']}, {place['replicas']} replicas")
-
-
-def _point(settings: Mapping[str, Any], place: Place) -> Point:
+def point(place: Place) -> Point:
     """
     Raises:
         ValueError: the GPUs of a replica do not hold the model.
     """
-    replicas, run, machine = place["replicas"], place["run"], [place[field] for field in MACHINE]
-    kernel = settings["cpu_kernel"]
-    pools = replica(*machine, replicas, kernel).num_blocks(None, None, BLOCK_SIZE)
-    here = replica(*machine, replicas, kernel, ideal_link=run == IDEAL)
+    replicas, run, machine = replicas_of(place), place["run"], [place[field] for field in MACHINE]
+    pools = replica(*machine, replicas, place["cpu_kernel"]).num_blocks(None, None, BLOCK_SIZE)
+    here = replica(*machine, replicas, place["cpu_kernel"], ideal_link=run == IDEAL)
     fill = pools[0] * BLOCK_SIZE / (place["input_len"] + place["output_len"])  # requests that fill the GPU tier
-    num_requests = max(settings["least_requests"], round(settings["fills_of_gpu_tier"] * fill))
+    num_requests = max(place["least_requests"], round(place["fills_of_gpu_tier"] * fill))
     lengths = lengths_of({**place, "num_requests": num_requests})
     limits = SchedulerLimits(MAX_TOKENS, MAX_REQUESTS, here.model.max_position_embeddings)
     arrangement = f"{place['num_gpus']}x{place['gpu']}-{place['model']}-tp{place['tensor_parallel']}"
     case = f"{arrangement}-{place['input_len']}-{place['output_len']}"
     values = {
         "case": case,
-        **{field: place[field] for field in ("machine", "replicas", "tensor_parallel", "run")},
+        "machine": place["machine"],
+        "replicas": replicas,
+        "tensor_parallel": place["tensor_parallel"],
+        "run": run,
         "cpu_bandwidth_gb_s": float(here.table.identity["cpu_attention_gb_s"]),
     }
     hardware = SimulatedHardware(here.gpu.name, here.model_name, here.dtype, here.table, here.model.num_layers)
@@ -64,6 +69,10 @@ def _point(settings: Mapping[str, Any], place: Place) -> Point:
     key = f"{case}-{run.replace(' ', '-')}"
     label = f"{arrangement} {place['input_len']}/{place['output_len']}, {run}"
     return Point(key, key, label, task, concurrent=True, cost=float(lengths.total_output_tokens))
+
+
+def replicas_of(place: Place) -> int:
+    return place["num_gpus"] // place["tensor_parallel"]
 
 
 @functools.cache
@@ -115,14 +124,14 @@ def share_of_host(host: Host, engines: int) -> Host:
     return replace(host, name=f"1/{engines} of {host.name}", figures={**host.figures, **divided})
 
 
-def with_machine_totals(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
+def with_machine_totals(rows: Rows) -> list[FlatRecord]:
     """Rows with the rate of all replicas, its ratio to GPU-only, and the share of time that all-reduces take.
 
     Replicas are independent, so ``machine_tokens_per_s`` is one replica's rate times their number. It is None where
     no tier holds a request.
     """
     frame = frame_of(rows)
-    rate = frame["output_tokens_per_s"].astype(float)
+    rate = frame[RATE].astype(float)
     gpu_only, ideal = (bases(frame, frame["run"] == run, ["case"]) for run in ("swiftllm", IDEAL))
     return with_columns(
         rows,
@@ -130,3 +139,46 @@ def with_machine_totals(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
         ratio_to_gpu_only=over(rate, gpu_only),
         all_reduce_share=1 - gpu_only.map(rate) / ideal.map(rate),
     )
+
+
+def lines(rows: Rows) -> list[FlatRecord]:
+    """The runs on real links, with the rate of the best of each machine, model and prompt in bold."""
+    best = {
+        where: max(row["machine_tokens_per_s"] or 0.0 for row in here)
+        for where, here in grouped(rows, "machine", "model", "input_len").items()
+    }
+
+    def line(row: FlatRecord) -> FlatRecord:
+        rate = number(row["machine_tokens_per_s"], ",.0f")
+        is_best = row["machine_tokens_per_s"] == best[row["machine"], row["model"], row["input_len"]]
+        return {
+            **row,
+            "lengths": f"{row['input_len']:.0f}/{row['output_len_mean']:.0f}",
+            "arrangement": f"{row['replicas']} x {row['tensor_parallel']} GPU",
+            "rate": f"[bold]{rate}[/]" if is_best else rate,
+        }
+
+    return [line(row) for row in rows if row["run"] != IDEAL]
+
+
+STUDY = Study(
+    "machines",
+    fields=FIELDS,
+    is_place=lambda place: place["run"] != IDEAL or place["tensor_parallel"] > 1,
+    point=point,
+    refused=lambda place: f"{place['machine']}, {replicas_of(place)} replicas",
+    derive=with_machine_totals,
+    tables=[
+        Table(
+            (
+                ("machine", "machine", "s"), ("model", "model", "s"), ("in/out", "lengths", "s"),
+                ("replicas", "arrangement", "s"), ("system", "system", "s"), ("tok/s", "rate", ""),
+                ("/ GPU only", "ratio_to_gpu_only", ".2f"), ("all-reduce", "all_reduce_share", ".0%"),
+                ("CPU busy", "cpu_busy_fraction", ".0%"),
+            ),
+            "[bold]SIMULATED[/]: output tokens per second of the whole machine; the best of each is bold",
+            lines=lines,
+        )
+    ],
+)  # fmt: skip
+main = command(Options, {"machines": STUDY})
