@@ -95,14 +95,14 @@ class Table:
     """
 
     columns: Columns
-    says: str = ""
+    says: str | Callable[[Rows], str] = ""
     by: Sequence[str] = ()
     title: Callable[[Rows], str] | None = None
     lines: Callable[[Rows], Rows] = list
 
     def __call__(self, rows: Rows, console: Console) -> None:
-        if self.says:
-            console.print(self.says, highlight=False, soft_wrap=True)
+        if says := self.says(rows) if callable(self.says) else self.says:
+            console.print(says, highlight=False, soft_wrap=True)
         for here in grouped(rows, *self.by).values() if self.by else [rows]:
             title = self.title(here) if self.title else " ".join(str(here[0][name]) for name in self.by)
             if title:
@@ -257,14 +257,20 @@ class Study:
         """
         if self.points is not None:
             return list(self.points(options))
-        if self.point is None:
-            return []
-        section = self.section(experiment_settings(self.file or self.name, options.config))
-        places = places_of(Grid.read(section, self.fields, "quick" if options.quick else None), options, self.fields)
-        places = [place for place in places if self.is_place(place)]
+        places = self.places(options)
         if self.refused is None:
             return [self.point(place) for place in places]
         return possible_points(places, self.point, self.refused)
+
+    def places(self, options: StudyOptions) -> list[Place]:
+        """The places of the experiment file that the options choose.
+
+        Raises:
+            ValueError: an option or the experiment file is not valid; the message says what is.
+        """
+        section = self.section(experiment_settings(self.file or self.name, options.config))
+        places = places_of(Grid.read(section, self.fields, "quick" if options.quick else None), options, self.fields)
+        return [place for place in places if self.is_place(place)]
 
     def derived(self, rows: Rows) -> list[FlatRecord]:
         """The rows with the fields that are computed from all rows together."""

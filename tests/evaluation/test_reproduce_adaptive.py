@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from evaluation.options import experiment_settings
-from evaluation.reproduce_adaptive import Options, main
+from evaluation.studies.adaptive import Options, main
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def run(config: Path, **options: Any) -> int:
 
 def test_a_row_for_each_case_and_system_and_a_figure_that_can_be_drawn_again(config, capsys) -> None:
     cases = ("a10-20gbps-u1000-100", "t4-osc-50")
-    assert run(config, cases=cases) == 0
+    assert run(config, only=(f"case={','.join(cases)}",)) == 0
     rows = rows_of(config.parent, "adaptive")
     assert [(row["case"], row["system"]) for row in rows] == [
         (case, system) for case in cases for system in ("swiftllm", "neo", "adaptive")
@@ -60,7 +60,7 @@ def test_a_row_for_each_case_and_system_and_a_figure_that_can_be_drawn_again(con
 
 
 def test_the_map_has_its_cells_and_its_figure(config, capsys) -> None:
-    assert run(config, part="map") == 0
+    assert run(config, part=("map",)) == 0
     rows = [row for row in rows_of(config.parent, "adaptive-map") if row["system"] == "adaptive"]
     assert [(row["kernel"], row["host_read_gb_s"], row["output_len"]) for row in rows] == [
         ("own", 12, 25),
@@ -72,7 +72,7 @@ def test_the_map_has_its_cells_and_its_figure(config, capsys) -> None:
 
 
 def test_load_comes_from_what_neo_serves_at_once(config, capsys) -> None:
-    assert run(config, part="latency") == 0
+    assert run(config, part=("latency",)) == 0
     (at_once,) = rows_of(config.parent, "adaptive-capacity")
     neo, adaptive = rows_of(config.parent, "adaptive-latency")
     served = at_once["output_tokens_per_s"] / at_once["output_len_mean"]
@@ -84,7 +84,7 @@ def test_load_comes_from_what_neo_serves_at_once(config, capsys) -> None:
 
 
 def test_a_wrong_table_has_rows_of_its_own(config, capsys) -> None:
-    assert run(config, part="wrong-tables", cases=("t4-osc-50",)) == 0
+    assert run(config, part=("wrong-tables",), only=("case=t4-osc-50",)) == 0
     rows = rows_of(config.parent, "adaptive-wrong-tables")
     assert [(row["system"], row["actual_over_believed"]) for row in rows] == [
         ("swiftllm", None), ("neo", 1.0), ("neo", 0.8), ("adaptive", 1.0), ("adaptive", 0.8)
@@ -94,9 +94,9 @@ def test_a_wrong_table_has_rows_of_its_own(config, capsys) -> None:
 
 def test_what_cannot_be_run_is_refused(config, tmp_path, capsys) -> None:
     for options, message in (
-        ({"cases": ("nothing",)}, "no case nothing"),
-        ({"part": "latency", "systems": ("neon",)}, "unknown system 'neon'"),
-        ({"part": "map", "cases": ("t4-osc-50",)}, "leave out --cases"),
+        ({"only": ("case=nothing",)}, "no case nothing"),
+        ({"part": ("latency",), "set": ("system=neon",)}, "unknown system 'neon'"),
+        ({"part": ("map",), "only": ("case=t4-osc-50",)}, "no case t4-osc-50"),
     ):
         assert run(config, **options) == 2
         assert message in capsys.readouterr().out

@@ -31,7 +31,7 @@ QUICK = (
     "reproduce_fig6 --backend simulated --num-requests 40 --gpu t4",
     "reproduce_fig7 --backend simulated --seed 7 --num-requests 40",
     "reproduce_neo --backend simulated --num-requests 20",
-    "reproduce_adaptive --quick --kernel native --hand-over-us 50 --without free-running --cases all",
+    "reproduce_adaptive --quick --set kernel=native hand_over_us=50.0 without=free-running",
     "reproduce_omniserve --quick --figure a10 a10-limits 13 18 19 --seed 3",
     "compare_machines",
     "map_claims --quick",

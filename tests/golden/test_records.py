@@ -10,7 +10,6 @@ import pytest
 from rich.console import Console
 
 from evaluation import (
-    reproduce_adaptive,
     reproduce_fig5,
     reproduce_fig6,
     reproduce_fig7,
@@ -22,7 +21,7 @@ from evaluation.experiments.papers.options import FigureOptions
 from evaluation.options import experiment_settings
 from evaluation.results.folder import read_json
 from evaluation.run import Point
-from evaluation.studies import machines
+from evaluation.studies import adaptive, machines
 from tests.golden.tasks import undescribed
 
 RECORDS = Path(__file__).parents[2] / "docs/records"
@@ -73,8 +72,7 @@ def _points(record: str, gpu: str | None) -> Sequence[Point]:
         if record == "machines":
             return machines.STUDY.points_of(machines.Options())
         if record == "adaptive":
-            options = reproduce_adaptive.Options()
-            return reproduce_adaptive.experiments(options)[0].points(options)
+            return adaptive.PARTS["cases"].points_of(adaptive.Options())
         if record.startswith("neo-fig"):
             figure = (record.removeprefix("neo-fig"),)
             options = reproduce_neo.Options(backend="simulated", figure=figure, gpu=gpu)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from matplotlib import pyplot as plt
 
-from evaluation.experiments.adaptive.show import draw_cases, draw_latency, draw_map, error_rows
 from evaluation.plots.heat_map import COLOURS
 from evaluation.plots.style import save_figure
+from evaluation.studies.adaptive import draw_cases, draw_latency, draw_map, error_rows
 
 
 def row(system: str, **values: Any) -> dict[str, Any]:

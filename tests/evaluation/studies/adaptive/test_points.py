@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from apex.perf.model import PerfModel
 from apex.simulator.hardware.files import load_host
 from apex.strategy import StrategyConfig
-from evaluation.experiments.adaptive.points import (
-    ERROR,
-    capacity_points,
-    case_points,
-    latency_points,
-    map_points,
-    requests_per_s,
-    title_of,
-    wrong_table_points,
-)
 from evaluation.grid import IDEAS
 from evaluation.options import experiment_settings
-from evaluation.reproduce_adaptive import Options, cases, cells
 from evaluation.run import Point
+from evaluation.studies.adaptive import ERROR, PARTS, Options, loaded_point, named_point, title_of, unloaded
 
 SETTINGS = experiment_settings("adaptive")
 SIZES = [{"output_len": 25, "num_requests": 4}, {"output_len": 300, "num_requests": 4}]
-SMALL = {**SETTINGS, "map": {**SETTINGS["map"], "outputs": SIZES, "host_read_gb_s": [12, 120]}}
+SMALL = {**SETTINGS["map"], "outputs": SIZES, "host_read_gb_s": [12, 120]}
 
 
-def make(*names: str, **options: Any) -> list[Point]:
-    return case_points(cases(Options(quick=True, cases=names or None, **options), SETTINGS))
+def make(*names: str, quick: bool = True, **values: Any) -> list[Point]:
+    """The points of these cases, by default of all, with values of fields."""
+    return PARTS["cases"].points_of(options_of(*names, quick=quick, **values))
 
 
-def on_map(settings: dict = SMALL, **options: Any) -> list[Point]:
-    return map_points(cells(Options(**options), settings))
+def options_of(*names: str, quick: bool = True, **values: Any) -> Options:
+    only = (f"case={','.join(names)}",) if names else ()
+    return Options(quick=quick, only=only, set=tuple(f"{name}={value}" for name, value in values.items()))
+
+
+@pytest.fixture
+def on_map(tmp_path: Path) -> Callable[..., list[Point]]:
+    """The points of a section in place of the file's map."""
+
+    def points(section: dict[str, Any] = SMALL, quick: bool = False, **values: Any) -> list[Point]:
+        config = tmp_path / "adaptive.yaml"
+        config.write_text(yaml.safe_dump({**SETTINGS, "map": section}))
+        return PARTS["map"].points_of(replace(options_of(quick=quick, **values), config=config))
+
+    return points
 
 
 # -- cases ------------------------------------------------------------------------------------------------------------
@@ -78,12 +86,14 @@ def test_an_idea_is_switched_off_in_adaptive_alone(idea: str) -> None:
 
 def test_unknown_names_are_refused() -> None:
     for options, message in (
-        ({"cases": ("a11",)}, "no case a11.*there are a10-u1000-500"),
-        ({"systems": ("neon",)}, "unknown system 'neon'"),
-        ({"hand_over_us": -1.0}, "must not be negative"),
+        ({"only": ("case=a11",)}, "no case a11.*there are a10-u1000-500"),
+        ({"set": ("system=neon",)}, "unknown system 'neon'"),
+        ({"set": ("hand_over_us=-1",)}, "must not be negative"),
+        ({"set": ("kernels=ispc",)}, "a place has no kernels; it may have .*kernel"),
+        ({"only": ("t4-osc-50",)}, "--only t4-osc-50: write it as FIELD=VALUE"),
     ):
         with pytest.raises(ValueError, match=message):
-            case_points(cases(Options(**options), SETTINGS))
+            PARTS["cases"].points_of(Options(**options))
 
 
 def test_a_case_is_named_by_its_machine_and_workload() -> None:
@@ -96,14 +106,14 @@ def test_a_case_is_named_by_its_machine_and_workload() -> None:
 
 def test_a_faster_cpu_and_fewer_prompts_raise_the_bound() -> None:
     names = ("a10-20gbps-u1000-500", "a10-35gbps-u1000-500", "a10-60gbps-u1000-500", "a10-u1000-500")
-    bounds = [make(name, systems=("adaptive",))[0].task.values["bound_tokens_per_s"] for name in names]
+    bounds = [make(name, system="adaptive")[0].task.values["bound_tokens_per_s"] for name in names]
     assert bounds == sorted(bounds) and bounds[-1] > 2 * bounds[0]
 
 
 # -- the map ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_cell_has_every_system_once() -> None:
+def test_every_cell_has_every_system_once(on_map) -> None:
     points = on_map()
     assert len({point.key for point in points}) == len(points)
     # GPU-only systems have a point for each length; the others one for each length, bandwidth and kernel.
@@ -112,7 +122,7 @@ def test_every_cell_has_every_system_once() -> None:
     assert {p.task.values["kernel"] for p in on_map(kernel="ispc")} == {None, "ispc"}
 
 
-def test_a_kernel_reads_what_its_arithmetic_leaves() -> None:
+def test_a_kernel_reads_what_its_arithmetic_leaves(on_map) -> None:
     """Seconds per GB: reading, and the arithmetic, measured on a core alone, which reads 17 GB/s."""
     host = load_host("dual-xeon-6342")
     rates = {
@@ -127,9 +137,9 @@ def test_a_kernel_reads_what_its_arithmetic_leaves() -> None:
     assert rates["own", "neo"] < rates["own", "adaptive"] == rates["own", "apex"] < rates["native", "neo"] < 120
 
 
-def test_the_cells_are_no_cases() -> None:
+def test_the_cells_are_no_cases(on_map) -> None:
     """Their seed and their lengths are others, so that nothing was chosen to fit them."""
-    points = on_map({**SETTINGS, "map": {**SETTINGS["map"], "host_read_gb_s": [12]}}, quick=True)
+    points = on_map({**SETTINGS["map"], "host_read_gb_s": [12]}, quick=True)
     assert {p.task.lengths.spec.seed for p in points}.isdisjoint(p.task.lengths.spec.seed for p in make())
     machines = {(p.task.values["setting"], p.task.lengths.spec.name, p.task.lengths.spec.output_len) for p in make()}
     assert machines.isdisjoint(
@@ -139,7 +149,7 @@ def test_the_cells_are_no_cases() -> None:
     assert {p.task.lengths.spec.num_requests for p in points} == {120}
 
 
-def test_the_bound_is_that_of_the_cell_s_cpu() -> None:
+def test_the_bound_is_that_of_the_cell_s_cpu(on_map) -> None:
     bounds = {
         (p.task.values["kernel"], p.task.values["host_read_gb_s"]): p.task.values["bound_tokens_per_s"]
         for p in on_map()
@@ -149,23 +159,14 @@ def test_the_bound_is_that_of_the_cell_s_cpu() -> None:
     assert bounds["own", 12] <= bounds["native", 12] < bounds["own", 120] < bounds["native", 120]
 
 
-def test_cases_are_refused() -> None:
-    with pytest.raises(ValueError, match="leave out --cases"):
-        on_map(cases=("t4-osc-50",))
-
-
 # -- under load, and with wrong tables --------------------------------------------------------------------------------
 
 
 def test_loads_are_fractions_of_what_neo_serves() -> None:
-    part = SETTINGS["latency"]
-    grid = cases(Options(quick=True, cases=("t4-osc-50",)), SETTINGS, part, loaded_as="neo", load=part["load"])
-    (at_once,) = capacity_points(grid.with_(system="neo", load=None))
+    places = PARTS["latency"].places(options_of("t4-osc-50"))
+    at_once = named_point(("t4-osc-50",), unloaded(places[0]))
     assert at_once.task.system == "neo" and at_once.task.lengths.spec.request_rate is None
-    row = {"case": "t4-osc-50", "output_tokens_per_s": 120.0, "output_len_mean": 48.0}
-    capacities = requests_per_s([row])
-    assert capacities == {"t4-osc-50": 2.5}
-    points = latency_points(grid, capacities)
+    points = [loaded_point(place, 2.5 * place["load"]) for place in places]
     assert [(p.task.lengths.spec.request_rate, p.task.system) for p in points] == [
         (rate, system) for rate in (1.25, 2.0, 2.5) for system in ("neo", "apex", "adaptive")
     ]
@@ -175,21 +176,9 @@ def test_loads_are_fractions_of_what_neo_serves() -> None:
     assert len({point.key for point in points}) == len(points)
 
 
-def test_by_default_some_cases_are_loaded_and_by_name_any() -> None:
-    part = SETTINGS["latency"]
-
-    def loaded(**options: Any) -> list[str]:
-        return [panel["case"] for panel in cases(Options(**options), SETTINGS, part).panels]
-
-    assert set(loaded()) == set(part["case"]) and len(loaded(cases=("all",))) == 25
-    assert loaded(cases=("t4-osc-50",)) == ["t4-osc-50"]
-    with pytest.raises(ValueError, match="no case nothing"):
-        loaded(cases=("nothing",))
-
-
 def test_the_machine_stays_and_what_is_believed_changes() -> None:
-    grid = cases(Options(quick=True, cases=("t4-osc-50",)), SETTINGS).with_(**SETTINGS["wrong_tables"])
-    points, errors = wrong_table_points(grid), SETTINGS["wrong_tables"]["error"]
+    points = PARTS["wrong-tables"].points_of(options_of("t4-osc-50"))
+    errors = SETTINGS["wrong_tables"]["error"]
     assert len({point.key for point in points}) == len(points) == 1 + 3 * len(errors)
     machines = {id(point.task.hardware.table) for point in points if point.task.system == "adaptive"}
     assert len(machines) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evaluation.experiments.adaptive.bound import least_makespan_s
+from evaluation.studies.adaptive import least_makespan_s
 
 
 def test_the_best_split_of_the_attention() -> None:

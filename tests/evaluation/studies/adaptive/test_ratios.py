@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.experiments.adaptive.ratios import with_error_ratios, with_latency_ratios, with_ratios
+from evaluation.studies.adaptive import with_best, with_error_ratios, with_latency_ratios
 
 
 def row(system: str, rate: float | None, **place: Any) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def test_ratios_are_to_the_best_published_system_of_the_case() -> None:
         row("adaptive", 120.0, case="a"),
         row("adaptive", 50.0, case="b"),
     ]
-    completed = with_ratios(rows, ["neo", "apex"])
+    completed = with_best(rows)
     assert [row["ratio_to_best_published"] for row in completed] == [1.0, 0.8, 1.2, None]
     assert [row["best_published"] for row in completed] == ["neo", "neo", "neo", None]
     assert [row["fraction_of_bound"] for row in completed] == [0.5, 0.4, 0.6, 0.25]
@@ -36,7 +36,7 @@ def test_a_system_that_does_not_depend_on_a_field_counts_at_each_of_its_values()
         row("adaptive", 150.0, out=9, gb_s=80),
         row("adaptive", None, out=9, gb_s=80),
     ]
-    completed = with_ratios(rows, ["swiftllm", "neo"], at=("out",), any_of=("gb_s",))
+    completed = with_best(rows, at=("out",), any_of=("gb_s",))
     assert [row["ratio_to_best_published"] for row in completed] == [1.0, 1.0, 0.5, 1.0, 1.25, 0.75, 0.0]
     assert [row["best_published"] for row in completed[4:6]] == ["swiftllm", "neo"]
     assert completed[0]["fraction_of_bound"] is None
@@ -53,7 +53,7 @@ def test_ratios_are_to_the_same_load() -> None:
         loaded("neo", 1.0, 0.4, None, 0.2),
         loaded("adaptive", 1.0, 0.6, 5.0, 0.1),
     ]
-    half, full = (r for r in with_latency_ratios(rows, ["neo", "apex"]) if r["system"] == "adaptive")
+    half, full = (r for r in with_latency_ratios(rows) if r["system"] == "adaptive")
     assert (half["latency_over_neo"], half["ttft_p99_over_neo"], half["tpot_p99_over_neo"]) == (0.5, 1.25, 1.0)
     assert full["latency_over_neo"] == pytest.approx(1.5) and full["ttft_p99_over_neo"] is None
     assert full["tpot_p99_over_neo"] == 0.5 and full["latency_over_apex"] is None
@@ -71,6 +71,6 @@ def test_ratios_are_to_the_same_error() -> None:
         wrong("adaptive", 1.0, True, 125.0),
         wrong("adaptive", 1.5, False, 100.0),
     ]
-    completed = with_error_ratios(rows, ["swiftllm", "neo"])
+    completed = with_error_ratios(rows)
     assert [r["ratio_to_best_published"] for r in completed[3:]] == [1.25, pytest.approx(100 / 90)]
     assert [r["ratio_to_right_table"] for r in completed] == [1.0, 1.0, 0.8, 1.0, 0.8]
