@@ -33,7 +33,7 @@ class RunOptions:
     jobs: int | None = None
     """Simulated points to run in parallel; by default one per usable core. The results do not depend on it."""
     config: File = None
-    """Study file; by default the command's own in configs/experiments."""
+    """Experiment file; by default the command's own in configs/experiments."""
     results_dir: ResultsDir = RESULTS_DIR
     """Results go to <experiment>/<run>/ in this folder. Running the same command again continues an interrupted run."""
     from_folder: FromFolder = None

@@ -50,7 +50,7 @@ class Options:
     """
 
     config: File = None
-    """Study file to use instead of configs/experiments/split-point.yaml."""
+    """Experiment file to use instead of configs/experiments/split-point.yaml."""
     results_dir: ResultsDir = RESULTS_DIR
     """Results go to split-point/<run>/ in this folder."""
 

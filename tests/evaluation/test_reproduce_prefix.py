@@ -12,10 +12,9 @@ import yaml
 from rich.console import Console
 
 from apex.systems import build_system
-from evaluation import reproduce_prefix
-from evaluation.experiments.prefix import measured as prefix_measured
-from evaluation.experiments.prefix.simulated import requests_of, run_prefix_point, simulated_points
 from evaluation.options import experiment_settings
+from evaluation.studies import prefix
+from evaluation.studies.prefix import requests_of, run_prefix_point
 from tests.apex.test_end_to_end import MADE_UP_PROFILE
 from tests.reference.tiny_model import make_tiny_llama
 
@@ -29,8 +28,8 @@ VARIANTS = [
 def rows_of(folder: Path, section: str, changes: dict, **options: object) -> list[dict]:
     config = folder / "prefix.yaml"
     config.write_text(yaml.safe_dump({section: SECTIONS[section] | changes}))
-    chosen = reproduce_prefix.Options(jobs=1, config=config, results_dir=folder, backend=section, **options)
-    assert reproduce_prefix.main(chosen) == 0
+    chosen = prefix.Options(jobs=1, config=config, results_dir=folder, part=(section,), **options)
+    assert prefix.main(chosen) == 0
     (summary,) = folder.glob("prefix*/[0-9a-f]*/summary.json")
     return json.loads(summary.read_text())
 
@@ -55,7 +54,7 @@ def test_a_row_of_the_record_comes_out_again() -> None:
     rows = json.loads((Path(__file__).parents[2] / "docs/records/prefix/summary.json").read_text())
     chosen = {"gpu": "T4", "system": "vllm", "cache": "gpu", "pool": 1.0}
     (row,) = (row for row in rows if chosen.items() <= row.items())
-    points = simulated_points(SECTIONS["simulated"] | {"panels": SECTIONS["simulated"]["panels"][:1]}, False, None)
+    points = prefix.PARTS["simulated"].points_of(prefix.Options(only=("setting=apex-t4", "cache=gpu", "pool=1.0")))
     (point,) = (point for point in points if point.key == "apex-t4-multi-turn-pool 1-gpu-vllm")
     now = run_prefix_point(point, "", Console(file=io.StringIO())).values
     compared = (row.keys() & now.keys()) - {"wall_s"}
@@ -76,7 +75,7 @@ def test_the_working_set_counts_each_block_once(tmp_path) -> None:
 @pytest.mark.parametrize("system", ["vllm", "apex", "adaptive"])
 def test_the_second_turn_and_sharers_compute_only_what_is_new(tmp_path, monkeypatch, system: str) -> None:
     build = partial(build_system, profile=MADE_UP_PROFILE)
-    monkeypatch.setattr(prefix_measured, "build_engine", build)
+    monkeypatch.setattr(prefix, "build_engine", build)
     make_tiny_llama(tmp_path / "model")
     sizes = {"history": 100, "message": 10, "answer": 4, "repeats": 1, "sharers": 8, "shared": 100, "prompt": 110}
     (row,) = rows_of(tmp_path, "torch", sizes | {"system": [system]}, model=tmp_path / "model")
