@@ -17,9 +17,6 @@ from rich.console import Console
 
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
-from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo
-from evaluation.experiments.papers.jobs import FigureJob, make_job, run_jobs, without_traceback
-from evaluation.experiments.papers.options import FigureOptions
 from evaluation.measure.live_systems import LiveSystems
 from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.options import ResultsDir, experiment_settings
@@ -29,9 +26,21 @@ from evaluation.report import main as write_report
 from evaluation.results.paths import RESULTS_DIR
 from evaluation.results.progress import print_line
 from evaluation.run import Point, PointResult, RunPoint, one_line_errors
+from evaluation.studies.figures import (
+    FIG5,
+    FIG6,
+    FIG7,
+    FigureJob,
+    NeoOptions,
+    make_job,
+    neo_jobs,
+    run_jobs,
+    without_traceback,
+)
+from evaluation.studies.papers import FigureOptions
 from swiftllm.machine import first_card
 
-FIGURES = (reproduce_fig5.FIGURE, reproduce_fig6.FIGURE, reproduce_fig7.FIGURE)
+FIGURES = (FIG5, FIG6, FIG7)
 SHARED = ("all_gpu_blocks", "plan", "rehearse", "jobs")
 """Options that mean the same to each figure."""
 REHEARSED_REQUESTS = 32
@@ -126,11 +135,11 @@ def make_jobs(options: FigureOptions, console: Console, live: LiveSystems) -> li
         make_job(figure, options, console, live, with_server=figure is FIGURES[0] or not options.rehearse)
         for figure in FIGURES
     ]
-    neo = reproduce_neo.Options(
+    neo = NeoOptions(
         setting=options.setting and options.setting.replace("apex-", "neo-"),
         **{name: getattr(options, name) for name in ("hours", "num_requests", "results_dir", *SHARED)},
     )
-    return jobs + reproduce_neo.neo_jobs(experiment_settings("neo"), neo, console, live)
+    return jobs + neo_jobs(experiment_settings("neo"), neo, console, live)
 
 
 def rehearse_faults(jobs: list[FigureJob], options: FigureOptions, console: Console, live: LiveSystems) -> None:

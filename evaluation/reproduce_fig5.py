@@ -11,19 +11,9 @@ from dataclasses import dataclass
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from evaluation.experiments.papers.figure import PaperFigure
-from evaluation.experiments.papers.jobs import figure_command
-from evaluation.experiments.papers.options import FigureOptions
-from evaluation.plots.apex_paper import draw_fig5
-
-FIGURE = PaperFigure(
-    "fig5",
-    "Figure 5: throughput",
-    lambda run: draw_fig5(run.summary, run.machine),
-    "output_tokens_per_s",
-    "throughput",
-    backends=("simulated", "torch"),
-)
+from evaluation.studies.figures import FIG5 as FIGURE
+from evaluation.studies.figures import figure_command
+from evaluation.studies.papers import FigureOptions
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,9 @@ from dataclasses import dataclass
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from evaluation.experiments.papers.figure import PaperFigure
-from evaluation.experiments.papers.jobs import figure_command
-from evaluation.experiments.papers.options import FigureOptions
-from evaluation.plots.apex_paper import draw_fig6
-
-FIGURE = PaperFigure(
-    "fig6",
-    "Figure 6: latency under load",
-    lambda run: draw_fig6(run.summary, run.machine),
-    "per_token_latency_s_mean",
-    "mean per-token latency",
-)
+from evaluation.studies.figures import FIG6 as FIGURE
+from evaluation.studies.figures import figure_command
+from evaluation.studies.papers import FigureOptions
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,6 @@ from apex.cli.config_file import ConfigFile, parse_command
 from apex.cli.flags import SystemName
 from apex.cli.output import stdout_console
 from evaluation.drivers import SimulatedHardware, SimulatedTask, TorchTask, run_simulated_point, run_torch_point
-from evaluation.experiments.papers.options import FigureOptions
-from evaluation.experiments.papers.small_model import small_points
 from evaluation.experiments.profile_check import (
     MachineProfiles,
     OperationError,
@@ -43,6 +41,7 @@ from evaluation.results.frame import frame_of
 from evaluation.results.paths import RESULTS_DIR
 from evaluation.results.tables import rows_table
 from evaluation.run import Point, PointResult, Run, one_line_errors
+from evaluation.studies.papers import FigureOptions, small_points
 from evaluation.study import Study
 from swiftllm.config import EngineConfig
 from swiftllm.files import write_atomically

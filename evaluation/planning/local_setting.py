@@ -12,8 +12,8 @@ from huggingface_hub import try_to_load_from_cache
 
 from apex.simulator.hardware.files import MODELS_DIR
 from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting, gpu_kind
-from evaluation.experiments.papers.options import FigureOptions
 from evaluation.results.provenance import model_identity
+from evaluation.studies.papers import FigureOptions
 from swiftllm.config import EngineConfig
 from swiftllm.files import cache_dir, write_atomically
 from swiftllm.kv.budget import MemoryBudget, blocks_in

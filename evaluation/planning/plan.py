@@ -11,7 +11,6 @@ from rich.console import Console
 
 from apex.cli.output import number, table
 from evaluation.drivers import TorchTask
-from evaluation.experiments.papers.points import point_names
 from evaluation.experiments.profile_check import ProfiledMachine
 from evaluation.grid import Grid, Place, clip_lengths, lengths_of, setting_of
 from evaluation.measure.launched_point import LaunchedTask
@@ -21,6 +20,7 @@ from evaluation.planning.request_counts import counts_within
 from evaluation.results.progress import format_s, print_line
 from evaluation.results.provenance import cpu_kernels
 from evaluation.run import Point
+from evaluation.studies.papers import point_names
 from swiftllm.machine import GIB
 
 VLLM = "vllm"

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from evaluation.experiments.papers.options import FigureOptions
-from evaluation.experiments.papers.small_model import with_output_lens
 from evaluation.grid import Grid, setting_of
 from evaluation.measure.child import ChildEnded
 from evaluation.measure.live_systems import LiveSystems
@@ -17,10 +15,11 @@ from evaluation.planning.local_setting import LocalSetting, local_setting
 from evaluation.planning.panels import on_hosts_here, panels_for_rehearsal, panels_here
 from evaluation.planning.plan import VLLM, Planner, ProfiledSetting
 from evaluation.results.progress import print_line
+from evaluation.studies.papers import FigureOptions, with_output_lens
 from swiftllm.machine import Card, InsufficientMemory, available_host_bytes, first_card, host_memory_bytes, usable_cores
 
 if TYPE_CHECKING:
-    from evaluation.experiments.papers.figure import PaperFigure
+    from evaluation.studies.figures import PaperFigure
 
 STALL_TIMEOUT_S = 600.0
 """At least this many seconds without progress are allowed: first steps may compile kernels for minutes."""

@@ -9,10 +9,10 @@ from huggingface_hub import try_to_load_from_cache
 from rich.console import Console
 
 from apex.simulator.paper_settings import PaperSetting
-from evaluation.experiments.papers.options import FigureOptions
 from evaluation.grid import Grid, setting_of
 from evaluation.results.paths import default_model, python_command, trace_dirs
 from evaluation.results.progress import print_line
+from evaluation.studies.papers import FigureOptions
 from evaluation.traces.apart import fetch_apart
 from evaluation.traces.catalogue import fetchable, load_catalogue
 from evaluation.traces.sources import LIVEBENCH_MODEL, MAX_ROWS, Source, TextOptions

@@ -12,12 +12,12 @@ from apex.perf.model import Curve, ProfileTable, Surface
 from apex.simulator.paper_settings import PaperSetting, load_setting
 from evaluation import artifact
 from evaluation.drivers import TorchTask
-from evaluation.experiments.papers import jobs as figure_jobs
 from evaluation.experiments.profile_check import ProfiledMachine
 from evaluation.grid import simulated_hardware
 from evaluation.measure import launched_point
 from evaluation.planning import local_setting, prepare
 from evaluation.run import Point
+from evaluation.studies import figures as figure_jobs
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec
 from swiftllm.config import EngineConfig

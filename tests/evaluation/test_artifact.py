@@ -12,15 +12,15 @@ import pytest
 from rich.console import Console
 
 from apex.simulator.paper_settings import load_setting
-from evaluation import artifact, reproduce_fig5, reproduce_neo
+from evaluation import artifact
 from evaluation.artifact import Options, Rehearsal, RehearsedFailure, main, make_jobs
-from evaluation.experiments.papers import jobs as figure_jobs
-from evaluation.experiments.papers.jobs import FigureJob
-from evaluation.experiments.papers.options import FigureOptions
 from evaluation.grid import Grid, values_of
 from evaluation.measure.live_systems import EngineHere, LiveSystems
 from evaluation.options import experiment_settings
 from evaluation.run import Point
+from evaluation.studies import figures as figure_jobs
+from evaluation.studies.figures import FigureJob
+from evaluation.studies.papers import FigureOptions
 from swiftllm.machine import Card
 from tests.evaluation.papers_machines import A10G, RTX_3060, T4, NamedMachine, on_machine, simulated_profile
 
@@ -60,8 +60,8 @@ def few_figures(tmp_path, monkeypatch) -> Path:
 
     monkeypatch.setattr(figure_jobs, "experiment_settings", few)
     monkeypatch.setattr(artifact, "experiment_settings", few)
-    monkeypatch.setattr(artifact, "FIGURES", (reproduce_fig5.FIGURE,))
-    monkeypatch.setattr(artifact.reproduce_neo, "Options", partial(reproduce_neo.Options, figure=("9",)))
+    monkeypatch.setattr(artifact, "FIGURES", (figure_jobs.FIG5,))
+    monkeypatch.setattr(artifact, "NeoOptions", partial(figure_jobs.NeoOptions, figure=("9",)))
     return tmp_path / "results"
 
 
@@ -181,7 +181,7 @@ def short(job: FigureJob) -> FigureJob:
 
 def test_the_hours_are_shared_by_all_figures(monkeypatch, tmp_path):
     machine = NamedMachine("apex-t4", factor=100.0)
-    monkeypatch.setattr(artifact, "FIGURES", (reproduce_fig5.FIGURE,))
+    monkeypatch.setattr(artifact, "FIGURES", (figure_jobs.FIG5,))
     jobs = [short(job) for job in jobs_on(monkeypatch, tmp_path, T4, machine).values()]
     plans = figure_jobs.plan_jobs(jobs, FigureOptions(hours=2.0), QUIET)
     assert set(plans) == {"fig5", "neo-fig6", "neo-fig9"}

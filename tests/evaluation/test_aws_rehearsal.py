@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from evaluation import artifact
-from evaluation.experiments.papers.jobs import FigureJob
-from evaluation.experiments.papers.options import FigureOptions
 from evaluation.planning import plan
 from evaluation.planning.predictions import Prediction
+from evaluation.studies.figures import FigureJob
+from evaluation.studies.papers import FigureOptions
 from swiftllm.config import EngineConfig
 from swiftllm.machine import GIB, Card
 from tests.evaluation.papers_machines import A10G, T4, NamedMachine, on_machine

@@ -23,11 +23,11 @@ from rich.console import Console
 from apex.simulator.paper_settings import load_setting
 from evaluation import reproduce_fig5
 from evaluation.drivers import build_engine
-from evaluation.experiments.papers import jobs as figure_jobs
-from evaluation.experiments.papers.options import FigureOptions
 from evaluation.measure.live_systems import EngineHere, LiveSystems
 from evaluation.measure.sessions import session_stats
 from evaluation.results.paths import REPO_ROOT
+from evaluation.studies import figures as figure_jobs
+from evaluation.studies.papers import FigureOptions
 from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
 from swiftllm.runtime.torch_backend import TorchBackend

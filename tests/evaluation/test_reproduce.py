@@ -11,12 +11,12 @@ import pytest
 from matplotlib.figure import Figure
 
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7, reproduce_neo, validate
-from evaluation.experiments.papers.jobs import make_job, measured_requests
-from evaluation.experiments.papers.options import FigureOptions
 from evaluation.options import experiment_settings
 from evaluation.results.folder import read_records, records_file
 from evaluation.results.paths import REPO_ROOT
 from evaluation.run import Point
+from evaluation.studies.figures import make_job, measured_requests, with_gains
+from evaluation.studies.papers import FigureOptions
 from evaluation.study import Study
 
 SYSTEMS = ("swiftllm", "neo", "apex")
@@ -257,6 +257,6 @@ def test_gains_of_figure_7_over_their_theory() -> None:
         for length, here in rates.items()
         for system, rate in here.items()
     ]
-    at_600, at_1000 = (row for row in reproduce_fig7.with_gains(rows) if row["system"] == "apex")
+    at_600, at_1000 = (row for row in with_gains(rows) if row["system"] == "apex")
     assert at_600["gain_over_600"] == 1.0 and at_1000["gain_over_600"] == pytest.approx(1.25 / 1.2)
     assert at_600["gain_over_b_a"] == pytest.approx(0.2 * 10) and at_1000["gain_over_b_a"] == 0.0

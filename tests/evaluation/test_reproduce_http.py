@@ -9,8 +9,8 @@ import pytest
 import tyro
 
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7
-from evaluation.experiments.papers.options import FigureOptions
 from evaluation.results.folder import read_records, records_file
+from evaluation.studies.papers import FigureOptions
 from evaluation.traces.workloads import load_prompt_tokens
 from tests.evaluation.fake_server import FakeServer, token_by_token
 

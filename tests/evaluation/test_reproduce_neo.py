@@ -15,15 +15,14 @@ from rich.console import Console
 
 from apex.simulator.hardware.files import load_host
 from apex.simulator.paper_settings import load_setting
-from evaluation.experiments.papers.latency import crossing, with_rates_at_latency
-from evaluation.experiments.papers.options import FigureOptions
-from evaluation.experiments.papers.points import ROW_AT_LATENCY, figure_grid, simulated_points
 from evaluation.grid import setting_of
 from evaluation.options import experiment_settings
-from evaluation.plots.neo_paper import HOST_COLOURS, draw_panels, per_token_latencies_s
-from evaluation.reproduce_neo import ALL_FIGURES, Options, main, neo_jobs
+from evaluation.plots.papers import HOST_COLOURS, draw_panels, per_token_latencies_s
+from evaluation.reproduce_neo import Options, main
 from evaluation.results.claims import load_claims
 from evaluation.results.folder import records_file
+from evaluation.studies.figures import ALL_FIGURES, crossing, neo_jobs, with_rates_at_latency
+from evaluation.studies.papers import ROW_AT_LATENCY, FigureOptions, figure_grid, simulated_points
 from tests.evaluation.papers_machines import A10G, T4, NamedMachine, on_machine
 
 SETTINGS = experiment_settings("neo")

@@ -16,12 +16,12 @@ from evaluation import (
     reproduce_neo,
 )
 from evaluation.drivers import run_point
-from evaluation.experiments.papers.jobs import make_job
-from evaluation.experiments.papers.options import FigureOptions
 from evaluation.options import experiment_settings
 from evaluation.results.folder import read_json
 from evaluation.run import Point
 from evaluation.studies import adaptive, machines
+from evaluation.studies.figures import make_job, neo_jobs
+from evaluation.studies.papers import FigureOptions
 from tests.golden.tasks import undescribed
 
 RECORDS = Path(__file__).parents[2] / "docs/records"
@@ -76,7 +76,7 @@ def _points(record: str, gpu: str | None) -> Sequence[Point]:
         if record.startswith("neo-fig"):
             figure = (record.removeprefix("neo-fig"),)
             options = reproduce_neo.Options(backend="simulated", figure=figure, gpu=gpu)
-            (job,) = reproduce_neo.neo_jobs(experiment_settings("neo"), options, None, None)
+            (job,) = neo_jobs(experiment_settings("neo"), options, None, None)
         else:
             figure = {"fig5": reproduce_fig5, "fig6": reproduce_fig6, "fig7": reproduce_fig7}[record[:4]].FIGURE
             options = FigureOptions(backend="simulated", gpu=gpu)

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from evaluation import drivers, reproduce_fig5, reproduce_fig6, reproduce_fig7
 from evaluation.drivers import run_torch_point
-from evaluation.experiments.papers.options import FigureOptions
-from evaluation.experiments.papers.small_model import pool_blocks, small_points
+from evaluation.studies.papers import FigureOptions, pool_blocks, small_points
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec, load_prompt_tokens
 from tests.apex.replay.fake_engine import FakeEngine

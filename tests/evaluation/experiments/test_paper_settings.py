@@ -9,10 +9,8 @@ import pytest
 
 from apex.simulator.paper_settings import load_setting
 from evaluation.drivers import build_simulated_engine
-from evaluation.experiments.papers.options import FigureOptions
-from evaluation.experiments.papers.points import figure_grid, simulated_points
-from evaluation.experiments.papers.sensitivity import parse_sensitivity
 from evaluation.grid import clip_lengths, simulated_hardware, simulated_task
+from evaluation.studies.papers import FigureOptions, figure_grid, parse_sensitivity, simulated_points
 from evaluation.traces.catalogue import Origin, TraceRow, UniformTrace
 from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths
 

@@ -9,12 +9,11 @@ import pytest
 
 from apex.simulator.hardware.files import MODELS_DIR
 from apex.simulator.paper_settings import load_setting
-from evaluation.experiments.papers.options import FigureOptions
-from evaluation.experiments.papers.points import figure_grid
 from evaluation.options import experiment_settings
 from evaluation.planning import local_setting as module
 from evaluation.planning.local_setting import GB, LocalSetting, local_setting
 from evaluation.planning.panels import NotApplicable, panels_here
+from evaluation.studies.papers import FigureOptions, figure_grid
 from swiftllm.machine import GIB, Card
 from tests.evaluation.papers_machines import A10, A10G, L4, RTX_3060, T4
 from tests.reference.tiny_model import make_tiny_llama

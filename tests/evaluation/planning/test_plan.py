@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 
 from evaluation import reproduce_fig5
-from evaluation.experiments.papers.jobs import FigureJob, make_job, plan_jobs, run_jobs
-from evaluation.experiments.papers.options import FigureOptions
 from evaluation.grid import values_of
 from evaluation.planning import predictions, prepare
 from evaluation.planning.plan import SERVER_START_S, Plan, plan_within
 from evaluation.planning.request_counts import TooLittleTime
+from evaluation.studies.figures import FigureJob, make_job, plan_jobs, run_jobs
+from evaluation.studies.papers import FigureOptions
 from swiftllm.machine import Card
 from tests.evaluation.papers_machines import A10G, L4, RTX_3060, START_S, T4, NamedMachine, on_machine
 

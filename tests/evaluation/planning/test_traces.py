@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from apex.simulator.paper_settings import load_setting
 from evaluation import reproduce_fig5
-from evaluation.experiments.papers.jobs import FigureJob, make_job
-from evaluation.experiments.papers.options import FigureOptions
 from evaluation.planning import traces
 from evaluation.planning.traces import tokenizer_of
+from evaluation.studies.figures import FigureJob, make_job
+from evaluation.studies.papers import FigureOptions
 from evaluation.traces import catalogue
 from evaluation.traces.apart import fetch_apart
 from evaluation.traces.catalogue import load_trace
@@ -171,7 +171,7 @@ def test_another_source_of_the_same_workload_is_tried(monkeypatch, tmp_path):
 )
 def test_nothing_else_asks_the_network(monkeypatch, tmp_path, card, options):
     asked = []
-    monkeypatch.setattr("evaluation.experiments.papers.jobs.small_points", lambda *_: ([], {}))
+    monkeypatch.setattr("evaluation.studies.figures.small_points", lambda *_: ([], {}))
     fig5_on(monkeypatch, tmp_path, card, lambda source, *_: asked.append(source), **options)
     assert asked == []
 

@@ -7,11 +7,10 @@ from rich.console import Console
 
 from apex.simulator.paper_settings import load_setting
 from evaluation.drivers import run_point
-from evaluation.experiments.papers.options import FigureOptions
-from evaluation.experiments.papers.points import figure_grid, simulated_points
 from evaluation.grid import Grid, simulate
 from evaluation.options import experiment_settings
 from evaluation.run import Point
+from evaluation.studies.papers import FigureOptions, figure_grid, simulated_points
 
 NEVER_BELOW = 0.97
 SLOW_CPU_GB_S = 30.0

@@ -1,1 +1,0 @@
-"""The figures of the APEX and NEO papers: simulated, and measured on this machine."""
