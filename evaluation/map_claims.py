@@ -12,11 +12,10 @@ from dataclasses import dataclass
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from evaluation.experiments.claims_map.points import map_points
-from evaluation.experiments.claims_map.show import show_map
 from evaluation.options import Names, TraceOptions, experiment_settings
 from evaluation.results.claims import load_claims
 from evaluation.run import Point
+from evaluation.studies.claims_map import map_points, show_map
 from evaluation.study import Study, command
 
 NAME = "claims-map"

@@ -14,15 +14,13 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from rich.console import Console
 
-from evaluation.experiments.quality.answers import AnswerTask
-from evaluation.experiments.quality.points import describe, points_of, run_answers, run_scores
-from evaluation.experiments.quality.scores import ScoreTask
 from evaluation.options import File, Folder, RunOptions, experiment_settings
 from evaluation.plots.lines import LinePanel, Series, line_figure
 from evaluation.plots.style import FigureText, show_figure, system_colour
 from evaluation.results.folder import FlatRecord
 from evaluation.results.tables import rows_table
 from evaluation.run import Point, Run
+from evaluation.studies.quality import AnswerTask, ScoreTask, describe, points_of, run_answers, run_scores
 from evaluation.study import Study, command
 
 NAME, ANSWERS = "quality", "quality-answers"

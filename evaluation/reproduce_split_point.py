@@ -17,7 +17,6 @@ from rich.console import Console
 
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
-from evaluation.experiments.placements.generations import SYSTEMS, generation_rows, measured_operations, search_rows
 from evaluation.experiments.placements.show import draw_search
 from evaluation.options import File, ResultsDir, experiment_settings
 from evaluation.plots.style import show_figure
@@ -27,6 +26,7 @@ from evaluation.results.frame import grouped
 from evaluation.results.paths import RESULTS_DIR
 from evaluation.results.tables import rows_table
 from evaluation.run import one_line_errors
+from evaluation.studies.split_point import SYSTEMS, generation_rows, measured_operations, search_rows
 
 NAME = "split-point"
 REASONS = (

@@ -14,13 +14,13 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from rich.console import Console
 
-from evaluation.experiments.placements.points import weight_points, with_gains
 from evaluation.experiments.placements.show import draw_weights
 from evaluation.options import RunOptions, experiment_settings
 from evaluation.plots.style import show_figure
 from evaluation.results.folder import FlatRecord
 from evaluation.results.tables import rows_table
 from evaluation.run import Run
+from evaluation.studies.weights import weight_points, with_gains
 from evaluation.study import Study, command
 
 NAME = "weights"

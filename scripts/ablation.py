@@ -17,16 +17,6 @@ from rich.table import Table
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation.experiments.ablation import measured, simulated
-from evaluation.experiments.ablation.options import Options
-from evaluation.experiments.ablation.rows import (
-    RATE,
-    ROWS,
-    TO_BASELINE,
-    TO_UNCHANGED,
-    machine_of,
-    meanings,
-    with_ratios,
-)
 from evaluation.plots.ablation import draw_ablation
 from evaluation.plots.notes import length_notes, neo_notes
 from evaluation.plots.style import FigureText, show_figure
@@ -38,6 +28,16 @@ from evaluation.results.paths import model_folder
 from evaluation.results.provenance import model_identity
 from evaluation.results.tables import Columns, rows_table, write_tables
 from evaluation.run import Run, RunPoint, identity
+from evaluation.studies.ablation import (
+    RATE,
+    ROWS,
+    TO_BASELINE,
+    TO_UNCHANGED,
+    Options,
+    machine_of,
+    meanings,
+    with_ratios,
+)
 from evaluation.study import Study
 
 ONCE = " Measured once: confirm differences with --repeats 3."

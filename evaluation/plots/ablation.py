@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from evaluation.experiments.ablation.rows import OURS, RATE, ROWS, SYSTEMS, AblationRow, machine_of
 from evaluation.plots.style import FAINT, INK, FigureText, panel_title, sheet, system_colour, tidy_axes, times
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import is_simulated
+from evaluation.studies.ablation import OURS, RATE, ROWS, SYSTEMS, AblationRow, machine_of
 
 SUBJECT = "apex"
 PANEL_WIDTH, BAR_HEIGHT = 7.4, 0.23  # inches

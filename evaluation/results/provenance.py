@@ -21,7 +21,7 @@ PACKAGES = ["torch", "numpy", "transformers", "tokenizers", "safetensors", "trit
 MEASURED_CODE = ("pacpu", "swiftllm", "apex", "evaluation")
 PRESENTING_CODE = (
     "evaluation/plots/",
-    "evaluation/experiments/claims_map/cells.py",
+    "evaluation/studies/claims_map.py",
     *(f"evaluation/experiments/{room}/show.py" for room in ("adaptive", "claims_map", "omniserve", "placements")),
     "evaluation/report.py",
     *(f"evaluation/results/{name}.py" for name in ("claims", "folder", "kinds", "progress", "provenance")),

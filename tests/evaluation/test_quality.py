@@ -11,10 +11,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from evaluation import quality
-from evaluation.experiments.quality.answers import first_difference
-from evaluation.experiments.quality.formats import hadamard
-from evaluation.experiments.quality.scores import ScoreTask, score
-from evaluation.experiments.quality.text import read_text, token_sequences
+from evaluation.studies.quality import ScoreTask, first_difference, hadamard, read_text, score, token_sequences
 from tests.reference.tiny_model import make_tiny_llama
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from evaluation.options import experiment_settings
-from evaluation.reproduce_omniserve import Options, main
+from evaluation.studies.omniserve import Options, main
 
 
 @pytest.fixture
@@ -32,7 +32,8 @@ def config(tmp_path: Path) -> Path:
 
 
 def run(config: Path, *figures: str, **options: Any) -> int:
-    return main(Options(figure=figures, duration=3.0, jobs=1, config=config, results_dir=config.parent, **options))
+    chosen = {"set": ("duration_s=3",), "jobs": 1, "config": config, "results_dir": config.parent, **options}
+    return main(Options(part=figures, **chosen))
 
 
 def rows_of(results: Path, name: str) -> list[dict[str, Any]]:
@@ -60,7 +61,7 @@ def test_rows_have_both_classes_and_the_same_command_gives_the_same_bytes(config
 
 
 def test_two_figures_of_one_run_are_run_once_and_can_be_drawn_again(config: Path, capsys) -> None:
-    assert run(config, "11", "16", systems=("sarathi",)) == 0
+    assert run(config, "11", "16", only=("system=sarathi",)) == 0
     assert capsys.readouterr().out.count("figure:") == 1
     folder = config.parent / "elsewhere"
     shutil.copytree(config.parent / "omniserve-fig11" / "latest", folder)
@@ -71,7 +72,7 @@ def test_two_figures_of_one_run_are_run_once_and_can_be_drawn_again(config: Path
 
 
 def test_swept_hosts_admission_and_bursts_are_drawn(config: Path, capsys) -> None:
-    assert run(config, "18", "19", "14", systems=("omniserve",)) == 0
+    assert run(config, "18", "19", "14", only=("system=omniserve",)) == 0
     for figure in ("14", "18", "19"):
         assert (config.parent / f"omniserve-fig{figure}" / "latest" / "figure.png").is_file()
     rows = rows_of(config.parent, "omniserve-fig19")
@@ -81,7 +82,7 @@ def test_swept_hosts_admission_and_bursts_are_drawn(config: Path, capsys) -> Non
 
 
 def test_wrong_options_end_with_their_reason(config: Path, capsys) -> None:
-    assert run(config, "10", systems=("nothing",)) == 2
+    assert run(config, "10", only=("system=nothing",)) == 2
     assert "nothing" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="more than 0"):
-        Options(duration=0.0)
+    assert run(config, "10", set=("duration_s=0",)) == 2
+    assert "duration_s=0 must be more than 0" in capsys.readouterr().out

@@ -7,9 +7,8 @@ import json
 import pytest
 
 from evaluation import reproduce_split_point
-from evaluation.experiments.placements.generations import SYSTEMS, generation_rows, measured_operations
-from evaluation.experiments.placements.operations import LayerOfModel, Machine
 from evaluation.options import experiment_settings
+from evaluation.studies.split_point import SYSTEMS, LayerOfModel, Machine, generation_rows, measured_operations
 
 SETTINGS = experiment_settings("split-point")
 OPT = LayerOfModel(**SETTINGS["models"]["opt-30b"])

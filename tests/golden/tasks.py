@@ -32,7 +32,7 @@ QUICK = (
     "reproduce_fig7 --backend simulated --seed 7 --num-requests 40",
     "reproduce_neo --backend simulated --num-requests 20",
     "reproduce_adaptive --quick --set kernel=native hand_over_us=50.0 without=free-running",
-    "reproduce_omniserve --quick --figure a10 a10-limits 13 18 19 --seed 3",
+    "reproduce_omniserve --quick --figure a10 a10-limits 13 18 19 --set seed=3",
     "compare_machines",
     "map_claims --quick",
 )

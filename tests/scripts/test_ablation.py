@@ -11,11 +11,10 @@ from ablation import main, results_table
 from rich.console import Console
 
 from evaluation.experiments.ablation.measured import make_points
-from evaluation.experiments.ablation.options import Options
-from evaluation.experiments.ablation.rows import BASELINE, machine_of, with_ratios
 from evaluation.plots.ablation import draw_ablation
 from evaluation.plots.style import FigureText
 from evaluation.run import PointResult
+from evaluation.studies.ablation import BASELINE, Options, machine_of, with_ratios
 from tests.reference.tiny_model import make_tiny_llama
 
 RATES = {"swiftllm": 40.0, "apex": 100.0, "no-overlap": 80.0, "neo": 90.0}

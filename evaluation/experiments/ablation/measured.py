@@ -11,11 +11,10 @@ from rich.console import Console
 from apex.cli.profile import attention_rate
 from apex.schedulers.inequality import offload_bound_tokens_per_s
 from evaluation.drivers import TorchTask, run_torch_point
-from evaluation.experiments.ablation.options import Options
-from evaluation.experiments.ablation.rows import BASELINE, AblationRow, chosen_rows, with_mix
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import model_folder
 from evaluation.run import Point, PointResult
+from evaluation.studies.ablation import BASELINE, AblationRow, Options, chosen_rows, with_mix
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec
 from swiftllm.config import EngineConfig

@@ -9,14 +9,13 @@ from rich.console import Console
 
 from apex.simulator.paper_settings import BLOCK_SIZE
 from evaluation.drivers import run_point
-from evaluation.experiments.ablation.options import Options
-from evaluation.experiments.ablation.rows import RATE, ROWS, chosen_rows, with_mix
 from evaluation.grid import OWN_KERNELS, SUBJECT, Place, lengths_of, setting_of, simulate
 from evaluation.options import given
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct
 from evaluation.run import Point, PointResult
+from evaluation.studies.ablation import RATE, ROWS, Options, chosen_rows, with_mix
 from evaluation.studies.adaptive import bound_tokens_per_s
 from evaluation.traces.workloads import Lengths
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from evaluation.experiments.placements.split import Operation, in_pieces, single_splits
 from evaluation.plots.bars import Bar, BarPanel, draw_bars
 from evaluation.plots.style import FigureText, legend, panel_title, sheet, system_colour, tidy_axes
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct
 from evaluation.results.known import known_notes
+from evaluation.studies.split_point import Operation, in_pieces, single_splits
 
 PANEL_WIDTH = 2.9
 IDLE_CPU = "#C9C9C9"

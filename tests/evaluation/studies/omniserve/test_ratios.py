@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.experiments.omniserve.ratios import PLACE, with_service_ratios
+from evaluation.studies.omniserve import PLACE, with_service_ratios
 
 
 def row(system: str, attained: float = 1.0, tokens: float = 100.0, **changes: Any) -> dict[str, Any]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from evaluation.experiments.omniserve.points import omniserve_points, read_grid
 from evaluation.options import experiment_settings
-from evaluation.reproduce_omniserve import Options, as_chosen
 from evaluation.run import Point
+from evaluation.studies.omniserve import Options, parts
 from swiftllm.core.request import ServiceClass
 
 SETTINGS = experiment_settings("omniserve")
 
 
 def make(section: str, *systems: str) -> list[Point]:
-    options = Options(duration=2.0, systems=systems or None)
-    return omniserve_points(SETTINGS, as_chosen(read_grid(SETTINGS, section, None), options, SETTINGS["seed"]))
+    only = (f"system={','.join(systems)}",) if systems else ()
+    options = Options(set=("duration_s=2",), only=only)
+    return parts(options)[section.removeprefix("fig")].points_of(options)
 
 
 @pytest.mark.parametrize("section", SETTINGS["figures"])

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from evaluation.experiments.placements.split import Operation, best_split, in_pieces, single_splits, split_at
+from evaluation.studies.split_point import Operation, best_split, in_pieces, single_splits, split_at
 
 OPERATIONS = [
     Operation("Q", cpu_s=2.0, host_to_device_s=4.0),

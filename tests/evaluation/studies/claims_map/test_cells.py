@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from evaluation.experiments.claims_map.cells import judge_cells, why_not_mapped
-from evaluation.experiments.claims_map.points import PlaneCell
-from evaluation.experiments.claims_map.show import nearest_words, table_row
 from evaluation.results.claims import Claim
+from evaluation.studies.claims_map import PlaneCell, judge_cells, nearest_words, table_row, why_not_mapped
 
 OWN = PlaneCell(100.0, 50)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evaluation.experiments.omniserve.streams import best_effort, bursty, latency_sensitive, with_best_effort
+from evaluation.studies.omniserve import best_effort, bursty, latency_sensitive, with_best_effort
 from swiftllm.core.request import ServiceClass
 
 BACKLOG = {"workload": "dailymails", "backlog": 3, "backlog_per_s": 0.5}

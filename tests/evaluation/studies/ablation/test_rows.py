@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from apex.strategy import StrategyConfig
-from evaluation.experiments.ablation.rows import ROWS, TO_BASELINE, TO_UNCHANGED, chosen_rows, with_ratios
+from evaluation.studies.ablation import ROWS, TO_BASELINE, TO_UNCHANGED, chosen_rows, with_ratios
 
 
 def test_every_row_differs_from_every_other():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from evaluation.experiments.ablation.measured import bound_text, make_points
-from evaluation.experiments.ablation.options import Options
+from evaluation.studies.ablation import Options
 from tests.reference.tiny_model import make_tiny_llama
 
 RATES = {"swiftllm": 40.0, "apex": 100.0}

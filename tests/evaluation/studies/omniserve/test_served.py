@@ -7,13 +7,20 @@ from pathlib import Path
 import pytest
 
 from apex.replay.records import REFUSED, RequestRecord
-from evaluation.experiments.omniserve.refusals import BURST, refusals
-from evaluation.experiments.omniserve.served import contract, found_here, median_gap_s, most_blocks
 from evaluation.measure.http import replay_workload
 from evaluation.measure.server import connect_server
 from evaluation.options import experiment_settings
-from evaluation.reproduce_omniserve import Options, served_points
 from evaluation.run import Point, Run
+from evaluation.studies.omniserve import Options
+from evaluation.studies.omniserve_http import (
+    BURST,
+    contract,
+    found_here,
+    median_gap_s,
+    most_blocks,
+    refusals,
+    served_points,
+)
 from evaluation.study import Study
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
@@ -60,7 +67,7 @@ def test_points_share_targets_pool_and_requests(tmp_path: Path, monkeypatch: pyt
         assert ("--num-cpu-blocks 3000" in command) is (task.values["panel"] != "alone")
     assert len(points[-1].task.lengths.rows) == 5000 + len(urgent) and points[-1].task.tries_refusals
     assert not any(point.task.tries_refusals for point in points[:-1])
-    chosen = served_points(Options(quick=True, results_dir=tmp_path, systems=("sarathi",)), SETTINGS, tmp_path)
+    chosen = served_points(Options(quick=True, results_dir=tmp_path, only=("system=sarathi",)), SETTINGS, tmp_path)
     assert [point.key for point in chosen] == names[:2]
 
 

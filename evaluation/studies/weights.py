@@ -1,4 +1,4 @@
-"""Points of models in 16 and 4 bits on cards that hold them or not."""
+"""Models in 16 and 4 bits on cards that hold them or not, with and without the CPU tier of KV cache."""
 
 from __future__ import annotations
 

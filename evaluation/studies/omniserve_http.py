@@ -6,6 +6,8 @@ most KV blocks at once decide the targets and the pool of all other points.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,20 +15,40 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 
+from apex.cli.output import table
 from apex.replay.metrics import Targets
 from apex.replay.records import RequestRecord
 from apex.strategy import StrategyConfig
 from evaluation.drivers import HttpTask, run_http_point
-from evaluation.experiments.omniserve.streams import latency_sensitive, with_best_effort
 from evaluation.grid import Grid, Place
+from evaluation.measure.server import Server
+from evaluation.measure.sessions import stop_on_sigterm
+from evaluation.options import StudyOptions
 from evaluation.results.folder import FlatRecord
-from evaluation.run import Point, PointResult
+from evaluation.results.paths import model_folder
+from evaluation.results.provenance import model_identity
+from evaluation.run import Point, PointResult, identity
+from evaluation.studies.omniserve import (
+    HTTP,
+    Options,
+    latency_sensitive,
+    print_omniserve,
+    with_best_effort,
+    with_service_ratios,
+)
+from evaluation.study import Rows, Study, places_of
 from evaluation.traces.workloads import Lengths
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import ServiceClass
 
+NAME = "omniserve-http"
+KNOWN = (
+    "panel", "baseline", "system", "best_effort", "num_cpu_blocks", "ttft_slo_s", "slo_margin", "duration_s", "seed",
+)  # fmt: skip
+NOTES = ("shows", "streams", "tpot_over_alone", "pool_over_alone", "ample_blocks")
 FLAGS = ("tpot_slo_s", "ttft_slo_s", "slo_margin", "num_gpu_blocks", "num_cpu_blocks")
 """Fields of a place that are options of its server."""
 BLOCK_SIZE = EngineConfig("").block_size
@@ -59,14 +81,6 @@ class ServedTask:
         return (sys.executable, "-m", "apex", "serve", str(self.model), "--system", self.system, *flags)
 
 
-def read_http_grid(section: Mapping[str, Any], variant: str | None) -> Grid:
-    """The grid of the section ``http``: latency-sensitive requests alone, each system with best effort beside them, and
-    a long best-effort queue."""
-    known = ("panel", "baseline", "system", "best_effort", "num_cpu_blocks", "ttft_slo_s", "slo_margin", "duration_s")
-    notes = ("shows", "streams", "tpot_over_alone", "pool_over_alone", "ample_blocks")
-    return Grid.read(section, known, variant, notes)
-
-
 def found_here(section: Mapping[str, Any], alone: FlatRecord) -> dict[str, Any]:
     """Target in seconds per token, and GPU pool in blocks, from the row of latency-sensitive requests alone."""
     tpot_s = section["tpot_over_alone"] * alone["latency_sensitive_gap_s_p50"]
@@ -75,7 +89,7 @@ def found_here(section: Mapping[str, Any], alone: FlatRecord) -> dict[str, Any]:
 
 
 def served_point(place: Place, streams: Mapping[str, Any], model: Path, logs: Path) -> Point:
-    """The point of a place of :func:`read_http_grid` that also has a pool, a seed and ``trace_dir``."""
+    """The point of a place of the grid that also has a pool, a seed and ``trace_dir``."""
     of_run = {name: place[name] for name in ("duration_s", "seed", "trace_dir")}
     urgent = latency_sensitive(**streams["latency_sensitive"], **of_run)
     stream = streams[place["best_effort"]] if place.get("best_effort") else None
@@ -112,7 +126,6 @@ def run_served_point(point: Point, label: str, console: Console) -> PointResult:
     Raises:
         ServerNotReady, ServerEnded, NothingServed: the server did not start, died or served nothing.
     """
-    from evaluation.experiments.omniserve.refusals import refusals
     from evaluation.measure.server import ServerCommand, launched_server  # the HTTP client is needed only here
 
     task: ServedTask = point.task
@@ -193,3 +206,90 @@ def contract(rows: Sequence[FlatRecord]) -> list[tuple[str, str, str, bool]]:
         words = f"refused of a burst of {queued['burst']}: 429 with Retry-After"
         lines.append((words, "1 at least", f"{refused}, {least_s} s or more", refused > 0 and (least_s or 0) >= 1))
     return lines
+
+
+# -- what a server must refuse -----------------------------------------------------------------------------------------
+
+
+BURST = 64
+TIMEOUT_S = 120.0
+LONGEST_PROMPT = 512
+
+
+def refusals(server: Server, pool_tokens: int) -> dict[str, Any]:
+    """Fields of a row: the status of contradictory fields, and how a burst of prompts was answered.
+
+    Each prompt takes half of the pool's ``pool_tokens`` at most, so that it can be served.
+    """
+    return asyncio.run(_refusals(server, min(LONGEST_PROMPT, pool_tokens // 2)))
+
+
+async def _refusals(server: Server, prompt_len: int) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S, trust_env=False) as client:
+
+        async def answer(tokens: int, **fields: Any) -> httpx.Response:
+            body = {"model": server.model, "prompt": [1] * tokens, "max_tokens": 1, **fields}
+            return await client.post("/v1/completions", json=body)
+
+        contradiction = await answer(1, service_tier="flex", priority=-1)
+        answers = await asyncio.gather(*(answer(prompt_len) for _ in range(BURST)))
+    refused = [each for each in answers if each.status_code == httpx.codes.TOO_MANY_REQUESTS]
+    waits_s = [int(each.headers.get("retry-after", 0)) for each in refused]
+    return {
+        "contradiction_status": contradiction.status_code,
+        "burst": BURST,
+        "burst_served": sum(each.is_success for each in answers),
+        "burst_refused": len(refused),
+        "burst_least_retry_after_s": min(waits_s, default=None),
+    }
+
+
+# -- the study --------------------------------------------------------------------------------------------------------
+
+
+def study(options: Options, settings: Mapping[str, Any]) -> Study:
+    """What is served here: the points, what they print, and what decides their numbers."""
+    section, model = settings[HTTP], functools.cache(lambda: model_folder(options.model))
+    return Study(
+        NAME,
+        points=lambda options: served_points(options, settings, model()),
+        derive=with_service_ratios,
+        run_point=run_served_point,
+        describe=lambda points: described(points, model()),
+        tables=[functools.partial(print_omniserve, section["shows"]), print_contract],
+    )
+
+
+def described(points: Sequence[Point], model: Path) -> dict[str, Any]:
+    return {"model": model_identity(model), "points": identity(points)}
+
+
+def served_points(options: Options, settings: Mapping[str, Any], model: Path) -> list[Point]:
+    """The points of figure http. Latency-sensitive requests alone come first: they decide the targets and the pool.
+
+    Raises:
+        ValueError: they could not be measured.
+    """
+    stop_on_sigterm()
+    section, logs = settings[HTTP], options.results_dir / NAME / "logs"
+    grid = Grid.read({**section, "seed": settings["seed"]}, KNOWN, "quick" if options.quick else None, NOTES)
+
+    def points(names: Sequence[str], options: StudyOptions, **found: Any) -> list[Point]:
+        places = places_of(grid.only("panel", names).with_(**found), options, KNOWN)
+        return [served_point(place, section["streams"], model, logs) for place in places]
+
+    unchosen = replace(options, only=())  # of latency-sensitive requests alone, whatever runs beside them
+    ample = points(["alone"], unchosen, panel="ample", num_gpu_blocks=section["ample_blocks"])
+    alone = Study(f"{NAME}-alone", run_point=run_served_point, describe=lambda points: described(points, model))
+    measured = alone.run(ample, options.results_dir)
+    if not measured.summary:
+        raise ValueError(f"nothing was measured on this machine; see errors/ in {measured.folder}")
+    found = found_here(section, measured.summary[0])
+    return points(["alone"], unchosen, **found) + points(["both", "queued"], options, **found)
+
+
+def print_contract(rows: Rows, console: Console) -> None:
+    lines = [(words, bound, found, "yes" if holds else "NO") for words, bound, found, holds in contract(rows)]
+    console.print(
+        table(("what must hold", "bound", "found", "holds"), lines, left=("what must hold", "bound", "found"))
+    )

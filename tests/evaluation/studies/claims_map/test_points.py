@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from apex.simulator.paper_settings import load_setting
-from evaluation.experiments.claims_map.points import PlaneCell, map_points, mappable, plane
 from evaluation.grid import simulate
 from evaluation.options import experiment_settings
 from evaluation.results.claims import load_claims
+from evaluation.studies.claims_map import PlaneCell, map_points, mappable, plane
 
 PANEL = {"setting": "apex-t4", "workload": "osc", "num_requests": 9, "output_len": [50]}
 SETTINGS = {"cpu_attention_gb_s": [25], "gpu_pools": [1, 2], "panels": [{"figure": "fig5", **PANEL}]}

@@ -8,10 +8,9 @@ import pytest
 from rich.console import Console
 
 from apex.simulator.paper_settings import load_setting, setting_names
-from evaluation.experiments.ablation.options import Options
-from evaluation.experiments.ablation.rows import OF_APEX, OF_NEO, ROWS
 from evaluation.experiments.ablation.simulated import make_points, run_row
 from evaluation.grid import TASK
+from evaluation.studies.ablation import OF_APEX, OF_NEO, ROWS, Options
 
 OF_CPU_BATCHES = ("cpu-batches-1", "cpu-batches-4", "no-priority", "no-request-limit", "compare-overlap")
 """Rows that matter only where several CPU batches are under way, some of them while pipelining pays."""
