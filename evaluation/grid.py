@@ -547,8 +547,10 @@ FIELDS = frozenset({"setting", "system", *REQUESTS, *SETTING, *TASK})
 
 
 def concerns(field: str, place: Place) -> bool:
-    """Whether the place's system depends on a field of an axis."""
-    return field not in CONCERNS or CONCERNS[field](load_setting(place["setting"]), place["system"])
+    """Whether the place's system depends on a field of an axis; a place without a system, whether one may."""
+    if field not in CONCERNS or "system" not in place:
+        return True
+    return CONCERNS[field](load_setting(place["setting"]), place["system"])
 
 
 def setting_of(place: Place) -> PaperSetting:

@@ -6,29 +6,50 @@ A machine of the plane is a setting with another speed of CPU attention and anot
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from apex.simulator.paper_settings import PaperSetting
 from evaluation.grid import FIELDS, REFERENCE, Grid, Place, concerns, setting_of, simulate, simulated_point, workload_of
+from evaluation.options import StudyOptions, experiment_settings
 from evaluation.plots import heat_map
 from evaluation.plots.notes import length_notes
 from evaluation.plots.style import FigureText, show_figure
-from evaluation.results.claims import AGREES, METRIC_WORDS, Claim, Comparison, agrees, compare_claims, where_of
+from evaluation.results.claims import (
+    AGREES,
+    METRIC_WORDS,
+    Claim,
+    Comparison,
+    agrees,
+    compare_claims,
+    load_claims,
+    where_of,
+)
 from evaluation.results.folder import FlatRecord, markdown_table
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct
 from evaluation.results.known import known_notes
 from evaluation.results.tables import rows_table
 from evaluation.run import Point, Run
+from evaluation.study import RATE, Study, command
 from swiftllm.files import write_atomically
 from swiftllm.systems import systems
 
-METRIC = "output_tokens_per_s"
+NAME = "claims-map"
+METRIC = RATE
+
+
+@dataclass(frozen=True)
+class Options(StudyOptions):
+    """Where in the plane of CPU bandwidth and GPU blocks the papers' claims would hold, SIMULATED (predicted times, no
+    GPU needed). The map takes long and shows the time left.
+
+    The plane and the panels come from configs/experiments/claims-map.yaml, the claims from configs/claims.yaml.
+    Results, figure, table and provenance go to results/claims-map/<run>/. Running the same command again continues an
+    interrupted run.
+    """
 
 
 @dataclass(frozen=True)
@@ -65,30 +86,14 @@ def mappable(claim: Claim) -> bool:
     return is_number and claim.setting is not None and systems().keys() >= set(claim.systems)
 
 
-def map_points(
-    settings: Mapping[str, Any],
-    claims: Sequence[Claim],
-    *,
-    names: Sequence[str] | None = None,
-    quick: bool = False,
-    seed: int = 0,
-    trace_dir: Path | None = None,
-) -> list[Point]:
+def map_points(options: Options) -> list[Point]:
     """The points of all panels on all machines of their planes. A GPU-only system runs once for each pool.
 
-    Args:
-        settings: the experiment file.
-        claims: those of all figures; they name the systems of a panel.
-        names: settings to map; by default all of the experiment file.
-
     Raises:
-        ValueError: a setting has no panel; the message lists those that have.
+        ValueError: an option or the experiment file is not valid; the message says what is.
     """
-    speeds, pools = "cpu_attention_gb_s", "gpu_pools"
-    grid = Grid.read(settings, FIELDS | {"figure"}, "quick" if quick else None, notes=(speeds, pools))
-    places = Grid(tuple(grid.with_(seed=seed, trace_dir=trace_dir).places()))
-    points = []
-    for place in places.only("setting", names, lambda place: setting_of(place).name).panels:
+    settings, claims, points = experiment_settings(NAME, options.config), load_claims(), []
+    for place in STUDY.places(options):
         setting, own = setting_of(place), PlaneCell.of(setting_of(place))
         systems = _systems(place, setting, claims)
         machines = [
@@ -96,7 +101,7 @@ def map_points(
                 "num_gpu_blocks": None if machine.gpu_blocks == own.gpu_blocks else machine.gpu_blocks,
                 "reference_cpu_gb_s": machine.cpu_gb_s,
             }
-            for machine in plane(setting, settings[speeds], settings[pools])
+            for machine in plane(setting, settings["cpu_attention_gb_s"], settings["gpu_pools"])
         ]
         cells = Grid((place,)).with_(machine=machines, system=systems).places(concerns)
         charged = bool(place.get("neo_launches"))
@@ -343,3 +348,15 @@ def figure_text(rows: Sequence[FlatRecord]) -> FigureText:
             [f"CPU attention: with {REFERENCE}'s kernel. " + " ".join(kernels), *length_notes(rows), *known_notes(rows)]
         ),
     )
+
+
+STUDY = Study(
+    NAME,
+    section=lambda settings: {
+        "seed": 0, **{name: it for name, it in settings.items() if name not in ("cpu_attention_gb_s", "gpu_pools")}
+    },
+    fields=FIELDS | {"figure"},
+    points=map_points,
+    show=lambda run, console: show_map(load_claims(), run, console),
+)  # fmt: skip
+main = command(Options, {NAME: STUDY})

@@ -42,5 +42,5 @@ def test_the_same_seed_gives_the_same_rows_figure_and_table(tmp_path, capsys) ->
 
 
 def test_an_unknown_setting_ends_with_those_there_are(tmp_path, capsys) -> None:
-    assert map_claims.main(map_claims.Options(settings=("t5",), results_dir=tmp_path)) == 2
-    assert "no setting t5 in the experiment file; there are apex-t4" in capsys.readouterr().out
+    assert map_claims.main(map_claims.Options(only=("setting=t5",), results_dir=tmp_path)) == 2
+    assert "no setting t5; there are apex-t4" in capsys.readouterr().out

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 
 from apex.simulator.paper_settings import load_setting
 from evaluation.grid import simulate
-from evaluation.options import experiment_settings
 from evaluation.results.claims import load_claims
-from evaluation.studies.claims_map import PlaneCell, map_points, mappable, plane
+from evaluation.run import Point
+from evaluation.studies.claims_map import STUDY, Options, PlaneCell, mappable, plane
 
 PANEL = {"setting": "apex-t4", "workload": "osc", "num_requests": 9, "output_len": [50]}
 SETTINGS = {"cpu_attention_gb_s": [25], "gpu_pools": [1, 2], "panels": [{"figure": "fig5", **PANEL}]}
+
+
+@pytest.fixture
+def map_points(tmp_path: Path) -> Callable[..., list[Point]]:
+    """The points of the small map, with these options."""
+    config = tmp_path / "claims-map.yaml"
+    config.write_text(yaml.safe_dump(SETTINGS))
+    return lambda **options: STUDY.points_of(Options(config=config, **options))
 
 
 def test_a_plane_holds_the_setting_itself_and_only_pools_that_can_be() -> None:
@@ -24,10 +35,10 @@ def test_a_plane_holds_the_setting_itself_and_only_pools_that_can_be() -> None:
     assert PlaneCell.of(setting) in machines and len(machines) == 4 * 3
 
 
-def test_kernels_keep_their_relative_speed_and_the_own_machine_is_the_setting() -> None:
+def test_kernels_keep_their_relative_speed_and_the_own_machine_is_the_setting(map_points) -> None:
     setting = load_setting("apex-t4")
     own = PlaneCell.of(setting)
-    for point in map_points(SETTINGS, load_claims()):
+    for point in map_points():
         row, system = point.task.values, point.task.system
         own_rate = setting.cpu_attention_gb_s(system)
         if own_rate is None:
@@ -38,17 +49,17 @@ def test_kernels_keep_their_relative_speed_and_the_own_machine_is_the_setting() 
         assert (times == 1) == (system == "neo")
 
 
-def test_gpu_only_systems_run_once_for_each_pool() -> None:
-    points = map_points(SETTINGS, load_claims())
+def test_gpu_only_systems_run_once_for_each_pool(map_points) -> None:
+    points = map_points()
     assert len(points) == len({point.key for point in points})
     systems = [point.task.system for point in points]
     assert {system: systems.count(system) for system in systems} == {"apex": 6, "neo": 6, "vllm": 3}
     assert {point.task.num_gpu_blocks for point in points} == {54, 108, 300}
 
 
-def test_the_own_machine_gives_the_tasks_of_the_setting() -> None:
+def test_the_own_machine_gives_the_tasks_of_the_setting(map_points) -> None:
     own = PlaneCell.of(load_setting("apex-t4"))
-    for point in map_points(SETTINGS, load_claims(), seed=3):
+    for point in map_points(set=("seed=3",)):
         row = point.task.values
         if point.task.num_gpu_blocks != own.gpu_blocks or row["reference_cpu_gb_s"] not in (None, own.cpu_gb_s):
             continue
@@ -59,7 +70,7 @@ def test_the_own_machine_gives_the_tasks_of_the_setting() -> None:
 
 def test_every_mappable_claim_has_points() -> None:
     claims = load_claims()
-    points = map_points(experiment_settings("claims-map"), claims, quick=True)
+    points = STUDY.points_of(Options(quick=True))
     rows = [point.task.values for point in points]
     have = {(row["figure"], row.get("paper_setting", row["setting"])) for row in rows}
     assert (
@@ -69,7 +80,7 @@ def test_every_mappable_claim_has_points() -> None:
     assert {(claim.figure, claim.setting) for claim in claims if mappable(claim)} == have
 
 
-def test_settings_are_chosen_by_name() -> None:
-    assert map_points(SETTINGS, load_claims(), names=["apex-t4"])
-    with pytest.raises(ValueError, match="no setting apex-a100 in the experiment file; there are apex-t4"):
-        map_points(SETTINGS, load_claims(), names=["apex-a100"])
+def test_settings_are_chosen_by_name(map_points) -> None:
+    assert map_points(only=("setting=apex-t4",))
+    with pytest.raises(ValueError, match="no setting apex-a100; there are apex-t4"):
+        map_points(only=("setting=apex-a100",))

@@ -1,1 +1,0 @@
-"""The plane of machines over which the papers' claims are looked for."""
