@@ -372,7 +372,6 @@ Main = Callable[..., int]
 def command(
     options_type: type[Options],
     parts: Mapping[str, Study] | Callable[[Options], Mapping[str, Study]],
-    chosen: Any = None,
     run: Callable[[Options], int] | None = None,
 ) -> Main:
     """The ``main`` of a command that runs studies, or with ``--from`` shows a finished run of one of them.
@@ -389,17 +388,15 @@ def command(
     def main(options: Options | None = None) -> int:
         options = parse_options(options_type) if options is None else options
         known = parts(options) if callable(parts) else parts
-        known = known if isinstance(known, Mapping) else {study.name: study for study in known}
         if options.from_folder is not None:
             return show_again(options.from_folder, list(known.values()))
         if run is not None:
             return run(options)
-        of_old = chosen and list(dict.fromkeys(chosen(options)))
-        of_parts = {known[part].name: known[part] for part in of_old or getattr(options, "part", known)}
-        points = {name: study.points_of(options) for name, study in of_parts.items()}
+        chosen = {known[part].name: known[part] for part in getattr(options, "part", known)}
+        points = {name: study.points_of(options) for name, study in chosen.items()}
         console, status = stdout_console(), 0
         for name, here in points.items():
-            finished = of_parts[name].run(here, options.results_dir, options.jobs, console=console)
+            finished = chosen[name].run(here, options.results_dir, options.jobs, console=console)
             status |= finished.print_outcome(console)
         return status
 

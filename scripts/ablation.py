@@ -16,7 +16,6 @@ from rich.table import Table
 
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
-from evaluation.experiments.ablation import measured, simulated
 from evaluation.plots.ablation import draw_ablation
 from evaluation.plots.notes import length_notes, neo_notes
 from evaluation.plots.style import FigureText, show_figure
@@ -34,8 +33,15 @@ from evaluation.studies.ablation import (
     TO_BASELINE,
     TO_UNCHANGED,
     Options,
+    attention_text,
     machine_of,
     meanings,
+    measured_bound,
+    measured_points,
+    run_measured,
+    run_simulated,
+    simulated_bound,
+    simulated_points,
     with_ratios,
 )
 from evaluation.study import Study
@@ -95,21 +101,21 @@ def figure_text(summary: Sequence[FlatRecord]) -> FigureText:
     notes = [*length_notes(summary), *neo_notes(summary), *known_notes(summary)] if simulated_rows else []
     if simulated_rows:
         machines = grouped(summary, "case").values()
-        notes += [f"{machine_of(here[0])}: {simulated.attention_text(here)}" for here in machines]
+        notes += [f"{machine_of(here[0])}: {attention_text(here)}" for here in machines]
     title = f"What each part of APEX and NEO contributes \u2014 {kind}"
     return FigureText(title, "\n".join(lines), "\n".join(dict.fromkeys(notes)))
 
 
 def show(run: Run, console: Console, gpu_requests: int | None = None, once: str = "") -> None:
     """Print a table for each machine; write figure, CSV and LaTeX into the run's folder."""
-    kind = simulated if is_simulated(run.summary[0]) else measured
+    bound_text = simulated_bound if is_simulated(run.summary[0]) else measured_bound
     for here in grouped(run.summary, "case").values():
         console.print(f"\n{heading(here, gpu_requests)}", soft_wrap=True)
         console.print(results_table(here))
         for record in here:
             if record["failed"]:
                 console.print(f"{record['row']}: {record['failed']:g} requests failed, see records/ in the results")
-        console.print(f"\n{kind.bound_text(here)}", soft_wrap=True)
+        console.print(f"\n{bound_text(here)}", soft_wrap=True)
     console.print(f"\n{meanings(distinct(run.summary, 'row'))}.{once}\n", soft_wrap=True)
     show_figure(draw_ablation(run.summary, figure_text(run.summary)), run.folder, console)
     words = [{**record, "words": ROWS[record["row"]].words, "machine": machine_of(record)} for record in run.summary]
@@ -120,10 +126,12 @@ def show(run: Run, console: Console, gpu_requests: int | None = None, once: str 
 def main(options: Options, run_point: RunPoint | None = None, console: Console | None = None) -> int:
     """Run and show the rows. Returns the exit status: 0 when every row is finished."""
     console = console or stdout_console()
-    kind = simulated if options.is_simulated else measured
+    make_points, run_row = (
+        (simulated_points, run_simulated) if options.is_simulated else (measured_points, run_measured)
+    )
     try:
         options.check()
-        points = kind.make_points(options)
+        points = make_points(options)
     except ValueError as error:
         print(f"ablation: {error}", file=sys.stderr)
         return 2
@@ -135,7 +143,7 @@ def main(options: Options, run_point: RunPoint | None = None, console: Console |
         "ablation",
         lambda run, console: show(run, console, fit, once),
         derive=with_ratios,
-        run_point=run_point or kind.run_row,
+        run_point=run_point or run_row,
         describe=lambda points: settings,
     )
     return experiment.run(points, options.results_dir, options.jobs, console=console).print_outcome(console)

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
 
 from apex.cli.output import ratio, strategy_mix
+from apex.cli.profile import attention_rate
 from apex.replay.metrics import predicted_over_actual
+from apex.schedulers.inequality import offload_bound_tokens_per_s
+from apex.simulator.paper_settings import BLOCK_SIZE
 from apex.strategy import StrategyConfig
-from evaluation.grid import IDEAS
-from evaluation.options import Folder, Names, ResultsDir, check_counts, flags
+from evaluation.drivers import TorchTask, run_point, run_torch_point
+from evaluation.grid import IDEAS, OWN_KERNELS, SUBJECT, Place, lengths_of, setting_of, simulate
+from evaluation.options import Folder, Names, ResultsDir, check_counts, flags, given
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
-from evaluation.results.paths import RESULTS_DIR
-from evaluation.run import PointResult
-from swiftllm.config import DeviceName, DtypeName, LoadFormat
+from evaluation.results.kinds import distinct
+from evaluation.results.paths import RESULTS_DIR, model_folder
+from evaluation.run import Point, PointResult
+from evaluation.studies.adaptive import bound_tokens_per_s
+from evaluation.traces.catalogue import Origin, TraceRow
+from evaluation.traces.workloads import Lengths, WorkloadSpec
+from swiftllm.config import DeviceName, DtypeName, EngineConfig, LoadFormat
+
+if TYPE_CHECKING:
+    from swiftllm.engine.engine import Engine
+
 
 BASELINE = "swiftllm"
 SYSTEMS, OF_APEX, OF_NEO, OURS = "systems", "apex with one change", "neo with one change", "this project's own"
@@ -281,3 +295,211 @@ class Options:
         if unused := [name for name in others if getattr(self, name) != defaults[name]]:
             backend = "torch" if self.is_simulated else "simulated"
             raise ValueError(f"{flags(unused)}: only --backend {backend} takes that")
+
+
+# -- measured on this machine ------------------------------------------------------------------------------------------
+
+
+MEASURED_SIZES = {"num_requests": 64, "input_len": 32, "output_len": 48}
+
+
+@dataclass(frozen=True)
+class RowTask:
+    row: AblationRow
+    task: TorchTask
+
+
+def measured_points(options: Options) -> list[Point]:
+    """A point per row and repeat.
+
+    Raises:
+        ValueError: an option is not valid; the message says what to do.
+    """
+    rows = chosen_rows(options.rows, simulated=False)
+    num_requests, input_len, output_len = (getattr(options, name) or usual for name, usual in MEASURED_SIZES.items())
+    spec = WorkloadSpec(f"fixed-{input_len}-{output_len}", num_requests, seed=options.seed)
+    origin = Origin("synthetic", "requests of one size, all at once")
+    lengths = Lengths(spec, "Requests of one size", origin, (TraceRow(input_len, output_len, 0.0),) * num_requests)
+    # On a CPU the GPU batch takes the GPU's part, so it must have the same size in every row.
+    threads = {"gpu_batch_threads": 1, "cpu_threads": options.cpu_threads, "enable_prefix_caching": False}
+    model = str(model_folder(options.model))
+    engine = EngineConfig(model, device=options.device, dtype=options.dtype, load_format=options.load_format, **threads)
+    blocks = -(-(input_len + output_len) // engine.block_size)
+    engine = replace(engine, num_gpu_blocks=options.gpu_requests * blocks, num_cpu_blocks=(num_requests + 1) * blocks)
+    points = []
+    for repeat in range(options.repeats):
+        first = repeat % len(rows)  # otherwise one row would always be measured first
+        for row in rows[first:] + rows[:first]:
+            task = TorchTask(row.system, replace(engine, synchronous=row.synchronous), lengths, {"row": row.name})
+            key = row.name + (f"-{repeat}" if options.repeats > 1 else "")
+            points.append(Point(key, row.name, row.name, RowTask(row, task)))
+    return points
+
+
+def run_measured(point: Point, label: str, console: Console) -> PointResult:
+    """Run a point with its row's strategy, and add the values from which the bound is computed."""
+    row, task = point.task.row, point.task.task
+    predictions: dict[str, float | None] = {}
+
+    def build(system: str, config: EngineConfig) -> Engine:
+        from apex.systems import build_system
+
+        engine = build_system(system, config, row.strategy)
+        predictions.update(figures_of_bound(engine, task.lengths.spec.num_requests))
+        return engine
+
+    result = run_torch_point(replace(point, task=task), label, console, build)
+    return with_mix(replace(result, values={**result.values, **predictions}))
+
+
+def figures_of_bound(engine: Engine, num_requests: int) -> dict[str, float | None]:
+    """Values for the bound from the engine's profile table; empty for a system without a table.
+
+    ``cpu_bytes_per_s`` is the rate at which the CPU reads KV cache. ``gpu_batch_limit_tokens_per_s`` is the GPU batch's
+    maximum with linear layers alone and any batch up to ``num_requests``."""
+    model = getattr(engine.scheduler, "model", None)
+    if model is None:
+        return {}
+    backend, profile = engine.backend, model.table
+    bytes_per_token = backend.cpu_kv_bytes_per_block / backend.block_size
+    rate = attention_rate(profile.cpu_attention)
+    batches = [n for n in (*map(int, profile.linear.sizes), num_requests) if n <= num_requests]
+    return {
+        "kv_bytes_per_token": bytes_per_token,
+        "cpu_bytes_per_s": None if rate is None else rate * bytes_per_token / model.num_layers,
+        "gpu_batch_limit_tokens_per_s": max(n / (model.num_layers * model.linear_s(n)) for n in batches),
+    }
+
+
+def measured_bound(summary: Sequence[FlatRecord]) -> str:
+    """The best row compared with the bound of any schedule, and what limited it instead."""
+    base = next((record for record in summary if record["row"] == BASELINE), None)
+    profiled = next((record for record in summary if record.get("cpu_bytes_per_s")), None)
+    measured = [record for record in summary if record["output_tokens_per_s"]]
+    if base is None or not base["output_tokens_per_s"] or profiled is None:
+        return f"No bound: it takes the row {BASELINE} and one of a system that uses the CPU."
+    best = max(measured, key=lambda record: record["output_tokens_per_s"])
+    context = base["input_len"] + base["output_len"] / 2
+    cpu, kv_bytes = profiled["cpu_bytes_per_s"], profiled["kv_bytes_per_token"]
+    bound = offload_bound_tokens_per_s(base["output_tokens_per_s"], cpu, kv_bytes, context)
+    text = (
+        f"Bound: GPU-only {base['output_tokens_per_s']:.1f} + CPU attention {cpu / 1e9:.2f} GB/s / ({kv_bytes:.0f} B x "
+        f"{context:.0f} tokens of context) = {bound:.0f} tokens/s. Best measured: {best['row']}, "
+        f"{best['output_tokens_per_s']:.1f} tokens/s, {best['output_tokens_per_s'] / bound:.0%} of it."
+    )
+    limit = profiled["gpu_batch_limit_tokens_per_s"]
+    on_cpu = base["backend"] == "torch-cpu"
+    if limit < bound:
+        text += (
+            "\nThe bound ignores the cost of linear layers of offloaded requests. "
+            f"{'On a CPU core, where they are bound by arithmetic,' if on_cpu else 'On ' + base['gpu']} they alone "
+            f"allow at most {limit:.0f} tokens/s with up to {base['num_requests']} requests in a batch."
+        )
+    gpu_batch, cpu_worker = best["gpu_batch_busy_fraction"], best["cpu_busy_fraction"]
+    if gpu_batch is not None and cpu_worker is not None:
+        text += f"\nThe GPU batch of the best row was busy {gpu_batch:.0%} of the time, its CPU worker {cpu_worker:.0%}"
+        if best is not base:
+            text += (
+                ". Overlap can have saved at most that share of the time; the rest of the gain is due to the larger "
+                "batch that fits the CPU tier's memory"
+            )
+        text += "."
+    return text
+
+
+# -- SIMULATED on machines of the papers -------------------------------------------------------------------------------
+
+
+SETTINGS = ("apex-a10-as-measured", "apex-a10")
+"""Both readings of the paper's A10."""
+NUM_REQUESTS, INPUT_LEN, OUTPUT_LEN = 300, 1000, 500
+
+
+def simulated_points(options: Options) -> list[Point]:
+    """A point per setting and row; the rows of a setting share their requests.
+
+    Raises:
+        ValueError: an option is not valid, or a setting does not take requests of that size; the message says what to
+            do.
+    """
+    names = options.setting or SETTINGS
+    return [point for name in names for point in _points_of(name, options, several=len(names) > 1)]
+
+
+def _points_of(name: str, options: Options, several: bool) -> list[Point]:
+    own_kernels = options.kernel == OWN_KERNELS and options.cpu_bandwidth is None
+    rows, place = chosen_rows(options.rows, simulated=True, own_kernels=own_kernels), _place(name, options)
+    lengths = lengths_of(place)
+    _check_sizes(place, lengths)
+    bound, cost = bound_tokens_per_s(simulate({**place, "system": SUBJECT})), float(lengths.total_output_tokens)
+    points = []
+    for row in rows:
+        here = {**place, "system": row.system, "synchronous": row.synchronous or None, **row.axes}
+        task = simulate(here, case=name, row=row.name, bound_tokens_per_s=bound)
+        key = f"{name}-{row.name}" if several else row.name
+        task = replace(task, strategy=row.strategy)
+        points.append(Point(key, key, key, task, concurrent=True, cost=cost))
+    return points
+
+
+def _place(name: str, options: Options) -> Place:
+    most = setting_of({"setting": name}).limits.max_model_len
+    requests = {"num_requests": options.num_requests or NUM_REQUESTS, "seed": options.seed}
+    if options.workload is None:
+        requests["input_len"] = options.input_len or min(INPUT_LEN, most // 2)
+        requests["output_len"] = options.output_len or min(OUTPUT_LEN, most // 4)
+    machine = {"host": options.host, "num_gpu_blocks": options.num_gpu_blocks, "cpu_kv_gb": options.cpu_kv_gb}
+    attention = {"kernel": options.kernel, "cpu_bandwidth_gb_s": options.cpu_bandwidth}
+    trace = {"workload": options.workload, "output_len": options.output_len, "request_rate": options.request_rate}
+    return {"setting": name, **requests, **given(**machine, **attention, **trace)}
+
+
+def _check_sizes(place: Place, lengths: Lengths) -> None:
+    """
+    Raises:
+        ValueError: the longest request does not fit the setting's limit, or one of the pools.
+    """
+    setting = setting_of({**place, "system": SUBJECT})
+    most = setting.limits.max_model_len
+    longest = max(row.input_tokens + row.output_tokens for row in lengths.rows)
+    if longest > most and "workload" not in place:  # requests of a trace are clipped, as in the papers' figures
+        raise ValueError(
+            f"{place['setting']} takes at most {most} tokens a request, and the longest has {longest}: give a smaller "
+            "--input-len or --output-len"
+        )
+    blocks = -(-min(longest, most) // BLOCK_SIZE)
+    for option, there in (("--num-gpu-blocks", setting.num_gpu_blocks), ("--cpu-kv-gb", setting.num_cpu_blocks)):
+        if there < blocks:
+            raise ValueError(
+                f"{place['setting']}: the longest request takes {blocks} blocks of {BLOCK_SIZE} tokens, and the pool "
+                f"has {there}: give a larger {option}, or shorter requests"
+            )
+
+
+def run_simulated(point: Point, label: str, console: Console) -> PointResult:
+    """Run a point, and add what its strategies were."""
+    return with_mix(run_point(point, label, console))
+
+
+def simulated_bound(summary: Sequence[FlatRecord]) -> str:
+    """The best row of a setting compared with the bound of any schedule, and how fast CPU attention was assumed to
+    be."""
+    best = max(summary, key=lambda record: record[RATE] or 0.0)
+    bound, rate = best["bound_tokens_per_s"], best[RATE] or 0.0
+    return (
+        f"Bound of any schedule with the CPU attention of {SUBJECT}, without filling, draining and the attention "
+        f"of prompts: {bound:.0f} tokens/s. Best row: {best['row']}, {rate:.1f} tokens/s, {rate / bound:.0%} of it.\n"
+        f"{attention_text(summary)}"
+    )
+
+
+def attention_text(summary: Sequence[FlatRecord]) -> str:
+    """How fast attention was assumed to be: on the CPU by kernel, with the systems that have it as their own."""
+    unchanged = [record for record in summary if "kernel" not in ROWS[record["row"]].axes]
+    assumed = [record for record in unchanged if record["cpu_bandwidth_gb_s"] is not None]
+    kernels = [
+        f"{kernel} {gb_s:.0f} GB/s ({', '.join(distinct(here, 'system'))})"
+        for (kernel, gb_s), here in grouped(assumed, "cpu_kernel", "cpu_bandwidth_gb_s").items()
+    ]
+    gpu_gb_s = summary[0]["gpu_attention_gb_s"]
+    return f"Attention is assumed: GPU {gpu_gb_s:.0f} GB/s; CPU by kernel: {', '.join(kernels) or 'no row has it'}."

@@ -136,7 +136,7 @@ def figures_command(
         with without_traceback(console), LiveSystems(options.results_dir / "logs", console) as live:
             return run_jobs(make_jobs(options, console, live), options, console, live.run_point)
 
-    return command(options_type, lambda options: [figure.study() for figure in figures(options)], run=run)
+    return command(options_type, lambda options: {figure.name: figure.study() for figure in figures(options)}, run)
 
 
 @contextlib.contextmanager

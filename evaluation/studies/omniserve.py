@@ -73,7 +73,13 @@ RATES = 3
 def latency_sensitive(
     workload: str, request_rate: float, duration_s: float, seed: int, trace_dir: Path | None, scale: float = 1.0
 ) -> Lengths:
-    """Poisson arrivals at ``request_rate`` per second over the duration. ``scale`` is a factor for all lengths."""
+    """Poisson arrivals at ``request_rate`` per second over the duration. ``scale`` is a factor for all lengths.
+
+    Raises:
+        ValueError: the duration is not above 0.
+    """
+    if duration_s <= 0:
+        raise ValueError(f"duration_s={duration_s:g} must be more than 0")
     spec = replace(poisson_spec(workload, request_rate, duration_s, seed), scale=scale)
     return cut(make_lengths(spec, load_trace(workload, trace_dir)), duration_s)
 

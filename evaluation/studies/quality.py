@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import random
@@ -11,14 +12,20 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 
 import pacpu
+from evaluation.options import File, Folder, RunOptions, experiment_settings
+from evaluation.plots.lines import LinePanel, Series, line_figure
+from evaluation.plots.style import FigureText, system_colour
+from evaluation.results.folder import FlatRecord
 from evaluation.results.other_work import OtherWork
 from evaluation.results.paths import model_folder
 from evaluation.results.progress import TokenProgress
 from evaluation.results.provenance import model_identity
 from evaluation.run import Point, PointResult, identity
+from evaluation.study import Rows, Study, Table, command
 from pacpu import int8, rows
 from swiftllm.config import EngineConfig
 from swiftllm.core.sampling_params import SamplingParams
@@ -31,6 +38,25 @@ from swiftllm.model.stages.loaded_weights import open_weights
 from swiftllm.model.stages.placement import all_resident
 from swiftllm.runtime.attention_choices import use_fastest_attention
 from swiftllm.runtime.processors import ExecutionContext
+
+NAME = "quality"
+
+
+@dataclass(frozen=True)
+class Options(RunOptions):
+    """Perplexity, KL divergence and greedy answers with the CPU tier in eight bits beside the exact one, all decodes on
+    the CPU.
+
+    Formats and sizes come from configs/experiments/quality.yaml. Results, figure and provenance go to
+    results/quality/<run>/ and results/quality-answers/<run>/. Running the same command again continues an interrupted
+    run. With the default model on two cores it takes about 20 minutes.
+    """
+
+    model: Folder = None
+    """Hugging Face folder of the model; by default the one of `make setup`."""
+    text: File = None
+    """Text to predict, UTF-8; by default the English one of Python's own help."""
+
 
 # -- the text whose tokens are predicted -------------------------------------------------------------------------------
 
@@ -378,19 +404,18 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
 # -- points ------------------------------------------------------------------------------------------------------------
 
 
-def points_of(
-    task: type[ScoreTask | AnswerTask], field: str, section: Mapping[str, Any], model: Path | None, text: Path | None
-) -> list[Point]:
-    """A point for each format that an experiment file's section lists under ``field``.
+def points_of(name: str, task: type[ScoreTask | AnswerTask], field: str, options: Options) -> list[Point]:
+    """A point for each format that a section of the experiment file lists under ``field``.
 
     Raises:
         ValueError: there is no model, or the list is empty; the message says what to do.
     """
+    section = experiment_settings(NAME, options.config)[name]
     if not section[field]:
         raise ValueError(f"the experiment file lists no {field}: name one or more")
-    folder = model_folder(model)
-    tasks = [task(folder, **{**section, field: name}, text=text) for name in section[field]]
-    return [Point(name, name, name, made) for name, made in zip(section[field], tasks, strict=True)]
+    folder = model_folder(options.model)
+    tasks = [task(folder, **{**section, field: format_name}, text=options.text) for format_name in section[field]]
+    return [Point(it, it, it, made) for it, made in zip(section[field], tasks, strict=True)]
 
 
 def describe(points: Sequence[Point]) -> dict[str, Any]:
@@ -416,3 +441,98 @@ def _result(point: Point, measure: Callable[[], Mapping[str, Any]]) -> PointResu
     values = measure()
     known = {"system": point.key, "backend": "torch-cpu", "model": point.task.model.name}
     return PointResult({**known, **values, "others_busy_cores": others.busy_cores()}, ())
+
+
+# -- tables and figure ------------------------------------------------------------------------------------------------
+
+COLOURS = dict(
+    zip(("exact-rotated", "int8", "int8-rotated"), map(system_colour, ("swiftllm", "neo", "apex")), strict=True)
+)
+NOTES = (
+    "Every token is a decode that attends to a tier in the format; the exact tier is predicted beside it. Rotated: Q, "
+    "K and V times a Hadamard matrix. exact-rotated shows what rounding to the model's dtype alone changes."
+)
+
+
+def by_number(row: FlatRecord, prefix: str) -> list[tuple[float, float]]:
+    """The values of the fields that begin so, by the number at their end."""
+    return sorted((int(name.removeprefix(prefix)), value) for name, value in row.items() if name.startswith(prefix))
+
+
+def with_worst_head(rows: Rows) -> list[FlatRecord]:
+    return [
+        {**row, "worst_head_error": max(error for _, error in by_number(row, "worst_head_error_layer_"))}
+        for row in rows
+    ]
+
+
+def measured_of(rows: Rows) -> str:
+    return f"MEASURED: {rows[0]['model']} in {rows[0]['dtype']} on {rows[0]['text']}, all decodes on the CPU tier"
+
+
+def draw_scores(rows: Rows) -> Figure:
+    """What is predicted, over the context, and what attention computes, over the layers."""
+
+    def panel(title: str, x_label: str, y_label: str, prefix: str, times: int, **options: bool) -> LinePanel:
+        lines = [
+            Series(row["system"], COLOURS[row["system"]], [(x, times * y) for x, y in by_number(row, prefix)])
+            for row in rows
+        ]
+        return LinePanel(title, x_label, y_label, lines, **options)
+
+    panels = [
+        panel(
+            "What is predicted",
+            "context (tokens, at most)",
+            "KL from exact (0.001 nats)",
+            "kl_up_to_",
+            1000,
+            log_x=True,
+        ),
+        panel("What attention computes", "layer", "worst head's error (%)", "worst_head_error_layer_", 100),
+    ]
+    first = rows[0]
+    subtitle = f"{first['model']} in {first['dtype']}, {first['tokens']:,} tokens of {first['text']}, measured"
+    text = FigureText("A CPU tier in eight bits beside an exact one", subtitle, NOTES)
+    return line_figure(panels, text)
+
+
+PARTS = {
+    "scores": Study(
+        NAME,
+        points=functools.partial(points_of, "scores", ScoreTask, "format"),
+        run_point=run_scores,
+        describe=describe,
+        tables=[
+            Table(
+                (
+                    ("format", "system", "s"), ("tokens", "tokens", ",d"), ("perplexity", "perplexity", ".3f"),
+                    ("exact", "perplexity_exact", ".3f"), ("/ exact", "perplexity_over_exact", ".4f"),
+                    ("KL divergence", "kl_divergence", ".5f"), ("equal top token", "equal_top", ".2%"),
+                    ("worst head's error", "worst_head_error", ".1%"),
+                ),
+                measured_of,
+                lines=with_worst_head,
+            )
+        ],
+        figure=lambda run: draw_scores(run.summary),
+    ),
+    "answers": Study(
+        f"{NAME}-answers",
+        points=functools.partial(points_of, "answers", AnswerTask, "cpu_kv_dtype"),
+        run_point=run_answers,
+        describe=describe,
+        tables=[
+            Table(
+                (
+                    ("format", "system", "s"), ("outputs", "outputs", "d"), ("equal", "equal_outputs", ".0%"),
+                    ("first difference", "first_difference", ".0f"), ("needles", "needles", "d"),
+                    ("found", "needles_found", "d"), ("exact", "needles_found_exact", "d"),
+                ),
+                "MEASURED: greedy answers of an engine whose CPU tier has the format, and of one with the exact tier\n"
+                "first difference: mean position in the output; needles: a key at several depths of a long context",
+            )
+        ],
+    ),
+}  # fmt: skip
+main = command(Options, PARTS)

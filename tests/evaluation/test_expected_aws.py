@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from apex.simulator.hardware.files import load_host
-from evaluation.expected_aws import HOURS, Options, appendix, expectations, points
 from evaluation.options import experiment_settings
+from evaluation.studies.aws import HOURS, Options, appendix, expectations, points
 
 PRICES = experiment_settings("aws")["usd_per_hour"]
 ARTIFACT = Path(__file__).parents[2] / "docs/artifact.md"

@@ -10,9 +10,8 @@ import yaml
 
 import pacpu
 from evaluation import reproduce_fig1
-from evaluation.experiments.operations import MeasuredAttention, operation_points
 from evaluation.options import experiment_settings
-from evaluation.reproduce_fig1 import Options, panels, stated_words
+from evaluation.studies.fig1 import MeasuredAttention, Options, operation_points, panels, stated_words
 
 SETTINGS = experiment_settings("fig1")
 KERNEL = "native"

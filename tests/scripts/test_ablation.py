@@ -10,11 +10,10 @@ import pytest
 from ablation import main, results_table
 from rich.console import Console
 
-from evaluation.experiments.ablation.measured import make_points
 from evaluation.plots.ablation import draw_ablation
 from evaluation.plots.style import FigureText
 from evaluation.run import PointResult
-from evaluation.studies.ablation import BASELINE, Options, machine_of, with_ratios
+from evaluation.studies.ablation import BASELINE, Options, machine_of, measured_points, with_ratios
 from tests.reference.tiny_model import make_tiny_llama
 
 RATES = {"swiftllm": 40.0, "apex": 100.0, "no-overlap": 80.0, "neo": 90.0}
@@ -102,7 +101,7 @@ def test_each_row_runs_with_its_own_strategy(options, capsys):
     assert [engine["strategy"]["min_cpu_request_ratio"] for engine in engines] == [8.0, 0, 8.0]
     summary = json.loads((folder / "summary.json").read_text())
     assert "asynchronous-overlap" in summary[0]["strategy_mix"] and "pipelining" not in summary[0]["strategy_mix"]
-    assert [point.task.task.engine.synchronous for point in make_points(replace(options, rows=rows))] == [0, 0, 1]
+    assert [point.task.task.engine.synchronous for point in measured_points(replace(options, rows=rows))] == [0, 0, 1]
 
 
 def test_a_simulated_run_takes_no_model_and_names_each_row_in_every_file(tmp_path, capsys):

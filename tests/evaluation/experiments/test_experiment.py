@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,11 @@ from rich.console import Console
 from evaluation.options import RunOptions
 from evaluation.run import Point, PointResult, Run, one_line_errors
 from evaluation.study import Study, command, show_again
+
+
+@dataclass(frozen=True)
+class Chosen(RunOptions):
+    part: tuple[str, ...] = ()
 
 
 def run_task(point: Point, label: str, console: Console) -> PointResult:
@@ -95,13 +101,15 @@ def test_a_command_runs_what_its_options_choose_in_their_order(
         experiment("z", ["a"]),
         Study("w", points=no_points),
     ]
-    options = RunOptions(jobs=1, results_dir=tmp_path)
-    assert command(RunOptions, lambda options: known, lambda options: ["z", "x", "z"])(options) == 0
+    parts = {study.name: study for study in known}
+    options = Chosen(jobs=1, results_dir=tmp_path, part=("z", "x", "z"))
+    assert command(Chosen, parts)(options) == 0
     assert shown == ["z", "x"]
-    assert command(RunOptions, lambda options: known[:2])(options) == 1 and shown[2:] == ["x", "y"]
-    again = RunOptions(from_folder=tmp_path / "z/latest")
-    assert command(RunOptions, lambda options: known, lambda options: ["x"])(again) == 0 and shown[4:] == ["z"]
-    assert command(RunOptions, lambda options: known)(options) == 2 and len(shown) == 5  # seen before anything ran
+    options = RunOptions(jobs=1, results_dir=tmp_path)
+    assert command(RunOptions, {"x": known[0], "y": known[1]})(options) == 1 and shown[2:] == ["x", "y"]
+    again = Chosen(from_folder=tmp_path / "z/latest", part=("x",))
+    assert command(Chosen, lambda options: parts)(again) == 0 and shown[4:] == ["z"]
+    assert command(RunOptions, parts)(options) == 2 and len(shown) == 5  # seen before anything ran
     assert capsys.readouterr().out.endswith("error: no such thing\n")
 
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from evaluation.experiments.ablation.measured import bound_text, make_points
-from evaluation.studies.ablation import Options
+from evaluation.studies.ablation import Options, measured_bound, measured_points
 from tests.reference.tiny_model import make_tiny_llama
 
 RATES = {"swiftllm": 40.0, "apex": 100.0}
@@ -32,29 +31,29 @@ def record(row: str, **values) -> dict:
 
 
 def test_points_cap_the_gpu_tier_and_leave_room_for_all_on_the_cpu(options):
-    points = make_points(options)
+    points = measured_points(options)
     assert [point.key for point in points] == ["swiftllm", "apex"]
     engine = points[0].task.task.engine
     assert engine.num_gpu_blocks == 2 * 3 and engine.num_cpu_blocks >= 6 * 3
 
 
 def test_repeats_take_turns_at_going_first(options):
-    keys = [point.key for point in make_points(replace(options, repeats=2))]
+    keys = [point.key for point in measured_points(replace(options, repeats=2))]
     assert keys == ["swiftllm-0", "apex-0", "apex-1", "swiftllm-1"]
 
 
 def test_bound_is_the_formula_and_names_the_gpu_batch_as_its_limit():
-    text = bound_text([record("swiftllm"), record("apex", **PROFILED)])
+    text = measured_bound([record("swiftllm"), record("apex", **PROFILED)])
     assert "= 2540 tokens/s" in text  # 40 + 8e9 / (25000 * 128)
     assert "apex, 100.0 tokens/s, 4% of it" in text
     assert "at most 300 tokens/s with up to 64 requests" in text and "busy 97% of the time, its CPU worker 10%" in text
 
 
 def test_bound_says_nothing_of_the_gpu_batch_where_it_is_not_the_limit():
-    text = bound_text([record("swiftllm"), record("apex", **PROFILED | {"gpu_batch_limit_tokens_per_s": 1e6})])
+    text = measured_bound([record("swiftllm"), record("apex", **PROFILED | {"gpu_batch_limit_tokens_per_s": 1e6})])
     assert "linear layers" not in text
 
 
 def test_no_bound_without_both_kinds_of_row():
-    assert bound_text([record("apex", **PROFILED)]).startswith("No bound")
-    assert bound_text([record("swiftllm")]).startswith("No bound")
+    assert measured_bound([record("apex", **PROFILED)]).startswith("No bound")
+    assert measured_bound([record("swiftllm")]).startswith("No bound")

@@ -8,9 +8,8 @@ import pytest
 from rich.console import Console
 
 from apex.simulator.paper_settings import load_setting, setting_names
-from evaluation.experiments.ablation.simulated import make_points, run_row
 from evaluation.grid import TASK
-from evaluation.studies.ablation import OF_APEX, OF_NEO, ROWS, Options
+from evaluation.studies.ablation import OF_APEX, OF_NEO, ROWS, Options, run_simulated, simulated_points
 
 OF_CPU_BATCHES = ("cpu-batches-1", "cpu-batches-4", "no-priority", "no-request-limit", "compare-overlap")
 """Rows that matter only where several CPU batches are under way, some of them while pipelining pays."""
@@ -18,7 +17,7 @@ OF_CPU_BATCHES = ("cpu-batches-1", "cpu-batches-4", "no-priority", "no-request-l
 
 @pytest.mark.parametrize("setting", setting_names())
 def test_every_setting_has_rows_of_one_workload_that_it_takes(setting):
-    points = make_points(Options(backend="simulated", setting=(setting,), num_requests=12))
+    points = simulated_points(Options(backend="simulated", setting=(setting,), num_requests=12))
     paper = load_setting(setting)
     assert [point.key for point in points] == list(ROWS)
     assert len({point.task.lengths.digest() for point in points}) == 1
@@ -31,7 +30,7 @@ def test_every_setting_has_rows_of_one_workload_that_it_takes(setting):
 
 
 def test_defaults_are_long_outputs_on_an_a10_in_both_readings():
-    points = make_points(Options(backend="simulated", rows=("swiftllm",)))
+    points = simulated_points(Options(backend="simulated", rows=("swiftllm",)))
     assert [point.key for point in points] == ["apex-a10-as-measured-swiftllm", "apex-a10-swiftllm"]
     lengths = points[0].task.lengths
     assert lengths.spec.num_requests == 300
@@ -42,13 +41,13 @@ def test_defaults_are_long_outputs_on_an_a10_in_both_readings():
 def test_machine_and_workload_can_be_chosen():
     chosen = {"host": "g5-4xlarge", "num_gpu_blocks": 1700, "cpu_kv_gb": 9.0, "workload": "livebench"}
     chosen |= {"setting": ("apex-a10",), "rows": ("neo", "apex"), "num_requests": 5, "request_rate": 2.0}
-    neo, apex = make_points(Options(backend="simulated", kernel="native", **chosen))
+    neo, apex = simulated_points(Options(backend="simulated", kernel="native", **chosen))
     for point in (neo, apex):
         task = point.task
         assert task.values["host"].startswith("g5.4xlarge") and task.num_gpu_blocks == 1700
         assert task.num_cpu_blocks == 9 * 10**9 // (16 * 128 * 1024) and task.lengths.spec.request_rate == 2.0
         assert task.lengths.spec.name == "livebench" and task.values["cpu_kernel"] == "native"
-    (fast,) = make_points(Options(backend="simulated", cpu_bandwidth=99.0, **{**chosen, "rows": ("neo",)}))
+    (fast,) = simulated_points(Options(backend="simulated", cpu_bandwidth=99.0, **{**chosen, "rows": ("neo",)}))
     assert fast.task.values["cpu_bandwidth_gb_s"] == 99.0
 
 
@@ -67,12 +66,12 @@ def test_machine_and_workload_can_be_chosen():
 )
 def test_what_cannot_be_simulated_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
-        make_points(Options(backend="simulated", **options))
+        simulated_points(Options(backend="simulated", **options))
 
 
 def outcomes(points) -> dict[str, tuple[float, int]]:
     """SIMULATED tokens/s and iterations of each row."""
-    done = {point.key: run_row(point, point.key, Console(quiet=True)).values for point in points}
+    done = {point.key: run_simulated(point, point.key, Console(quiet=True)).values for point in points}
     return {name: (values["output_tokens_per_s"], values["iterations"]) for name, values in done.items()}
 
 
@@ -88,14 +87,14 @@ def test_each_change_of_a_system_changes_what_it_plans_or_how_long_it_takes():
     names = ("neo", "apex", *(name for name in changed if name not in (*OF_CPU_BATCHES, "no-correction")))
     place = {"setting": ("apex-a10-as-measured",), "num_requests": 110, "num_gpu_blocks": 1300}
     assert not without_effect(
-        make_points(Options(backend="simulated", rows=names, input_len=3000, output_len=60, **place))
+        simulated_points(Options(backend="simulated", rows=names, input_len=3000, output_len=60, **place))
     )
 
 
 def crowded(rows: tuple[str, ...]) -> list:
     """Points where several CPU batches are under way while the inequality changes sides."""
     machine = {"setting": ("apex-t4-as-measured",), "num_gpu_blocks": 225, "cpu_bandwidth": 12.0}
-    return make_points(
+    return simulated_points(
         Options(backend="simulated", rows=rows, num_requests=200, input_len=400, output_len=100, **machine)
     )
 

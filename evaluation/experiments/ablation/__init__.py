@@ -1,1 +1,0 @@
-"""The ablation of `scripts/ablation.py`: the same requests with strategies forced, disabled or run synchronously."""

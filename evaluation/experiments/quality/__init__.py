@@ -1,1 +1,0 @@
-"""What a format of the CPU tier changes in what a model predicts and answers."""
