@@ -16,7 +16,7 @@ from swiftllm.kv.pools import host_tensor
 
 HEAD_DIM = 128
 BLOCK_SIZE = 16
-HEADS = {"GQA": (32, 8), "MHA": (32, 32), "GQA8": (32, 4)}  # query heads, KV heads; the last in bench_groups.py alone
+HEADS = {"GQA": (32, 8), "MHA": (32, 32)}  # query heads, KV heads
 ALL_WAYS = pacpu.prefetches("int8", "MHA")
 ISAS = ("amx", "avx512bf16", "avx512", "avx2")
 INT8 = "int8"

@@ -30,8 +30,6 @@ def test_an_argument_it_does_not_know_is_refused(name):
             f"benchmarks.bench_{name}"
             for name in (
                 "batches",
-                "codes",
-                "commands",
                 "gpu_batch",
                 "pacpu",
                 "remote",
