@@ -26,18 +26,23 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 import torch
 
-from benchmarks.gpu_batches import SMALL, GpuBatchSizes, captures, gpu_batch_profiles, gpu_batch_times, iterate
 from benchmarks.gpu_parts import (
     GIB,
     ROUNDS,
+    SMALL,
+    GpuBatchSizes,
     Timer,
     both_ways,
+    captures,
     coded_products,
     cpu_attention,
     cpu_attention_beside,
     decode_attention,
     expert_layers,
+    gpu_batch_profiles,
+    gpu_batch_times,
     host_seconds,
+    iterate,
     measure_wake_up,
     memory_bandwidth,
     pinned_allocation,

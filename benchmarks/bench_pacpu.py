@@ -40,8 +40,8 @@ from benchmarks.pacpu_cases import (
     Shape,
     kernel_contenders,
     make_cases,
+    peer_contenders,
 )
-from benchmarks.pacpu_peers import peer_contenders
 from benchmarks.pacpu_report import (
     Progress,
     draw_kernels,

@@ -16,8 +16,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from benchmarks.pacpu_cases import ALL_WAYS, HEAD_DIM
-from benchmarks.pacpu_peers import PEER_NOTES
+from benchmarks.pacpu_cases import ALL_WAYS, HEAD_DIM, PEER_NOTES
 from evaluation.plots.style import FAINT, INK, FigureText, set_words, tidy_axes
 from evaluation.results.folder import FlatRecord
 

@@ -18,9 +18,9 @@ from rich.console import Console
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation.measure.live_systems import LiveSystems
-from evaluation.measure.sessions import stop_on_sigterm
+from evaluation.measure.processes import stop_on_sigterm
 from evaluation.options import ResultsDir, experiment_settings
-from evaluation.planning.prepare import measures_settings
+from evaluation.planning.plan import measures_settings
 from evaluation.report import Options as ReportOptions
 from evaluation.report import main as write_report
 from evaluation.results.paths import RESULTS_DIR

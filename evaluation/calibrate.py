@@ -31,13 +31,14 @@ from apex.perf.model import Curve
 from apex.simulator.hardware.files import HARDWARE_DIR, Gpu, LayerShape, load_gpu
 from apex.simulator.prediction.calibrated_profile import gpu_attention_s, linear_curve, prefill_attention_s
 from apex.source_tree import IS_SOURCE_TREE
-from evaluation.calibration.curve_fit import compact_curve, fit_terms
 from evaluation.calibration.tables import (
     ATTENTION_TABLES,
     GEMM_POINTS,
     GEMMS,
     SHORT_NAMES,
     LayerTable,
+    compact_curve,
+    fit_terms,
     read_layer_tables,
     read_table,
 )

@@ -27,18 +27,17 @@ from rich.table import Table
 
 from apex.cli.output import number, stdout_console
 from apex.cli.parser import parse_options
+from evaluation.measure.processes import stop_on_sigterm
 from evaluation.measure.rounds import BenchFailed, RoundTask, RunningServers, bench_serve, cores_text, key_of, label_of
 from evaluation.measure.server import ServerCommand
-from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.measure.vllm import how_to_install, vllm_command, vllm_path
 from evaluation.options import check_counts
-from evaluation.plots.bars import BarPanel, Half, rate_bars, throughput_figure
+from evaluation.plots.charts import BarPanel, Half, rate_bars, throughput_figure
 from evaluation.plots.style import FigureText, save_figure
 from evaluation.results.folder import FlatRecord, markdown_table, median_record
-from evaluation.results.frame import bases, frame_of, grouped, over, with_columns
-from evaluation.results.kinds import distinct
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
+from evaluation.results.rows import bases, distinct, frame_of, grouped, over, with_columns
 from evaluation.results.tables import LATENCY_COLUMNS, rows_table
 from evaluation.run import Point, one_line_errors, print_failure
 from evaluation.study import Study

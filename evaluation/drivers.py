@@ -26,8 +26,8 @@ from apex.simulator.virtual.cpu_path import Interconnect
 from apex.simulator.virtual.runtime import OWN_ENGINE, VLLM, vllm_runtime
 from apex.simulator.virtual.weight_path import SimulatedWeights
 from apex.strategy import StrategyConfig
-from evaluation.results.other_work import OtherWork
 from evaluation.results.progress import TokenProgress
+from evaluation.results.provenance import OtherWork
 from evaluation.run import Point, PointResult
 from evaluation.traces.workloads import Lengths, PromptTokens, Workload, load_prompt_tokens, make_workload, with_prompts
 from swiftllm.config import EngineConfig

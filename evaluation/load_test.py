@@ -28,8 +28,8 @@ from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from apex.replay.metrics import DEFAULT_TARGETS, Targets
 from evaluation.drivers import HttpTask, run_http_point
+from evaluation.measure.processes import stop_on_sigterm
 from evaluation.measure.server import Server, ServerCommand, connect_server, launched_server
-from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.options import HttpOptions, TraceDir, parse_urls
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity

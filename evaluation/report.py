@@ -33,8 +33,8 @@ from apex.replay.metrics import compute_metrics
 from apex.source_tree import IS_SOURCE_TREE
 from evaluation.results.claims import LIMITS, Comparison, compare_claims, load_claims, overview
 from evaluation.results.folder import DRAWN, SWEPT, TABLE, FlatRecord, read_json
-from evaluation.results.kinds import MEASURED, claimable, kind_of, reading_of, what_ran
 from evaluation.results.paths import RESULTS_DIR, evaluation_command
+from evaluation.results.rows import MEASURED, claimable, kind_of, reading_of, what_ran
 from evaluation.run import one_line_errors
 from swiftllm.files import write_atomically
 

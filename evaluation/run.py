@@ -27,11 +27,10 @@ from rich.console import Console
 from apex.cli.output import stdout_console
 from apex.perf.model import ProfileTable
 from apex.replay.records import RequestRecord, RequestSummary
-from evaluation.measure.child import ChildEnded
+from evaluation.measure.processes import ChildEnded
 from evaluation.results.folder import FlatRecord, ResultFolder, flat_record, median_record
-from evaluation.results.other_work import DISTURBING_CORES
 from evaluation.results.progress import RunProgress, print_line
-from evaluation.results.provenance import fingerprint
+from evaluation.results.provenance import DISTURBING_CORES, fingerprint
 from evaluation.traces.workloads import Lengths
 from swiftllm.config import EngineConfig
 from swiftllm.machine import usable_cores

@@ -35,8 +35,8 @@ if __name__ == "__main__" and not __package__:  # run as a file
 import httpx
 
 from apex.cli.parser import parse_options
+from evaluation.measure.processes import stop_on_sigterm
 from evaluation.measure.server import LaunchedServer, ServerCommand, launched_server
-from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.measure.soak_requests import RequestSource, Unexpected, send_request
 from evaluation.results.paths import REPO_ROOT
 from evaluation.results.progress import format_s

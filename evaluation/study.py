@@ -20,9 +20,9 @@ from evaluation.drivers import run_point
 from evaluation.grid import FIELDS, Grid, Place, concerns, possible_points
 from evaluation.options import RunOptions, StudyOptions, assignments, experiment_settings
 from evaluation.results.folder import FlatRecord, ResultFolder, read_json
-from evaluation.results.frame import bases, frame_of, grouped, over, with_columns
 from evaluation.results.progress import print_line
 from evaluation.results.provenance import machine_identity
+from evaluation.results.rows import bases, frame_of, grouped, over, with_columns
 from evaluation.results.tables import Columns, rows_table
 from evaluation.run import (
     Derive,
@@ -154,8 +154,13 @@ class Figure:
         Raises:
             ValueError: there is nothing to draw.
         """
-        from evaluation.plots.bars import BarPanel, Half, throughput_figure  # drawing takes a second to import
-        from evaluation.plots.lines import LinePanel, line_figure
+        from evaluation.plots.charts import (  # drawing takes a second to import
+            BarPanel,
+            Half,
+            LinePanel,
+            line_figure,
+            throughput_figure,
+        )
         from evaluation.plots.notes import figure_text
 
         text = figure_text(self.title, run.summary, run.machine, first_note=self.notes)
@@ -177,7 +182,7 @@ class Figure:
         return self.title_of(rows[0]) if self.title_of else ", ".join(str(rows[0][name]) for name in self.panel)
 
     def _lines(self, rows: Rows, y: Axis) -> list[Any]:
-        from evaluation.plots.lines import Series
+        from evaluation.plots.charts import Series
         from evaluation.plots.style import system_colour
 
         made = []
@@ -188,7 +193,7 @@ class Figure:
         return made
 
     def _groups(self, rows: Rows, y: Axis) -> list[tuple[str, list[Any]]]:
-        from evaluation.plots.bars import Bar
+        from evaluation.plots.charts import Bar
         from evaluation.plots.style import system_colour
 
         bars, made = list(grouped(rows, *self.series)), []

@@ -27,18 +27,18 @@ from apex.cli.config_file import ConfigFile, parse_command
 from apex.cli.flags import SystemName
 from apex.cli.output import stdout_console
 from evaluation.drivers import SimulatedHardware, SimulatedTask, TorchTask, run_simulated_point, run_torch_point
-from evaluation.experiments.profile_check import (
+from evaluation.groundtruth.command import show_runs
+from evaluation.measure.profiles import (
     MachineProfiles,
     OperationError,
     ProfiledMachine,
     mean_machine,
     operation_errors,
 )
-from evaluation.groundtruth.command import show_runs
 from evaluation.plots.style import FAINT, FigureText, legend, save_figure, sheet, system_colour, tidy_axes
 from evaluation.results.folder import FlatRecord, to_json
-from evaluation.results.frame import frame_of
 from evaluation.results.paths import RESULTS_DIR
+from evaluation.results.rows import frame_of
 from evaluation.results.tables import rows_table
 from evaluation.run import Point, PointResult, Run, one_line_errors
 from evaluation.studies.papers import FigureOptions, small_points

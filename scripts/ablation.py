@@ -17,14 +17,12 @@ from rich.table import Table
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from evaluation.plots.ablation import draw_ablation
-from evaluation.plots.notes import length_notes, neo_notes
+from evaluation.plots.notes import known_notes, length_notes, neo_notes
 from evaluation.plots.style import FigureText, show_figure
 from evaluation.results.folder import FlatRecord
-from evaluation.results.frame import grouped
-from evaluation.results.kinds import distinct, is_simulated
-from evaluation.results.known import known_notes
 from evaluation.results.paths import model_folder
 from evaluation.results.provenance import model_identity
+from evaluation.results.rows import distinct, grouped, is_simulated
 from evaluation.results.tables import Columns, rows_table, write_tables
 from evaluation.run import Run, RunPoint, identity
 from evaluation.studies.ablation import (

@@ -66,7 +66,7 @@ def no_network() -> Iterator[None]:
         raise OSError("tests fetch nothing")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("evaluation.planning.traces.fetch_apart", unreachable)
+        patch.setattr("evaluation.planning.setting.fetch_apart", unreachable)
         yield
 
 

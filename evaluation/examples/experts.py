@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from apex.cli.simulate import Simulate
-from evaluation.plots.lines import LinePanel, Series, line_figure
+from evaluation.plots.charts import LinePanel, Series, line_figure
 from evaluation.plots.style import FigureText, save_figure, system_colour
 
 SYSTEMS = ["vllm", "neo", "apex", "adaptive"]

@@ -23,8 +23,8 @@ from functools import cache
 
 from apex.environment import REQUIREMENTS, has_package, pinned_modules
 from evaluation.results.folder import markdown_lines
-from evaluation.results.frame import grouped
 from evaluation.results.provenance import git_state, machine_identity, software, source_hash
+from evaluation.results.rows import grouped
 from swiftllm.files import write_atomically
 
 FIGURE = "end_to_end.png"

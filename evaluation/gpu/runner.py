@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from evaluation.gpu.report import NOT_REACHED, OK, PARTS, read_parts, write_page
-from evaluation.measure.sessions import describe_status, end_session, start_session
+from evaluation.measure.processes import describe_status, end_session, start_session
 from evaluation.results.paths import REPO_ROOT
 
 POLL_S = 0.1

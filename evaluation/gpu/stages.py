@@ -28,7 +28,7 @@ if __name__ == "__main__" and not __package__:  # run as a file
 
 from evaluation.gpu.report import CHECKS, missing_packages, write_archive
 from evaluation.gpu.runner import CheckProcess, Stage, run_stage, run_stages
-from evaluation.measure.sessions import stop_on_sigterm
+from evaluation.measure.processes import stop_on_sigterm
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR
 
 GPU_NAME_S = 90.0

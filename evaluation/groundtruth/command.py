@@ -7,9 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from evaluation.groundtruth.judge import Judged, judge, ladder, recorded_errors, worse_than_recorded
+from evaluation.groundtruth.judge import Judged, judge, ladder, link_of, recorded_errors, worse_than_recorded
 from evaluation.groundtruth.report import draw_run, print_comparison, print_terms
-from evaluation.groundtruth.terms import link_of
 from evaluation.plots.style import save_figure
 from evaluation.results.folder import ResultFolder
 

@@ -9,23 +9,14 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from apex.cli.output import table
-from evaluation.groundtruth.prediction import Outcome
-from evaluation.groundtruth.run_files import RealRun
+from evaluation.groundtruth.judge import Outcome, errors
+from evaluation.groundtruth.runs import RealRun
 from evaluation.plots.style import FigureText, sheet, tidy_axes
 
 UNITS = {"tokens_per_s": (1.0, "output tokens/s", ".0f"), "ttft": (1.0, "s", ".2f"), "tpot": (1e3, "ms", ".1f")}
 LADDER = ("tokens_per_s", "ttft_mean_s", "ttft_p99_s", "tpot_mean_s")
 WIDTH, HEIGHT = 7.2, 2.0  # inches, of the figure and of each of its axes
 MEASURED, PREDICTED = "#222222", "#C0392B"
-
-
-def errors(measured: Outcome, predicted: Outcome) -> dict[str, float]:
-    """Relative errors of every metric, and mean errors of the load in requests."""
-    real, simulated = measured.metrics(), predicted.metrics()
-    result = {name: simulated[name] / value - 1.0 for name, value in real.items()}
-    for name in ("running", "waiting"):
-        result[f"{name}_requests"] = float(np.abs(getattr(predicted, name) - getattr(measured, name)).mean())
-    return result
 
 
 def print_comparison(run: RealRun, measured: Outcome, predicted: Outcome, console: Console) -> None:

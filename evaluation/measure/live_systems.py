@@ -8,25 +8,169 @@ when it ends, and its death fails one point.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
-from evaluation.drivers import EngineFactory, TorchTask, build_engine, measure, run_point, warm_up_engine
-from evaluation.experiments.profile_check import ProfiledMachine
-from evaluation.measure.child import Child, still_alive
-from evaluation.measure.launched_point import LaunchedTask, run_launched_point, server_command
-from evaluation.measure.out_of_memory import explained
+from evaluation.drivers import (
+    EngineFactory,
+    HttpTask,
+    TorchTask,
+    build_engine,
+    measure,
+    run_http_point,
+    run_point,
+    warm_up_engine,
+    wide_warm_up,
+)
+from evaluation.measure.processes import Child, still_alive
+from evaluation.measure.profiles import ProfiledMachine
+from evaluation.results.provenance import OtherWork
 from evaluation.run import Point, PointResult
+from evaluation.traces.workloads import Lengths, load_prompt_tokens
 from swiftllm.config import EngineConfig
 from swiftllm.files import is_kept, keep
+from swiftllm.machine import InsufficientMemory, first_card
 
 if TYPE_CHECKING:
+    from evaluation.measure.server import LaunchedServer, ServerCommand
     from swiftllm.engine.engine import Engine
+
+
+# -- which GPU pool would fit where memory ran out ---------------------------------------------------------------------
+
+
+SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+NEEDED = re.compile(r"[Tt]ried to allocate ([\d.]+) (KiB|MiB|GiB)")
+FREE = re.compile(r"of which ([\d.]+) (KiB|MiB|GiB) is free")
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@contextlib.contextmanager
+def explained(config: EngineConfig) -> Iterator[None]:
+    """Turns torch's error into one that names a GPU pool that fits.
+
+    Raises:
+        InsufficientMemory: the GPU's memory did not suffice.
+    """
+    import torch  # only points that really run load it
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise InsufficientMemory(advice(str(error), config)) from error
+
+
+def advice(message: str, config: EngineConfig) -> str:
+    """What to do about torch's message, for an engine of this configuration with a pool of known size."""
+    from swiftllm.model.config.model_config import ModelConfig
+
+    first_line = message.strip().splitlines()[0] if message.strip() else "CUDA out of memory"
+    blocks = config.num_gpu_blocks
+    needed = _bytes(NEEDED, message)
+    if blocks is None or needed is None:
+        return f"the GPU's memory did not suffice: give a smaller --num-gpu-blocks. {first_line}"
+    block = ModelConfig.from_folder(Path(config.model)).kv_bytes_per_token(ITEM_BYTES.get(config.dtype, 2))
+    missing = needed - (_bytes(FREE, message) or 0)
+    fewer = max(1, -(-missing // (block * config.block_size)))
+    if fewer >= blocks:
+        return (
+            f"the GPU's memory did not suffice, and a smaller pool than {blocks:,} KV blocks does not help: "
+            f"lower --max-num-batched-tokens, or take a smaller model. {first_line}"
+        )
+    return (
+        f"the GPU's memory did not suffice beside {blocks:,} KV blocks; a pool of {blocks - fewer:,} would fit: "
+        f"--num-gpu-blocks {blocks - fewer}. {first_line}"
+    )
+
+
+def _bytes(pattern: re.Pattern[str], message: str) -> int | None:
+    found = pattern.search(message)
+    return None if found is None else int(float(found[1]) * SIZES[found[2]])
+
+
+# -- a vLLM server with the model and pool of our engine ---------------------------------------------------------------
+
+
+REQUEST_TIMEOUT_S = 24 * 3600.0
+"""A request waits as long as the replay takes: all come at once."""
+
+
+@dataclass(frozen=True)
+class LaunchedTask:
+    """What a server's point runs. ``program`` is the ``vllm`` command; ``engine`` holds the model, pools and limits.
+
+    ``values`` are summary fields that are known beforehand.
+    """
+
+    system: str
+    program: Path
+    engine: EngineConfig
+    lengths: Lengths
+    values: Mapping[str, Any]
+    stall_timeout_s: float
+
+
+def server_command(task: LaunchedTask) -> ServerCommand:
+    from evaluation.measure.vllm import vllm_command  # the HTTP client is needed only here
+
+    engine = task.engine
+    limits = ("dtype", "block_size", "num_gpu_blocks", "max_model_len", "max_num_batched_tokens", "max_num_seqs")
+    return vllm_command(
+        task.program,
+        Path(engine.model),
+        device_type=engine.device,
+        dummy_weights=engine.load_format == "dummy",
+        **{name: getattr(engine, name) for name in limits},
+    )
+
+
+def run_launched_point(point: Point, running: LaunchedServer, label: str, console: Console) -> PointResult:
+    """Replay the point's workload against its running server, timed at the client.
+
+    Raises:
+        ServerNotReady, ServerEnded, NothingServed: the server died or served nothing.
+    """
+    task: LaunchedTask = point.task
+    engine, model = task.engine, Path(task.engine.model)
+    http = HttpTask(
+        running.server,
+        model,
+        task.lengths,
+        task.values,
+        task.stall_timeout_s,
+        REQUEST_TIMEOUT_S,
+        prompt_tokens=load_prompt_tokens(model),
+        launched=running,
+        warm_up=wide_warm_up,
+    )
+    start, others, own_s = time.monotonic(), OtherWork(), running.processor_s()
+    result = run_http_point(replace(point, task=http), label, console)
+    busy, own_cores = others.busy_cores(), (running.processor_s() - own_s) / (time.monotonic() - start)
+    card = first_card() if engine.device == "cuda" else None
+    values = {
+        **result.values,
+        "system": task.system,
+        "backend": "server",
+        "server": f"vllm {running.server.version or 'of unknown version'}",
+        "gpu": None if card is None else card.name,
+        "model": model.name,
+        "dtype": engine.dtype,
+        "num_gpu_blocks": engine.num_gpu_blocks,
+        "num_cpu_blocks": 0,
+        "others_busy_cores": None if busy is None else max(0.0, busy - own_cores),
+    }
+    return PointResult(values, result.records, {**result.details, "command": server_command(task).describe()})
+
+
+# -- what lives --------------------------------------------------------------------------------------------------------
+
 
 READY_TIMEOUT_S = 1200.0
 """Seconds until an engine or a vLLM server is warm: it may load weights from a slow disk and compile kernels."""

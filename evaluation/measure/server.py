@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from evaluation.measure.sessions import describe_status, end_session, session_stats, start_session
+from evaluation.measure.processes import describe_status, end_session, session_stats, start_session
 from swiftllm.ports import reserved_port
 
 PROBE_TIMEOUT_S = 5.0

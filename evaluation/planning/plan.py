@@ -1,27 +1,188 @@
-"""The plan of a measurement: its points with their predicted throughput and time, before anything is measured."""
+"""What a measurement in a paper's setting would give, how long it would take, and how many requests the time allows."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.progress import track
 
 from apex.cli.output import number, table
-from evaluation.drivers import TorchTask
-from evaluation.experiments.profile_check import ProfiledMachine
+from evaluation.drivers import SimulatedHardware, SimulatedTask, TorchTask, run_simulated_point
 from evaluation.grid import Grid, Place, clip_lengths, lengths_of, setting_of
-from evaluation.measure.launched_point import LaunchedTask
-from evaluation.planning.local_setting import LocalSetting
-from evaluation.planning.predictions import Prediction, predict
-from evaluation.planning.request_counts import counts_within
+from evaluation.measure.live_systems import LaunchedTask, LiveSystems
+from evaluation.measure.processes import ChildEnded
+from evaluation.measure.profiles import ProfiledMachine
+from evaluation.planning.setting import LocalSetting, local_setting, on_hosts_here, panels_for_rehearsal, panels_here
 from evaluation.results.progress import format_s, print_line
-from evaluation.results.provenance import cpu_kernels
-from evaluation.run import Point
-from evaluation.studies.papers import point_names
-from swiftllm.machine import GIB
+from evaluation.results.provenance import cpu_kernels, fingerprint, source_hash
+from evaluation.run import Point, plain, processes
+from evaluation.studies.papers import FigureOptions, point_names, with_output_lens
+from swiftllm.files import cache_dir, is_kept, keep
+from swiftllm.machine import (
+    GIB,
+    Card,
+    InsufficientMemory,
+    available_host_bytes,
+    first_card,
+    host_memory_bytes,
+    usable_cores,
+)
+
+if TYPE_CHECKING:
+    from evaluation.measure.live_systems import LaunchedTask
+    from evaluation.studies.figures import PaperFigure
+
+
+# -- numbers of requests -----------------------------------------------------------------------------------------------
+
+
+FEWEST_REQUESTS = 16
+"""Fewer requests than this say little about throughput."""
+PILOT_REQUESTS = (16, 64)
+"""Requests of the largest panel in two pilot simulations, from which the time of more requests is extrapolated."""
+CORRECTIONS = 10
+CLOSE = 0.05
+"""Numbers of requests that differ by this share or less are not told apart: each try is a simulation."""
+FARTHEST = 8
+"""Times as many requests as fit are tried at most: farther lines mislead where time grows faster than requests."""
+
+
+class TooLittleTime(ValueError):
+    """Even the fewest requests do not fit the time."""
+
+
+def counts_at(fraction: float, most: Sequence[int]) -> tuple[int, ...]:
+    """Requests of each panel at a fraction of its full number: at least ``FEWEST_REQUESTS``, at most all of them."""
+    return tuple(min(full, max(FEWEST_REQUESTS, round(fraction * full))) for full in most)
+
+
+def counts_within(
+    most: Sequence[int], limit_s: float, seconds_of: Callable[[tuple[int, ...]], float]
+) -> tuple[int, ...]:
+    """The largest common fraction of the panels' requests whose points take at most ``limit_s`` in all.
+
+    ``most`` are the panels' full numbers of requests; ``seconds_of`` predicts the total time of some numbers.
+
+    Raises:
+        TooLittleTime: the fewest requests take longer; the message names the hours that they need.
+    """
+    largest = max(most)
+
+    def seconds_at(requests: int) -> float:
+        return seconds_of(counts_at(requests / largest, most))
+
+    low, guess = (min(largest, pilot) for pilot in PILOT_REQUESTS)  # numbers of requests of the largest panel
+    low_s = seconds_at(low)
+    if low_s > limit_s:
+        raise TooLittleTime(
+            f"{limit_s / 3600:.2g} hours are too few: {FEWEST_REQUESTS} requests per point take "
+            f"{math.ceil(low_s / 36) / 100:.2f} hours; give more --hours, or fewer --workloads or --systems"
+        )
+    # ``low`` requests fit and ``high`` do not. The guess lies on the line through both, or while all that were tried
+    # fit, on the line through the last two.
+    high, high_s = largest + 1, math.inf  # all fit, as far as is known
+    for _ in range(CORRECTIONS):
+        guess = min(high - 1, FARTHEST * low, guess)
+        if guess - low <= CLOSE * low:
+            break
+        guess_s = seconds_at(guess)
+        before, before_s = low, low_s
+        if guess_s > limit_s:
+            high, high_s = guess, guess_s
+        else:
+            low, low_s = guess, guess_s
+        if high <= largest:
+            guess = low + int((high - low) * (limit_s - low_s) / (high_s - low_s))
+        elif low_s > before_s:
+            guess = low + int((low - before) * (limit_s - low_s) / (low_s - before_s))
+        else:
+            guess = largest
+    return counts_at(low / largest, most)
+
+
+# -- predictions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """SIMULATED results of a point: output tokens/s, and seconds from its first request to its last token.
+
+    Both are None if the point could not be simulated; ``problem`` says why.
+    """
+
+    output_tokens_per_s: float | None
+    wall_s: float | None
+    problem: str | None = None
+
+
+def simulated_twin(task: TorchTask | LaunchedTask, machine: ProfiledMachine) -> SimulatedTask:
+    """The same point for the simulator, on the times of ``machine``."""
+    engine = task.engine
+    model = Path(engine.model).name
+    return SimulatedTask(
+        system=task.system,
+        hardware=SimulatedHardware(machine.device, model, machine.dtype, machine.table, machine.num_layers),
+        num_gpu_blocks=engine.num_gpu_blocks,
+        num_cpu_blocks=engine.num_cpu_blocks,
+        lengths=task.lengths,
+        limits=machine.limits,
+        block_size=engine.block_size,
+        values=task.values,
+    )
+
+
+def predict(points: Sequence[Point], machines: Sequence[ProfiledMachine], jobs: int, what: str) -> list[Prediction]:
+    """A prediction for each point on its machine, from the cache or simulated in up to ``jobs`` processes.
+
+    ``what`` names the work on the progress bar.
+    """
+    tasks = [simulated_twin(point.task, machine) for point, machine in zip(points, machines, strict=True)]
+    source = source_hash()
+    files = [_cache_file(task, source) for task in tasks]
+    found: dict[Path, Prediction] = {file: _read(file) for file in set(files) if is_kept(file)}
+    left = {file: task for file, task in zip(files, tasks, strict=True) if file not in found}
+    for file, prediction in _simulate(left, jobs, what).items():
+        found[file] = prediction
+        if prediction.problem is None:
+            keep(file, json.dumps(asdict(prediction)) + "\n")
+    return [found[file] for file in files]
+
+
+def _simulate(tasks: Mapping[Path, SimulatedTask], jobs: int, what: str) -> dict[Path, Prediction]:
+    console = Console(stderr=True)
+    bar = {"description": what, "total": len(tasks), "console": console, "disable": not console.is_terminal}
+    if min(jobs, len(tasks)) <= 1:
+        return {file: simulate(task) for file, task in track(tasks.items(), **bar)}
+    with processes(min(jobs, len(tasks))) as pool:
+        return dict(zip(tasks, track(pool.map(simulate, tasks.values()), **bar), strict=True))
+
+
+def simulate(task: SimulatedTask) -> Prediction:
+    try:
+        values = run_simulated_point(Point("", "", "", task), "", Console(quiet=True)).values
+    except Exception as error:  # a point that cannot be predicted is measured all the same
+        return Prediction(None, None, f"{type(error).__name__}: {error}")
+    return Prediction(values["output_tokens_per_s"], values["wall_s"])
+
+
+def _cache_file(task: SimulatedTask, source: str) -> Path:
+    """The file of a task's prediction. Its name is a hash of all that decides it, with the ``source`` code's hash."""
+    decides = [plain(replace(task, values={})), source]
+    return cache_dir() / "predictions" / f"{fingerprint(decides)}.json"
+
+
+def _read(file: Path) -> Prediction:
+    return Prediction(**json.loads(file.read_text()))
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
 
 VLLM = "vllm"
 SERVER_START_S = 120.0
@@ -192,3 +353,92 @@ def print_plan(figure: str, plan: Plan, console: Console) -> None:
     print_line(console, f"{len(plan.points)} points, {predicted}")
     for problem in sorted({prediction.problem for prediction in plan.predictions if prediction.problem}):
         print_line(console, f"not predicted: {problem}", "yellow")
+
+
+# -- from options to plans ---------------------------------------------------------------------------------------------
+
+
+STALL_TIMEOUT_S = 600.0
+"""At least this many seconds without progress are allowed: first steps may compile kernels for minutes."""
+
+
+def measures_settings(options: FigureOptions, card: Card | None) -> bool:
+    """Whether a paper's setting is measured rather than a small model with scaled lengths."""
+    if options.setting is not None or options.rehearse:
+        return options.setting != "small"
+    return card is not None and options.device != "cpu"
+
+
+def prepare(
+    grid: Grid,
+    options: FigureOptions,
+    live: LiveSystems,
+    console: Console,
+    figure: PaperFigure,
+    with_server: bool = True,
+) -> Planner:
+    """Choose the panels and settings that apply here, and measure the profiles that are not cached.
+
+    Without ``with_server`` no vLLM server is started, even if vLLM is installed.
+
+    Raises:
+        NotApplicable: the figure has no panel for this machine.
+        ValueError: a setting does not fit this machine.
+    """
+    card = None if options.device == "cpu" else first_card()
+    if card is None and options.device == "cuda":
+        raise ValueError("--device cuda: nvidia-smi shows no GPU here")
+    here = panels_to_measure(grid, options, card, figure)
+    if options.scale:
+        here = here.with_(scale=options.scale)
+    here = with_output_lens(here, options.output_lens)
+    places = here.places()
+    papers = {setting.name: setting for setting in map(setting_of, places)}
+    host_bytes = available_host_bytes()
+    local = {name: local_setting(setting, card, host_bytes, options) for name, setting in papers.items()}
+    systems = {place["system"] for place in places}
+    vllm = vllm_here(systems, local, console) if with_server else None
+    stall_timeout_s = max(STALL_TIMEOUT_S, options.stall_timeout_s)
+    jobs = options.jobs or usable_cores()
+    return Planner(here, profile_settings(local, live), vllm, stall_timeout_s, figure.row, jobs)
+
+
+def panels_to_measure(grid: Grid, options: FigureOptions, card: Card | None, figure: PaperFigure) -> Grid:
+    """The panels of the figure's grid that apply to this machine.
+
+    Raises:
+        NotApplicable: there is none.
+    """
+    if options.rehearse:
+        return panels_for_rehearsal(grid)
+    return panels_here(on_hosts_here(grid, host_memory_bytes()), options.setting, card, figure.paper)
+
+
+def vllm_here(systems: Collection[str], local: Mapping[str, LocalSetting], console: Console) -> Path | None:
+    """The ``vllm`` command of this machine, if the systems have it; says what stands in for it where it is missing."""
+    if VLLM not in systems:
+        return None
+    from evaluation.measure.vllm import how_to_install, vllm_program  # the HTTP client is needed only here
+
+    device = next(iter(local.values())).engine.device
+    program = vllm_program(device)
+    if program is None:
+        text = f"no vLLM here ({how_to_install(device)} installs it): `vllm` is our engine with vLLM's scheduling rules"
+        print_line(console, text, "yellow")
+    return program
+
+
+def profile_settings(local: dict[str, LocalSetting], live: LiveSystems) -> dict[str, ProfiledSetting]:
+    """The settings with this machine's profiles.
+
+    Raises:
+        ValueError: the engine of a setting does not start here.
+    """
+    profiled: dict[str, ProfiledSetting] = {}
+    for name, setting in local.items():
+        try:
+            machine, start_s = live.profile(setting.engine)
+        except (InsufficientMemory, ChildEnded) as error:
+            raise ValueError(f"the engine of setting {name} does not start here: {error}") from error
+        profiled[name] = ProfiledSetting(setting, machine, start_s)
+    return profiled

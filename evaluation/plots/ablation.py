@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 
 from evaluation.plots.style import FAINT, INK, FigureText, panel_title, sheet, system_colour, tidy_axes, times
 from evaluation.results.folder import FlatRecord
-from evaluation.results.frame import grouped
-from evaluation.results.kinds import is_simulated
+from evaluation.results.rows import grouped, is_simulated
 from evaluation.studies.ablation import OURS, RATE, ROWS, SYSTEMS, AblationRow, machine_of
 
 SUBJECT = "apex"

@@ -1,29 +1,53 @@
-"""Titles, subtitles and notes of the papers' figures: machine, scale, origin of the lengths, assumptions."""
+"""Titles, subtitles and notes of figures: machine, scale, origin of the lengths, assumptions, how cards are known."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from apex.simulator.virtual.runtime import PAPERS_VLLM, VLLM, VLLM_DEFAULTS
 from evaluation.plots.style import FigureText
 from evaluation.results.claims import place_of
 from evaluation.results.folder import FlatRecord
-from evaluation.results.frame import grouped
-from evaluation.results.kinds import (
+from evaluation.results.provenance import DISTURBING_CORES
+from evaluation.results.rows import (
     MEASURED,
     OVER_HTTP,
     card_of,
     comparisons,
     distinct,
+    grouped,
     in_papers_setting,
     is_served,
     is_simulated,
     kind_of,
     reading_of,
 )
-from evaluation.results.known import known_notes
-from evaluation.results.other_work import DISTURBING_CORES
 from swiftllm.systems import systems
+
+# -- what simulated rows rest on ---------------------------------------------------------------------------------------
+
+
+def known_notes(records: Iterable[FlatRecord]) -> list[str]:
+    """A note for each card and model of simulated rows, and one where `vllm` is among their systems.
+
+    Cards and models that are not in ``configs``, such as the machine's own or a folder that is gone, have no note.
+    """
+    from apex.simulator.hardware.files import known_hardware, known_models, load_gpu, load_model_config
+    from apex.simulator.prediction.calibrated_profile import how_known  # late: reading models imports torch
+
+    simulated = [record for record in records if is_simulated(record)]
+    cards, models, notes = {gpu.name: gpu for gpu in map(load_gpu, known_hardware("gpu"))}, known_models(), []
+    for gpus, model in dict.fromkeys((record["gpu"], record["model"]) for record in simulated):
+        card = cards.get(re.sub(r"^\d+x ", "", gpus))
+        if card is not None and model in models:
+            notes.append(f"{card.name} is known from {how_known(card, load_model_config(model))}.")
+    for record in simulated:
+        if record["system"] == VLLM:
+            notes.append(f"{VLLM}: {VLLM_DEFAULTS if record.get('vllm_defaults') else PAPERS_VLLM}.")
+    return list(dict.fromkeys(notes))
+
 
 Records = Sequence[FlatRecord]
 

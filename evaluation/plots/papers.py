@@ -16,8 +16,17 @@ from rich.table import Table
 
 from apex.replay.metrics import per_token_latency_s
 from apex.replay.records import RequestRecord, RequestSummary
-from evaluation.plots.bars import BarPanel, Half, rate_bars, throughput_figure
-from evaluation.plots.lines import COLUMNS, Level, LinePanel, Series, line_figure
+from evaluation.plots.charts import (
+    COLUMNS,
+    BarPanel,
+    Half,
+    Level,
+    LinePanel,
+    Series,
+    line_figure,
+    rate_bars,
+    throughput_figure,
+)
 from evaluation.plots.notes import (
     Records,
     figure_text,
@@ -36,8 +45,7 @@ from evaluation.plots.notes import (
 from evaluation.plots.style import FAINT, INK, FigureText, system_colour
 from evaluation.results.claims import Claim, place_of
 from evaluation.results.folder import PREDICTED, FlatRecord, read_records, records_file, span_of
-from evaluation.results.frame import grouped
-from evaluation.results.kinds import card_of, comparisons, distinct, is_simulated, label_of
+from evaluation.results.rows import card_of, comparisons, distinct, grouped, is_simulated, label_of
 from evaluation.results.tables import Columns, rows_table
 from evaluation.studies.papers import Assumption, varied_in
 

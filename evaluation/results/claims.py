@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evaluation.results.folder import PREDICTED, FlatRecord
-from evaluation.results.frame import grouped
-from evaluation.results.kinds import (
+from evaluation.results.paths import CLAIMS_FILE, evaluation_command
+from evaluation.results.rows import (
     claimable,
     comparisons,
     distinct,
+    grouped,
     is_full_size,
     is_simulated,
     label_of,
     of_kernels,
     reading_of,
 )
-from evaluation.results.paths import CLAIMS_FILE, evaluation_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -146,7 +146,7 @@ def load_claims(*figures: str, path: Path = CLAIMS_FILE) -> list[Claim]:
 def compare_claims(claims: Sequence[Claim], summary: Sequence[FlatRecord]) -> list[Comparison]:
     """Our ratios for each claim; none if no point of the claim was run.
 
-    All records must be of one comparison (:func:`evaluation.results.kinds.comparisons`). A system without any row
+    All records must be of one comparison (:func:`evaluation.results.rows.comparisons`). A system without any row
     among a claim's points is replaced by its stand-in.
     """
     compared = []

@@ -18,9 +18,8 @@ from evaluation.drivers import TorchTask, run_point, run_torch_point
 from evaluation.grid import IDEAS, OWN_KERNELS, SUBJECT, Place, lengths_of, setting_of, simulate
 from evaluation.options import Folder, Names, ResultsDir, check_counts, flags, given
 from evaluation.results.folder import FlatRecord
-from evaluation.results.frame import grouped
-from evaluation.results.kinds import distinct
 from evaluation.results.paths import RESULTS_DIR, model_folder
+from evaluation.results.rows import distinct, grouped
 from evaluation.run import Point, PointResult
 from evaluation.studies.adaptive import bound_tokens_per_s
 from evaluation.traces.catalogue import Origin, TraceRow

@@ -18,16 +18,11 @@ from apex.simulator.paper_settings import load_setting
 from evaluation.drivers import SimulatedTask
 from evaluation.grid import FIELDS, OWN_KERNELS, SUBJECT, Place, concerns, simulate, simulated_point, trace_of
 from evaluation.options import StudyOptions, experiment_settings
-from evaluation.plots.bars import Bar
-from evaluation.plots.heat_map import Cell, Plane, heat_map
-from evaluation.plots.lines import LinePanel, Series, line_figure
-from evaluation.plots.notes import span_text
-from evaluation.plots.rows_of_bars import rows_of_bars
+from evaluation.plots.charts import Bar, Cell, LinePanel, Plane, Series, heat_map, line_figure, rows_of_bars
+from evaluation.plots.notes import known_notes, span_text
 from evaluation.plots.style import FigureText, system_colour, times
 from evaluation.results.folder import FlatRecord
-from evaluation.results.frame import bases, frame_of, grouped, over, with_columns
-from evaluation.results.kinds import distinct
-from evaluation.results.known import known_notes
+from evaluation.results.rows import bases, distinct, frame_of, grouped, over, with_columns
 from evaluation.results.tables import LATENCY_COLUMNS, Columns, rows_table
 from evaluation.run import Point
 from evaluation.study import RATE, Rows, Study, Table, command

@@ -9,13 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from apex.simulator.paper_settings import PaperSetting
 from evaluation.grid import FIELDS, REFERENCE, Grid, Place, concerns, setting_of, simulate, simulated_point, workload_of
 from evaluation.options import StudyOptions, experiment_settings
-from evaluation.plots import heat_map
-from evaluation.plots.notes import length_notes
+from evaluation.plots.charts import Cell, Plane, heat_map
+from evaluation.plots.notes import known_notes, length_notes
 from evaluation.plots.style import FigureText, show_figure
 from evaluation.results.claims import (
     AGREES,
@@ -28,9 +29,7 @@ from evaluation.results.claims import (
     where_of,
 )
 from evaluation.results.folder import FlatRecord, markdown_table
-from evaluation.results.frame import grouped
-from evaluation.results.kinds import distinct
-from evaluation.results.known import known_notes
+from evaluation.results.rows import distinct, grouped
 from evaluation.results.tables import rows_table
 from evaluation.run import Point, Run
 from evaluation.study import RATE, Study, command
@@ -296,7 +295,7 @@ def place_words(cell: JudgedCell) -> str:
 # -- the figure -------------------------------------------------------------------------------------------------------
 
 
-def draw_map(items: Sequence[MappedClaim], text: FigureText) -> heat_map.Figure:
+def draw_map(items: Sequence[MappedClaim], text: FigureText) -> Figure:
     """A panel for each claim: speed of CPU attention by GPU blocks, coloured by our ratio over the claimed one.
 
     Raises:
@@ -306,10 +305,10 @@ def draw_map(items: Sequence[MappedClaim], text: FigureText) -> heat_map.Figure:
         raise ValueError("nothing to draw: no point of a mapped claim is finished")
     meaning = "our ratio over the claimed one (darkest: half and less, twice and more)"
     words = f"framed: within {AGREES:.0%} of the claim\n{STAR}: the machine that our figures assume"
-    return heat_map.heat_map([plane_of(item) for item in items], text, SPAN, meaning, words)
+    return heat_map([plane_of(item) for item in items], text, SPAN, meaning, words)
 
 
-def plane_of(item: MappedClaim) -> heat_map.Plane:
+def plane_of(item: MappedClaim) -> Plane:
     """One claim. Framed cells hold, a star marks the machine that the figures assume."""
     claim = item.claim
     speeds = sorted({cell.machine.cpu_gb_s for cell in item.cells})
@@ -320,8 +319,8 @@ def plane_of(item: MappedClaim) -> heat_map.Plane:
         star = STAR if cell.machine == item.own else ""
         ratio = cell.ours / claim.ratio if cell.ours else None
         place = speeds.index(cell.machine.cpu_gb_s), pools.index(cell.machine.gpu_blocks)
-        cells[place] = heat_map.Cell(ratio, number + star, framed=cell.holds)
-    return heat_map.Plane(
+        cells[place] = Cell(ratio, number + star, framed=cell.holds)
+    return Plane(
         f"{' over '.join(claim.systems)}: {'up to ' if claim.up_to else ''}{claim.ratio:g}x",
         ", ".join(filter(None, (f"{where_of(claim)} ({claim.section})", item.variant))),
         "CPU attention (GB/s)",

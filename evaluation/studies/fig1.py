@@ -16,12 +16,11 @@ import pacpu
 from apex.simulator.hardware.files import LayerShape, load_gpu, load_host, load_model_config
 from apex.simulator.prediction.calibrated_profile import gpu_attention_s, hardware_profile
 from evaluation.options import RunOptions, check_counts, experiment_settings
-from evaluation.plots.lines import LinePanel, Series, line_figure
+from evaluation.plots.charts import LinePanel, Series, line_figure
 from evaluation.plots.style import FAINT, INK, FigureText, show_figure, system_colour
 from evaluation.results.folder import FlatRecord
-from evaluation.results.frame import grouped
-from evaluation.results.kinds import distinct, is_simulated
-from evaluation.results.other_work import OtherWork
+from evaluation.results.provenance import OtherWork
+from evaluation.results.rows import distinct, grouped, is_simulated
 from evaluation.results.tables import rows_table
 from evaluation.run import Point, PointResult, Run, identity
 from evaluation.study import Study, command

@@ -19,17 +19,23 @@ from apex.simulator.paper_settings import load_setting, setting_names
 from evaluation.drivers import SimulatedTask
 from evaluation.measure.live_systems import LiveSystems
 from evaluation.options import experiment_settings
-from evaluation.planning.panels import NotApplicable, panels_here
-from evaluation.planning.plan import Plan, Planner, plan_within, print_plan, print_settings
-from evaluation.planning.prepare import measures_settings, panels_to_measure, prepare
-from evaluation.planning.traces import fetch_traces
+from evaluation.planning.plan import (
+    Plan,
+    Planner,
+    measures_settings,
+    panels_to_measure,
+    plan_within,
+    prepare,
+    print_plan,
+    print_settings,
+)
+from evaluation.planning.setting import NotApplicable, fetch_traces, panels_here
 from evaluation.plots.papers import RATE, draw_fig5, draw_fig6, draw_fig7, draw_neo, draw_sensitivity, print_results
 from evaluation.plots.style import show_figure
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.folder import FlatRecord
-from evaluation.results.frame import grouped
-from evaluation.results.kinds import kind_of, reading_of
 from evaluation.results.progress import format_s, print_line
+from evaluation.results.rows import grouped, kind_of, reading_of
 from evaluation.run import Derive, Point, Run, RunPoint, identity, unchanged_rows
 from evaluation.studies.papers import (
     ROW,

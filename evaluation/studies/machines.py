@@ -14,7 +14,7 @@ from evaluation.drivers import SimulatedHardware, SimulatedTask
 from evaluation.grid import Place, lengths_of
 from evaluation.options import StudyOptions
 from evaluation.results.folder import FlatRecord
-from evaluation.results.frame import bases, frame_of, grouped, over, with_columns
+from evaluation.results.rows import bases, frame_of, grouped, over, with_columns
 from evaluation.run import Point
 from evaluation.study import RATE, Rows, Study, Table, command
 from swiftllm.scheduling.admission import SchedulerLimits

@@ -16,16 +16,13 @@ from rich.console import Console
 
 from evaluation.grid import FIELDS, Place, simulate, simulated_point
 from evaluation.options import Folder, StudyOptions, experiment_settings
-from evaluation.plots.bars import Bar, BarPanel, draw_bars
-from evaluation.plots.lines import LinePanel, Series, line_figure
-from evaluation.plots.notes import Records, span_text, trace_note
+from evaluation.plots.charts import Bar, BarPanel, LinePanel, Series, draw_bars, line_figure
+from evaluation.plots.notes import Records, known_notes, span_text, trace_note
 from evaluation.plots.style import FigureText, legend, sheet, system_colour, times
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.folder import FlatRecord
-from evaluation.results.frame import bases, frame_of, grouped, over, with_columns
-from evaluation.results.kinds import distinct, label_of
-from evaluation.results.known import known_notes
 from evaluation.results.progress import print_line
+from evaluation.results.rows import bases, distinct, frame_of, grouped, label_of, over, with_columns
 from evaluation.results.tables import Columns, rows_table
 from evaluation.run import Point
 from evaluation.study import Rows, Study, command

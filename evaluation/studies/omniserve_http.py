@@ -24,8 +24,8 @@ from apex.replay.records import RequestRecord
 from apex.strategy import StrategyConfig
 from evaluation.drivers import HttpTask, run_http_point
 from evaluation.grid import Grid, Place
+from evaluation.measure.processes import stop_on_sigterm
 from evaluation.measure.server import Server
-from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.options import StudyOptions
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import model_folder

@@ -21,9 +21,8 @@ from evaluation.drivers import ENGINE_FIELDS, SimulatedTask, build_engine, run_p
 from evaluation.grid import Place, clip_lengths, simulated_point, simulated_task
 from evaluation.options import Folder, StudyOptions, experiment_settings
 from evaluation.results.folder import FlatRecord
-from evaluation.results.other_work import OtherWork
 from evaluation.results.paths import model_folder
-from evaluation.results.provenance import model_identity
+from evaluation.results.provenance import OtherWork, model_identity
 from evaluation.run import Point, PointResult, identity
 from evaluation.study import RATE, Axis, Figure, Ratio, Rows, Study, Table, command
 from evaluation.traces.catalogue import load_trace

@@ -17,13 +17,12 @@ from rich.console import Console
 
 import pacpu
 from evaluation.options import File, Folder, RunOptions, experiment_settings
-from evaluation.plots.lines import LinePanel, Series, line_figure
+from evaluation.plots.charts import LinePanel, Series, line_figure
 from evaluation.plots.style import FigureText, system_colour
 from evaluation.results.folder import FlatRecord
-from evaluation.results.other_work import OtherWork
 from evaluation.results.paths import model_folder
 from evaluation.results.progress import TokenProgress
-from evaluation.results.provenance import model_identity
+from evaluation.results.provenance import OtherWork, model_identity
 from evaluation.run import Point, PointResult, identity
 from evaluation.study import Rows, Study, Table, command
 from pacpu import int8, rows

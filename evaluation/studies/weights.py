@@ -14,12 +14,11 @@ from apex.simulator.prediction.predicted_machine import predict_machine
 from evaluation.drivers import SimulatedHardware, SimulatedTask
 from evaluation.grid import Place, lengths_of
 from evaluation.options import StudyOptions
-from evaluation.plots.bars import Bar, BarPanel, draw_bars
+from evaluation.plots.charts import Bar, BarPanel, draw_bars
+from evaluation.plots.notes import known_notes
 from evaluation.plots.style import FigureText, legend, sheet, system_colour
 from evaluation.results.folder import FlatRecord
-from evaluation.results.frame import grouped
-from evaluation.results.kinds import distinct
-from evaluation.results.known import known_notes
+from evaluation.results.rows import distinct, grouped
 from evaluation.run import Point
 from evaluation.study import RATE, Ratio, Rows, Study, Table, command
 from swiftllm.model.stages import placement as model_placement

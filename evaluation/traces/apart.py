@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from http.client import HTTPException
 from pathlib import Path
 
-from evaluation.measure.child import Child, ChildHung
+from evaluation.measure.processes import Child, ChildHung
 from evaluation.traces.sources import Source, TextOptions, fetch_trace
 
 FETCH_S = 600.0

@@ -12,10 +12,11 @@ from apex.perf.model import Curve, ProfileTable, Surface
 from apex.simulator.paper_settings import PaperSetting, load_setting
 from evaluation import artifact
 from evaluation.drivers import TorchTask
-from evaluation.experiments.profile_check import ProfiledMachine
 from evaluation.grid import simulated_hardware
-from evaluation.measure import launched_point
-from evaluation.planning import local_setting, prepare
+from evaluation.measure import live_systems
+from evaluation.measure.profiles import ProfiledMachine
+from evaluation.planning import plan as planning
+from evaluation.planning import setting
 from evaluation.run import Point
 from evaluation.studies import figures as figure_jobs
 from evaluation.traces.catalogue import Origin, TraceRow
@@ -41,11 +42,11 @@ def on_machine(
 
     ``total_gib``: of the host's memory in all, by default what is available.
     """
-    for module in (figure_jobs, prepare, artifact, launched_point):
+    for module in (figure_jobs, planning, artifact, live_systems):
         patch.setattr(module, "first_card", lambda: card)
-    patch.setattr(prepare, "available_host_bytes", lambda: int(host_gib * GIB))
-    patch.setattr(prepare, "host_memory_bytes", lambda: int((total_gib or host_gib) * GIB))
-    patch.setattr(local_setting, "try_to_load_from_cache", lambda *_: None)
+    patch.setattr(planning, "available_host_bytes", lambda: int(host_gib * GIB))
+    patch.setattr(planning, "host_memory_bytes", lambda: int((total_gib or host_gib) * GIB))
+    patch.setattr(setting, "try_to_load_from_cache", lambda *_: None)
     patch.setenv("APEX_CACHE_DIR", str(cache))
 
 

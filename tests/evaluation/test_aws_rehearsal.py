@@ -12,7 +12,7 @@ from rich.console import Console
 
 from evaluation import artifact
 from evaluation.planning import plan
-from evaluation.planning.predictions import Prediction
+from evaluation.planning.plan import Prediction
 from evaluation.studies.figures import FigureJob
 from evaluation.studies.papers import FigureOptions
 from swiftllm.config import EngineConfig

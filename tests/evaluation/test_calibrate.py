@@ -11,8 +11,15 @@ import pytest
 
 from apex.simulator.hardware.files import HARDWARE_DIR, load_gpu, read_measured_layer
 from evaluation.calibrate import Options, attention_errors, held_out, layer_errors, main, transfer_errors, write_curves
-from evaluation.calibration.curve_fit import compact_curve, fit_terms
-from evaluation.calibration.tables import ATTENTION_TABLES, ELEMENTWISE, GEMMS, LAYER_TABLES, read_layer_tables
+from evaluation.calibration.tables import (
+    ATTENTION_TABLES,
+    ELEMENTWISE,
+    GEMMS,
+    LAYER_TABLES,
+    compact_curve,
+    fit_terms,
+    read_layer_tables,
+)
 
 TABLES = Path(os.environ.get("APEX_CALIBRATION_TABLES", "no tables"))
 needs_tables = pytest.mark.skipif(

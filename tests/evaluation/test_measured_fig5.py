@@ -24,7 +24,7 @@ from apex.simulator.paper_settings import load_setting
 from evaluation import reproduce_fig5
 from evaluation.drivers import build_engine
 from evaluation.measure.live_systems import EngineHere, LiveSystems
-from evaluation.measure.sessions import session_stats
+from evaluation.measure.processes import session_stats
 from evaluation.results.paths import REPO_ROOT
 from evaluation.studies import figures as figure_jobs
 from evaluation.studies.papers import FigureOptions

@@ -10,8 +10,7 @@ import torch
 
 import pacpu
 from benchmarks import bench_batches, bench_pacpu, pacpu_cases, pacpu_shared
-from benchmarks.pacpu_cases import Case, Memory, Shape, usable_isas
-from benchmarks.pacpu_peers import prepare_vllm
+from benchmarks.pacpu_cases import Case, Memory, Shape, prepare_vllm, usable_isas
 from benchmarks.pacpu_report import draw_kernels, markdown_rows, median_cells, print_ratios, verdicts
 from evaluation.report import Section
 from evaluation.results.claims import load_claims, overview

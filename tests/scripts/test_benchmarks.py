@@ -12,8 +12,8 @@ from apex.cli.parser import parse_options
 from benchmarks.bench_server_overhead import COLUMNS, Options, TooFewTokens, main, summarise
 from benchmarks.overhead_clients import ClientStream
 from evaluation.results.folder import markdown_table
-from evaluation.results.kinds import MEASURED, kind_of
 from evaluation.results.paths import REPO_ROOT
+from evaluation.results.rows import MEASURED, kind_of
 
 
 @pytest.mark.parametrize("name", ["bench_scheduler", "bench_simulator"])

@@ -11,7 +11,7 @@ import torch
 import benchmarks.bench_transfer_overlap as bench
 import swiftllm.runtime.kv_transfers
 from apex.cli.parser import parse_options
-from evaluation.results.kinds import SIMULATED, kind_of
+from evaluation.results.rows import SIMULATED, kind_of
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Request, Tier
 from swiftllm.core.sampling_params import SamplingParams

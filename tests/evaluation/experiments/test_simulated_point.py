@@ -17,8 +17,8 @@ from apex.simulator.virtual.cpu_path import Interconnect
 from apex.strategy import StrategyConfig
 from evaluation import validate
 from evaluation.drivers import SimulatedHardware, SimulatedTask, build_simulated_engine, run_simulated_point
-from evaluation.experiments import profile_check
-from evaluation.experiments.profile_check import ProfiledMachine, mean_table, operation_error
+from evaluation.measure import profiles
+from evaluation.measure.profiles import ProfiledMachine, mean_table, operation_error
 from evaluation.results.folder import SUMMARY_FIELDS
 from evaluation.run import Point
 from evaluation.traces.catalogue import Origin, TraceRow
@@ -153,7 +153,7 @@ def test_validation_of_a_machine_that_keeps_to_its_profile_finds_no_error(
 
     machine = ProfiledMachine(make_table(), 4, limits, "float16", "Imaginary card")
     monkeypatch.setattr(validate, "build_profiled", build)
-    monkeypatch.setattr(profile_check, "measure_machine", lambda config: machine)
+    monkeypatch.setattr(profiles, "measure_machine", lambda config: machine)
     monkeypatch.setattr(validate, "operation_errors", lambda config: [operation_error("linear", [0.1, -0.3, 0.2])])
     options = validate.Options(model=model, num_requests=6, repeats=2, results_dir=tmp_path)
     assert validate.main(options) == 0

@@ -11,12 +11,21 @@ import pytest
 from apex.replay.records import RequestRecord
 from apex.simulator.hardware.files import known_models, load_link, load_model_config
 from evaluation.groundtruth.command import remarks
-from evaluation.groundtruth.judge import Judged, judge, ladder, recorded_errors, worse_than_recorded
-from evaluation.groundtruth.models import MODELS, RunModel, find_model
-from evaluation.groundtruth.prediction import Outcome, load_at
+from evaluation.groundtruth.judge import (
+    Judged,
+    Outcome,
+    all_terms,
+    judge,
+    ladder,
+    link_of,
+    load_at,
+    recorded_errors,
+    shard_terms,
+    table_of_operators,
+    worse_than_recorded,
+)
 from evaluation.groundtruth.report import draw_run
-from evaluation.groundtruth.run_files import read_run
-from evaluation.groundtruth.terms import all_terms, link_of, shard_terms, table_of_operators
+from evaluation.groundtruth.runs import MODELS, RunModel, find_model, read_run
 from tests.evaluation.groundtruth.folders import change_meta, write_run
 
 

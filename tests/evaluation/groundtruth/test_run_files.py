@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from apex.simulator.hardware.operator_files import read_operators
-from evaluation.groundtruth.run_files import find_run, known_runs, read_run
+from evaluation.groundtruth.runs import find_run, known_runs, read_run
 from tests.evaluation.groundtruth.folders import write_run
 
 

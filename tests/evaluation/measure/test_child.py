@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from evaluation.measure.child import Child, ChildEnded
-from evaluation.measure.sessions import session_stats
+from evaluation.measure.processes import Child, ChildEnded, session_stats
 
 LIMIT_S = 120.0
 

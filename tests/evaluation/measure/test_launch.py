@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from evaluation.measure.http import replay_workload
+from evaluation.measure.processes import end_session, session_stats
 from evaluation.measure.server import ServerCommand, ServerEnded, ServerNotReady, launched_server
-from evaluation.measure.sessions import end_session, session_stats
 from evaluation.results.paths import REPO_ROOT
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload

@@ -19,9 +19,8 @@ import pytest
 from rich.console import Console
 
 from evaluation.measure import live_systems
-from evaluation.measure.child import still_alive
-from evaluation.measure.launched_point import LaunchedTask
-from evaluation.measure.live_systems import EngineHere, EngineInChild, LiveSystems
+from evaluation.measure.live_systems import EngineHere, EngineInChild, LaunchedTask, LiveSystems
+from evaluation.measure.processes import still_alive
 from evaluation.results.paths import REPO_ROOT
 from evaluation.run import Point, PointResult, by_session
 from evaluation.study import Study

@@ -8,8 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from evaluation.measure.live_systems import EngineHere, LiveSystems
-from evaluation.measure.out_of_memory import advice, explained
+from evaluation.measure.live_systems import EngineHere, LiveSystems, advice, explained
 from evaluation.study import Study
 from swiftllm.config import EngineConfig
 from swiftllm.machine import InsufficientMemory

@@ -10,9 +10,8 @@ import pytest
 from apex.simulator.hardware.files import MODELS_DIR
 from apex.simulator.paper_settings import load_setting
 from evaluation.options import experiment_settings
-from evaluation.planning import local_setting as module
-from evaluation.planning.local_setting import GB, LocalSetting, local_setting
-from evaluation.planning.panels import NotApplicable, panels_here
+from evaluation.planning import setting as module
+from evaluation.planning.setting import GB, LocalSetting, NotApplicable, local_setting, panels_here
 from evaluation.studies.papers import FigureOptions, figure_grid
 from swiftllm.machine import GIB, Card
 from tests.evaluation.papers_machines import A10, A10G, L4, RTX_3060, T4

@@ -13,9 +13,8 @@ from rich.console import Console
 
 from evaluation import reproduce_fig5
 from evaluation.grid import values_of
-from evaluation.planning import predictions, prepare
-from evaluation.planning.plan import SERVER_START_S, Plan, plan_within
-from evaluation.planning.request_counts import TooLittleTime
+from evaluation.planning import plan as planning
+from evaluation.planning.plan import SERVER_START_S, Plan, TooLittleTime, plan_within
 from evaluation.studies.figures import FigureJob, make_job, plan_jobs, run_jobs
 from evaluation.studies.papers import FigureOptions
 from swiftllm.machine import Card
@@ -126,10 +125,10 @@ def test_predictions_are_simulated_once(on_card, monkeypatch):
     on_card(T4)
     planner = job_on(NamedMachine("apex-t4"), workloads=("osc",), output_lens=(50.0,)).measured
     first = planner.plan_with([16])
-    monkeypatch.setattr(predictions, "simulate", lambda task: pytest.fail("simulated again"))
+    monkeypatch.setattr(planning, "simulate", lambda task: pytest.fail("simulated again"))
     assert planner.plan_with([16]) == first
     slower = job_on(NamedMachine("apex-t4", 2.0), workloads=("osc",), output_lens=(50.0,)).measured
-    monkeypatch.setattr(predictions, "simulate", lambda task: predictions.Prediction(None, None, "not now"))
+    monkeypatch.setattr(planning, "simulate", lambda task: planning.Prediction(None, None, "not now"))
     assert {p.problem for p in slower.plan_with([16]).predictions} == {"not now"}, "another machine, the same result"
 
 
@@ -140,7 +139,7 @@ def test_what_cannot_be_predicted_is_measured_all_the_same(on_card, monkeypatch)
     def broken(*_):
         raise RuntimeError("no such luck")
 
-    monkeypatch.setattr(predictions, "run_simulated_point", broken)
+    monkeypatch.setattr(planning, "run_simulated_point", broken)
     plan = planner.plan_with([16])
     assert len(plan.points) == 2 and plan.total_s == 2 * START_S
     assert {point.task.values["predicted_wall_s"] for point in plan.points} == {None}
@@ -156,7 +155,7 @@ def printed_plan(job: FigureJob, **options) -> tuple[str, dict[str, Plan]]:
 
 def test_the_plan_is_printed_before_anything_runs(on_card, monkeypatch):
     on_card(A10G, 64.0)
-    monkeypatch.setattr(prepare, "vllm_here", lambda *_: "/somewhere/vllm")
+    monkeypatch.setattr(planning, "vllm_here", lambda *_: "/somewhere/vllm")
     options = {"workloads": ("livebench",), "systems": SYSTEMS, "num_requests": 16}
     machine = NamedMachine("apex-a10")
     job = job_on(machine, **options)
@@ -254,10 +253,10 @@ def test_vllm_is_our_engine_where_none_is_installed(on_card, monkeypatch):
 
 def test_small_is_measured_as_without_a_card(on_card):
     options = FigureOptions(backend="torch", setting="small")
-    assert not prepare.measures_settings(options, T4)
-    assert prepare.measures_settings(FigureOptions(), T4) and not prepare.measures_settings(FigureOptions(), None)
-    assert prepare.measures_settings(FigureOptions(setting="apex-t4"), None)
-    assert prepare.measures_settings(FigureOptions(rehearse=True), None)
+    assert not planning.measures_settings(options, T4)
+    assert planning.measures_settings(FigureOptions(), T4) and not planning.measures_settings(FigureOptions(), None)
+    assert planning.measures_settings(FigureOptions(setting="apex-t4"), None)
+    assert planning.measures_settings(FigureOptions(rehearse=True), None)
 
 
 def test_an_engine_that_does_not_start_is_refused(on_card):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evaluation.planning.request_counts import FEWEST_REQUESTS, TooLittleTime, counts_at, counts_within
+from evaluation.planning.plan import FEWEST_REQUESTS, TooLittleTime, counts_at, counts_within
 
 PANELS = st.lists(st.integers(FEWEST_REQUESTS, 2000), min_size=1, max_size=5)
 

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from apex.simulator.paper_settings import load_setting
 from evaluation import reproduce_fig5
-from evaluation.planning import traces
-from evaluation.planning.traces import tokenizer_of
+from evaluation.planning import setting
+from evaluation.planning.setting import tokenizer_of
 from evaluation.studies.figures import FigureJob, make_job
 from evaluation.studies.papers import FigureOptions
 from evaluation.traces import catalogue
@@ -104,7 +104,7 @@ def test_an_address_that_fails_or_is_silent_is_given_up(server, cache, words):
 def fig5_on(monkeypatch, tmp_path, card, fetch, **options) -> tuple[FigureJob, str]:
     """Figure 5 on a machine with such a card and fetcher, and what was printed."""
     on_machine(monkeypatch, tmp_path / "cache", card)
-    monkeypatch.setattr(traces, "fetch_apart", fetch)
+    monkeypatch.setattr(setting, "fetch_apart", fetch)
     console = Console(file=io.StringIO(), width=400)
     machine = NamedMachine("apex-t4" if card is T4 else "apex-a10")
     chosen = FigureOptions(jobs=1, systems=("swiftllm",), **options)
@@ -178,11 +178,11 @@ def test_nothing_else_asks_the_network(monkeypatch, tmp_path, card, options):
 
 def test_texts_are_counted_by_the_measured_model_where_its_tokenizer_is_there(monkeypatch, cache, words):
     paper = load_setting("apex-a10")
-    monkeypatch.setattr(traces, "try_to_load_from_cache", lambda name, file: None)
+    monkeypatch.setattr(setting, "try_to_load_from_cache", lambda name, file: None)
     assert tokenizer_of(paper, FigureOptions()).name == "SmolLM2-135M-Instruct"
     assert tokenizer_of(paper, FigureOptions(model=words)) == words
     snapshot = words.parent / "models--meta-llama--Llama-3.1-8B" / "snapshots" / "1234"
-    monkeypatch.setattr(traces, "try_to_load_from_cache", lambda name, file: str(snapshot / file))
+    monkeypatch.setattr(setting, "try_to_load_from_cache", lambda name, file: str(snapshot / file))
     assert tokenizer_of(paper, FigureOptions()) == snapshot
     assert TextOptions(snapshot, 1, "").counted_by == "tokenizer of meta-llama/Llama-3.1-8B"
     assert catalogue._counted(cache / "osc.csv") == ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from matplotlib import pyplot as plt
 
-from evaluation.plots.bars import METRIC, Bar, BarPanel, draw_bars, rate_bars
+from evaluation.plots.charts import METRIC, Bar, BarPanel, draw_bars, rate_bars
 from evaluation.plots.style import system_colour
 
 

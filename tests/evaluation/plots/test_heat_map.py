@@ -7,7 +7,7 @@ from matplotlib import colors
 from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
 
-from evaluation.plots.heat_map import COLOURS, NO_VALUE, Cell, Plane, heat_map
+from evaluation.plots.charts import MAP_COLOURS, NO_VALUE, Cell, Plane, heat_map
 from evaluation.plots.style import INK, FigureText
 
 TEXT = FigureText("", "", "")
@@ -26,7 +26,7 @@ def test_colours_are_of_one_scale_and_numbers_contrast_with_them() -> None:
     ax = figure.axes[0]
     boxes = {box.get_xy(): box for box in ax.patches if isinstance(box, Rectangle) and box.get_width() == 1}
     shades = {place: box.get_facecolor() for place, box in boxes.items()}
-    ends = [COLOURS(0.0), COLOURS(0.5), COLOURS(1.0), NO_VALUE]
+    ends = [MAP_COLOURS(0.0), MAP_COLOURS(0.5), MAP_COLOURS(1.0), NO_VALUE]
     for place, shade in zip(CELLS, ends, strict=True):
         assert shades[place] == pytest.approx(shade, abs=0.02)
     numbers = {text.get_text(): text for text in ax.texts}

@@ -9,7 +9,7 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.container import ErrorbarContainer
 
-from evaluation.plots.lines import Level, LinePanel, Series, line_figure, spread_labels
+from evaluation.plots.charts import Level, LinePanel, Series, line_figure, spread_labels
 from evaluation.plots.notes import cpu_attention_notes
 from evaluation.plots.papers import draw_fig5, system_lines
 from evaluation.plots.style import COLOURS, FigureText, system_colour

@@ -13,7 +13,7 @@ from matplotlib.legend import Legend
 from rich.console import Console
 
 from apex.replay.records import RequestRecord, summary_of
-from evaluation.plots.bars import axis_top, label_distance
+from evaluation.plots.charts import axis_top, label_distance
 from evaluation.plots.notes import pool_notes
 from evaluation.plots.papers import draw_fig5, draw_fig6, draw_fig7, draw_neo, print_results
 from evaluation.results.folder import records_file

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from evaluation.results.frame import bases, frame_of, over, with_columns
+from evaluation.results.rows import bases, frame_of, over, with_columns
 
 ROWS = [
     {"system": "vllm", "case": "a", "rate": None, "tokens_per_s": 4, "requests": 1},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evaluation.results.kinds import claimable, comparisons, in_papers_setting, is_full_size, kind_of, label_of
+from evaluation.results.rows import claimable, comparisons, in_papers_setting, is_full_size, kind_of, label_of
 
 SIMULATED = {"backend": "simulated", "setting": "apex-t4", "gpu": "T4"}
 OURS = {"backend": "torch-cuda", "setting": "apex-t4", "setting_title": "T4 + Llama-2-7B", "gpu": "Tesla T4"}

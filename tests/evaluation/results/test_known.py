@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evaluation.results.known import known_notes
+from evaluation.plots.notes import known_notes
 
 
 def row(**fields: object) -> dict[str, object]:

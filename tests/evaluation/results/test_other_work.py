@@ -8,18 +8,18 @@ import time
 import pytest
 
 from evaluation.plots.notes import repeat_notes
-from evaluation.results import other_work
-from evaluation.results.other_work import OtherWork, used_by_others_s
+from evaluation.results import provenance
+from evaluation.results.provenance import OtherWork, used_by_others_s
 
 
 def test_busy_cores_are_seconds_of_others_over_seconds_passed(monkeypatch):
-    monkeypatch.setattr(other_work, "used_by_others_s", iter([10.0, 13.0]).__next__)
+    monkeypatch.setattr(provenance, "used_by_others_s", iter([10.0, 13.0]).__next__)
     monkeypatch.setattr(time, "monotonic", iter([100.0, 102.0]).__next__)
     assert OtherWork().busy_cores() == pytest.approx(1.5)
 
 
 def test_a_system_that_does_not_tell_is_not_quiet(monkeypatch):
-    monkeypatch.setattr(other_work, "used_by_others_s", lambda: None)
+    monkeypatch.setattr(provenance, "used_by_others_s", lambda: None)
     assert OtherWork().busy_cores() is None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from matplotlib import pyplot as plt
 
-from evaluation.plots.heat_map import COLOURS
+from evaluation.plots.charts import MAP_COLOURS
 from evaluation.plots.style import save_figure
 from evaluation.studies.adaptive import draw_cases, draw_latency, draw_map, error_rows
 
@@ -43,8 +43,8 @@ def test_every_cell_is_marked_with_its_ratio_and_bold_where_another_system_is_fa
     assert [label.get_text() for label in own.get_yticklabels()] == ["25", "300"]
     assert scale.get_xlim() == pytest.approx((1 / 1.304, 1.304))
     shades = dict(zip([text.get_text() for text in own.texts], own.patches, strict=False))
-    assert shades["1.00"].get_facecolor()[:3] == pytest.approx(COLOURS(0.5)[:3], abs=0.02)
-    assert shades["1.30"].get_facecolor() == COLOURS(1.0)
+    assert shades["1.00"].get_facecolor()[:3] == pytest.approx(MAP_COLOURS(0.5)[:3], abs=0.02)
+    assert shades["1.30"].get_facecolor() == MAP_COLOURS(1.0)
     assert "SIMULATED" in figure.texts[0].get_text() and "GB/s" in own.get_xlabel()
     assert {path.suffix for path in save_figure(figure, tmp_path)} == {".png", ".pdf"}
 

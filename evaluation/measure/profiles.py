@@ -1,4 +1,4 @@
-"""Profile tables of this machine before and after a real run, and their errors at sizes between the measured ones."""
+"""Profiles of this machine: what a simulation of it rests on, and how far they predict what they do not hold."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from swiftllm.scheduling.admission import SchedulerLimits
 
 if TYPE_CHECKING:
     from swiftllm.runtime.torch_backend import TorchBackend
+
 
 FRESH_S = 5.0
 """Maximum age (seconds) at which the profile after one run is reused as the profile before the next."""

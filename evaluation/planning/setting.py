@@ -1,28 +1,133 @@
-"""A paper's setting on this machine: its model and pools here, and what differs from the paper."""
+"""A paper's setting on this machine: which panels apply, their model, pools and dtype, their traces."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from rich.console import Console
 
-from apex.simulator.hardware.files import MODELS_DIR
-from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting, gpu_kind
+from apex.simulator.hardware.files import MODELS_DIR, load_host
+from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting, gpu_kind, load_setting, nearest_setting
+from evaluation.grid import Grid, Panel, setting_of, values_of, workload_of
+from evaluation.results.paths import default_model, python_command, trace_dirs
+from evaluation.results.progress import print_line
 from evaluation.results.provenance import model_identity
 from evaluation.studies.papers import FigureOptions
+from evaluation.traces.apart import fetch_apart
+from evaluation.traces.catalogue import fetchable, load_catalogue
+from evaluation.traces.sources import LIVEBENCH_MODEL, MAX_ROWS, Source, TextOptions
 from swiftllm.config import EngineConfig
-from swiftllm.files import cache_dir, write_atomically
+from swiftllm.files import cache_dir, is_kept, keep, write_atomically
 from swiftllm.kv.budget import MemoryBudget, blocks_in
 from swiftllm.machine import GIB, Card, InsufficientMemory
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.folder.files import DamagedFile, weight_files
-from swiftllm.model.folder.hub import model_folder
+from swiftllm.model.folder.hub import HUB_NAME, model_folder
 from swiftllm.runtime.memory_estimate import estimate_memory
 from swiftllm.runtime.processors import resolve_residual_dtype
+
+# -- panels that apply here --------------------------------------------------------------------------------------------
+
+
+SAME_MEMORY = 0.15
+"""Relative difference of host memory within which a host is taken for one of the papers'."""
+
+REHEARSED_REQUESTS = 32
+REHEARSAL_SCALE = 0.1
+"""Factor for the lengths of a rehearsal."""
+REHEARSAL_FASTER = 100.0
+"""Factor for the request rates of a rehearsal."""
+
+
+class NotApplicable(ValueError):
+    """The figure has no panel for this machine; the message says which it has."""
+
+
+def panels_here(grid: Grid, wanted: str | None, card: Card | None, paper: Literal["apex", "neo"]) -> Grid:
+    """The grid with the panels to measure on this machine.
+
+    With ``wanted``, those of the same GPU as that setting, in that setting. Else those of the card's kind, and on a
+    card that no paper used those of the nearest setting.
+
+    Raises:
+        NotApplicable: there is no such panel.
+    """
+    panels = measurable(grid)
+    if wanted is not None:
+        gpu = load_setting(wanted).gpu
+    else:
+        gpu = gpu_kind(card.name)
+        if gpu not in {load_setting(panel["setting"]).gpu for panel in grid.panels}:
+            gpu = load_setting(nearest_setting(gpu, card.total_bytes, paper)).gpu
+    chosen = [panel for panel in panels if load_setting(panel["setting"]).gpu == gpu]
+    if not chosen:
+        there = ", ".join(sorted({panel["setting"] for panel in panels})) or "machines with several GPUs alone"
+        of_what = wanted or f"{card.name}, {card.total_bytes / GB:.0f} GB"
+        raise NotApplicable(f"the figure has no panel for {of_what}; it has {there}")
+    here = Grid(tuple(chosen))
+    return here if wanted is None else here.with_(setting=wanted)
+
+
+def on_hosts_here(grid: Grid, host_bytes: int) -> Grid:
+    """The grid with those of the papers' hosts that have as much memory as this machine.
+
+    Raises:
+        NotApplicable: no panel is left.
+    """
+    panels = []
+    for panel in grid.panels:
+        hosts = [host for host in values_of(panel, "host") if has_memory(host, host_bytes)]
+        if hosts or "host" not in panel:
+            panels.append({**panel, "host": hosts} if hosts else panel)
+    if not panels:
+        raise NotApplicable(f"the figure has no panel for a host of {host_bytes / GB:.0f} GB")
+    return Grid(tuple(panels))
+
+
+def has_memory(host: str, num_bytes: int) -> bool:
+    return abs(num_bytes / (load_host(host)["memory_gb"] * GB) - 1.0) < SAME_MEMORY
+
+
+def panels_for_rehearsal(grid: Grid) -> Grid:
+    """All panels of single cards: the ends of their sweeps, few short requests at high rates, one host."""
+    panels: dict[tuple[str, str], Panel] = {}
+    for panel in measurable(grid):
+        few: dict[str, Any] = {
+            "num_requests": min(panel["num_requests"], REHEARSED_REQUESTS),
+            "scale": REHEARSAL_SCALE,
+            "request_rate": [rate * REHEARSAL_FASTER for rate in ends(values_of(panel, "request_rate"))],
+            "output_len": ends(values_of(panel, "output_len")),
+            "host": values_of(panel, "host")[:1],
+        }
+        few = {name: value for name, value in few.items() if value}
+        panels.setdefault((panel["panel"], workload_of(panel)), {**panel, **few})
+    if not panels:
+        raise NotApplicable("the figure has panels for machines with several GPUs alone")
+    return Grid(tuple(panels.values()))
+
+
+def measurable(grid: Grid) -> list[Panel]:
+    """The panels whose settings need no more GPUs than the one that an engine uses, each machine once.
+
+    Other readings of a machine assume another speed of CPU attention, which a measurement has by itself.
+    """
+    settings = {panel["setting"]: load_setting(panel["setting"]) for panel in grid.panels}
+    kept = {name for name, setting in settings.items() if setting.tensor_parallel == 1 and setting.like is None}
+    return [panel for panel in grid.panels if panel["setting"] in kept]
+
+
+def ends(values: Sequence[float]) -> list[float]:
+    return list(dict.fromkeys((*values[:1], *values[-1:])))
+
+
+# -- model, pools and dtype --------------------------------------------------------------------------------------------
+
 
 GB = 1e9
 USABLE_SHARE = 0.97
@@ -253,3 +358,64 @@ def _shape_folder(model: str, name: str, changes: dict[str, Any]) -> Path:
     folder = cache_dir() / "shapes" / f"{model}-{name}"
     write_atomically(folder / "config.json", json.dumps({**config, **changes}, indent=1) + "\n")
     return folder
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------
+
+
+FAILED = ".failed"
+"""Suffix of the file that remembers a trace which could not be fetched."""
+
+
+def fetch_traces(grid: Grid, options: FigureOptions, console: Console) -> None:
+    """Fetch the traces of a grid's workloads that are not there yet; say which could not be had.
+
+    Such a workload is drawn from its quantile tables, which the ``trace_origin`` of its rows says. A failure is
+    remembered: traces are part of a run's identity, and an interrupted run is to be found again.
+    """
+    places = {place["workload"]: place for place in grid.places() if place.get("workload") in load_catalogue()}
+    for workload, place in places.items():
+        text = TextOptions(tokenizer_of(setting_of(place), options), MAX_ROWS, LIVEBENCH_MODEL)
+        _fetch_one(workload, text, options.trace_dir, console)
+
+
+def tokenizer_of(paper: PaperSetting, options: FigureOptions) -> Path:
+    """The folder whose tokenizer counts texts: the measured model's where it is there, else the default model's."""
+    model = options.model or Path(paper.hub_name)
+    if (model / "tokenizer.json").is_file():
+        return model
+    cached = try_to_load_from_cache(str(model), "tokenizer.json") if HUB_NAME.fullmatch(str(model)) else None
+    return Path(cached).parent if isinstance(cached, str) else default_model()
+
+
+def _fetch_one(workload: str, text: TextOptions, trace_dir: Path | None, console: Console) -> None:
+    files = [entry["file"] for entry in load_catalogue()[workload]["sources"] if entry["kind"] == "measured"]
+    if any(is_kept(folder / file) for folder in trace_dirs(trace_dir) for file in files):
+        return
+    (folder,) = trace_dirs()
+    for source in sorted(fetchable(workload), key=lambda source: files.index(source.file)):
+        remembered = folder / (source.file + FAILED)
+        if is_kept(remembered):
+            reason = f"it failed before: {remembered.read_text().strip()}"
+        else:
+            print_line(console, f"fetching {source.name} ({source.licence}, {source.size}) from {source.origin}")
+            try:
+                path = fetch_apart(source, text, folder)
+                print_line(console, f"  {path}, a trace of {workload}")
+                return
+            except (OSError, RuntimeError, ValueError, KeyError) as error:
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                keep(remembered, reason + "\n")
+        print_line(console, f"not fetched: {source.name}: {reason}", "yellow")
+    print_line(
+        console,
+        f"{workload} is drawn from quantile tables, and its rows say so (trace_origin). To fetch it: "
+        f"{_command(fetchable(workload), text)}",
+        "yellow",
+    )
+
+
+def _command(sources: Iterable[Source], text: TextOptions) -> str:
+    names = " ".join(source.name for source in sources)
+    own = "" if text.tokenizer == default_model() else f" --tokenizer {text.tokenizer}"
+    return f"{python_command()} scripts/download_traces.py {names}{own}"

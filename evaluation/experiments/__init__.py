@@ -1,1 +1,0 @@
-"""Experiments: the points of a figure, and the code that runs them."""
