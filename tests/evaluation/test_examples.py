@@ -7,7 +7,7 @@ from pathlib import Path
 
 from evaluation.examples import host_bandwidth
 
-MOST_LINES = 50
+MOST_LINES = 40
 
 
 def test_a_figure_is_one_short_file_and_an_experiment_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ ROOT = FOLDER.parents[1]
 APEX = ("serve", "generate", "bench", "simulate", "profile", "doctor", "attention-host", "validate")
 SCRIPTS = ("ablation", "download_traces", "fetch_llamafile", "perplexity", "prepare_model", "quantise")
 FILES = [
-    *sorted(path for path in ROOT.glob("evaluation/[a-z]*.py") if path.stem != "here"),
+    *sorted(path for path in ROOT.glob("evaluation/[a-z]*.py") if 'if __name__ == "__main__":' in path.read_text()),
     *(ROOT / f"scripts/{name}.py" for name in SCRIPTS),
     *sorted(ROOT.glob("benchmarks/bench_*.py")),
 ]
