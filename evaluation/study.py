@@ -84,7 +84,8 @@ def with_ratios(rows: Rows, ratios: Mapping[str, Ratio]) -> list[FlatRecord]:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of rows, without the columns that are empty, or one for each group of rows.
+    """A table of rows without the columns that are empty, or one for each group of rows. Called with rows, it prints
+    them.
 
     Attributes:
         columns: title, field and format of each.
@@ -123,7 +124,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class Figure:
-    """Panels of lines over ``x``, or of groups of bars by ``x``, with the notes that all figures have.
+    """Panels of lines over ``x``, or of groups of bars by ``x``, with the notes that all figures have. Called with a
+    run, it draws this.
 
     Attributes:
         y: a row of panels for each.
@@ -154,57 +156,9 @@ class Figure:
         Raises:
             ValueError: there is nothing to draw.
         """
-        from evaluation.plots.charts import (  # drawing takes a second to import
-            BarPanel,
-            Half,
-            LinePanel,
-            line_figure,
-            throughput_figure,
-        )
-        from evaluation.plots.notes import figure_text
+        from evaluation.plots.declared import draw  # matplotlib takes a second to import
 
-        text = figure_text(self.title, run.summary, run.machine, first_note=self.notes)
-        drawn = [row for row in run.summary if self.is_drawn(row)]
-        panels = [(y, rows) for y in self.y for rows in grouped(drawn, *self.panel).values()]
-        if self.kind == "bars":
-            bars = [
-                BarPanel(self._title(here), self.x_label, self._groups(here, axis), axis.label) for axis, here in panels
-            ]
-            systems = list(dict.fromkeys(row["system"] for row in drawn))
-            return throughput_figure([Half(bars, systems, text)])
-        lines = [
-            LinePanel(self._title(rows), self.x_label, y.label, self._lines(rows, y), log_x=self.log_x, log_y=y.log)
-            for y, rows in panels
-        ]
-        return line_figure(lines, text, columns=len(panels) // len(self.y))
-
-    def _title(self, rows: Rows) -> str:
-        return self.title_of(rows[0]) if self.title_of else ", ".join(str(rows[0][name]) for name in self.panel)
-
-    def _lines(self, rows: Rows, y: Axis) -> list[Any]:
-        from evaluation.plots.charts import Series
-        from evaluation.plots.style import system_colour
-
-        made = []
-        for here in grouped(rows, *self.series).values():
-            first, points = here[0], [(row[self.x], row[y.field]) for row in here if row[y.field] is not None]
-            label = self.label_of(first) if self.label_of else ", ".join(str(first[name]) for name in self.series)
-            made.append(Series(label, system_colour(first["system"]), points, **self.look_of(first)))
-        return made
-
-    def _groups(self, rows: Rows, y: Axis) -> list[tuple[str, list[Any]]]:
-        from evaluation.plots.charts import Bar
-        from evaluation.plots.style import system_colour
-
-        bars, made = list(grouped(rows, *self.series)), []
-        for x, here in grouped(rows, self.x).items():
-            there = {key: of_one[0] for key, of_one in grouped(here, *self.series).items()}
-            drawn = [
-                Bar(row[y.field], system_colour(row["system"]), **self.look_of(row)) if row else None
-                for row in map(there.get, bars)
-            ]
-            made.append((str(x), drawn))
-        return made
+        return draw(self, run)
 
 
 # -- studies ----------------------------------------------------------------------------------------------------------
