@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from swiftllm.core.request import ServiceClass, Tier
 from swiftllm.scheduling.admission import SchedulerLimits
 
 if TYPE_CHECKING:
-    from evaluation.measure.server import LaunchedServer, Server
+    from evaluation.measure.server import LaunchedServer, Server, ServerCommand
     from swiftllm.engine.engine import Engine
 
 
@@ -410,6 +411,23 @@ def run_http_point(point: Point, label: str, console: Console) -> PointResult:
         **result.stats,
     }
     return PointResult(values, result.records, {"server": asdict(server)})
+
+
+def run_on_launched(point: Point, task: HttpTask, command: ServerCommand, label: str, console: Console) -> PointResult:
+    """Send the workload to ``task.launched``, which ``command`` has started on this machine.
+
+    The row also has the cores that the server kept busy, and those that other work did.
+
+    Raises:
+        ServerNotReady, ServerEnded, NothingServed: the server died or served nothing.
+    """
+    running = task.launched
+    start, others, own_s = time.monotonic(), OtherWork(), running.processor_s()
+    result = run_http_point(replace(point, task=task), label, console)
+    own = (running.processor_s() - own_s) / (time.monotonic() - start)
+    busy = others.busy_cores()
+    cores = {"server_cores_busy": own, "others_busy_cores": None if busy is None else max(0.0, busy - own)}
+    return PointResult({**result.values, **cores}, result.records, {**result.details, "command": command.describe()})
 
 
 def with_fresh_prompts(workload: Workload, vocab_size: int) -> Workload:

@@ -24,14 +24,13 @@ from evaluation.drivers import (
     TorchTask,
     build_engine,
     measure,
-    run_http_point,
+    run_on_launched,
     run_point,
     warm_up_engine,
     wide_warm_up,
 )
 from evaluation.measure.processes import Child, still_alive
 from evaluation.measure.profiles import ProfiledMachine
-from evaluation.results.provenance import OtherWork
 from evaluation.run import Point, PointResult
 from evaluation.traces.workloads import Lengths, load_prompt_tokens
 from swiftllm.config import EngineConfig
@@ -150,9 +149,7 @@ def run_launched_point(point: Point, running: LaunchedServer, label: str, consol
         launched=running,
         warm_up=wide_warm_up,
     )
-    start, others, own_s = time.monotonic(), OtherWork(), running.processor_s()
-    result = run_http_point(replace(point, task=http), label, console)
-    busy, own_cores = others.busy_cores(), (running.processor_s() - own_s) / (time.monotonic() - start)
+    result = run_on_launched(point, http, server_command(task), label, console)
     card = first_card() if engine.device == "cuda" else None
     values = {
         **result.values,
@@ -164,9 +161,8 @@ def run_launched_point(point: Point, running: LaunchedServer, label: str, consol
         "dtype": engine.dtype,
         "num_gpu_blocks": engine.num_gpu_blocks,
         "num_cpu_blocks": 0,
-        "others_busy_cores": None if busy is None else max(0.0, busy - own_cores),
     }
-    return PointResult(values, result.records, {**result.details, "command": server_command(task).describe()})
+    return replace(result, values=values)
 
 
 # -- what lives --------------------------------------------------------------------------------------------------------

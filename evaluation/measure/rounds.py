@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from evaluation.drivers import HttpTask, run_http_point
+from evaluation.drivers import HttpTask, run_on_launched
 from evaluation.measure.server import LaunchedServer, Server, ServerCommand, launched_server
 from evaluation.measure.vllm import ENVIRONMENT, READY_TIMEOUT_S
 from evaluation.run import Point, PointResult
@@ -73,8 +73,8 @@ class RunningServers(contextlib.ExitStack):
         _await_quiet(others)
         prompts = measured.prompt_tokens
         task = HttpTask(running.server, measured.model, measured.lengths, {}, prompt_tokens=prompts, launched=running)
-        start, own, idle = time.monotonic(), running.processor_s(), _processor_s(others)
-        result = run_http_point(replace(point, task=task), label, console)
+        start, idle = time.monotonic(), _processor_s(others)
+        result = run_on_launched(point, task, command, label, console)
         seconds = time.monotonic() - start
         values = {
             **result.values,
@@ -83,14 +83,13 @@ class RunningServers(contextlib.ExitStack):
             "panel": cores_text(len(command.cores)),
             "cores": len(command.cores),
             "round": measured.round,
-            "server_cores_busy": (running.processor_s() - own) / seconds,
             "idle_servers_cores_busy": (_processor_s(others) - idle) / seconds,
             "resident_gib": running.resident_bytes() / 2**30,
         }
         if values["idle_servers_cores_busy"] > IDLE_SHARE_THAT_DISTURBS:
             text = f"the idle servers used {values['idle_servers_cores_busy']:.2f} cores meanwhile"
             console.print(f"warning: {text}", style="yellow", highlight=False)
-        return PointResult(values, result.records, {**result.details, "command": command.describe()})
+        return replace(result, values=values)
 
 
 def _processor_s(servers: Sequence[LaunchedServer]) -> float:

@@ -22,7 +22,7 @@ from apex.cli.output import table
 from apex.replay.metrics import Targets
 from apex.replay.records import RequestRecord
 from apex.strategy import StrategyConfig
-from evaluation.drivers import HttpTask, run_http_point
+from evaluation.drivers import HttpTask, run_on_launched
 from evaluation.grid import Grid, Place
 from evaluation.measure.processes import stop_on_sigterm
 from evaluation.measure.server import Server
@@ -140,7 +140,7 @@ def run_served_point(point: Point, label: str, console: Console) -> PointResult:
             targets=task.targets,
             launched=running,
         )
-        result = run_http_point(replace(point, task=http), label, console)
+        result = run_on_launched(point, http, command, label, console)
         refused = refusals(running.server, task.flags["num_gpu_blocks"] * BLOCK_SIZE) if task.tries_refusals else {}
     urgent = [record for record in result.records if record.service_class == URGENT]
     values = {
@@ -153,7 +153,7 @@ def run_served_point(point: Point, label: str, console: Console) -> PointResult:
         "best_effort_refused": sum(record.refused for record in result.records) - sum(r.refused for r in urgent),
         **refused,
     }
-    return PointResult(values, result.records, {**result.details, "command": command.describe()})
+    return replace(result, values=values)
 
 
 def median_gap_s(records: Sequence[RequestRecord]) -> float | None:

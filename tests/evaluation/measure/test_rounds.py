@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from evaluation import drivers
 from evaluation.measure import rounds
 from evaluation.measure.rounds import RoundTask, RunningServers, key_of
 from evaluation.measure.server import ServerCommand
@@ -41,8 +42,9 @@ def test_cores_are_those_of_this_round_and_of_each_server(idle_cores: float, mon
             server.used_s += 20.0 * server.cores
         return PointResult({"output_tokens_per_s": 9.0}, [])
 
-    monkeypatch.setattr(rounds, "run_http_point", run_http_point)
-    monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=lambda seconds: None))
+    monkeypatch.setattr(drivers, "run_http_point", run_http_point)
+    for module in (rounds, drivers):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=lambda seconds: None))
     servers = RunningServers(Path("logs"), Console())
     servers.by_key = {key_of(command): server for command, server in zip(commands, (asked, idle), strict=True)}
     task = RoundTask(commands[0], 2, lengths=None, model=Path("model"), prompt_tokens=None)
