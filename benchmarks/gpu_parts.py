@@ -348,8 +348,7 @@ def cpu_attention(config: Any, dtype: torch.dtype, threads: int, num_bytes: int)
     }
 
 
-# -- whole GPU batches -------------------------------------------------------------------------------------------------
-
+# -- whole GPU batches ------------------------------------------------------------------------------------------------
 
 LONGEST = 25  # kernels of a table
 PROFILED = 3  # iterations of a profile

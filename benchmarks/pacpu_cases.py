@@ -249,8 +249,7 @@ def make_cases(shapes: Sequence[Shape], threads: Sequence[int], dtypes: Sequence
     ]
 
 
-# -- other programs ----------------------------------------------------------------------------------------------------
-
+# -- other programs ---------------------------------------------------------------------------------------------------
 
 MAX_SDPA_BYTES = 160 << 20  # larger cases take seconds without AMX, and rounds should be short
 VLLM_BLOCK_SIZE = 32  # its AMX and vector kernels want multiples of this
@@ -361,8 +360,7 @@ def prepare_vllm(isa: str, case: Case, memory: Memory, num_layers: int) -> Calla
     return attend
 
 
-# -- blocks that rows share --------------------------------------------------------------------------------------------
-
+# -- blocks that rows share -------------------------------------------------------------------------------------------
 
 OWN_TOKENS = 100
 SHAPES = [Shape(rows, shared + OWN_TOKENS, shared=shared) for rows in (8, 32, 64) for shared in (1000, 4000)]

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from swiftllm.engine.engine import Engine
 
 
-# -- in this process ---------------------------------------------------------------------------------------------------
-
+# -- in this process --------------------------------------------------------------------------------------------------
 
 WARM_UP_REQUESTS = 2
 WARM_UP_TOKENS = 4
@@ -180,8 +179,7 @@ def warm_up(workload: Workload) -> Workload:
     return dataclasses.replace(workload, requests=requests)
 
 
-# -- simulated ---------------------------------------------------------------------------------------------------------
-
+# -- simulated --------------------------------------------------------------------------------------------------------
 
 PLACEHOLDER_PROMPTS = PromptTokens(vocab_size=1, text_ids=(0,))
 
@@ -323,8 +321,7 @@ def prompts_of(task: SimulatedTask) -> list[tuple[int, ...]]:
     return [task.prompts(index) for index in range(len(rows))]
 
 
-# -- over HTTP ---------------------------------------------------------------------------------------------------------
-
+# -- over HTTP --------------------------------------------------------------------------------------------------------
 
 FRESH_TOKENS = 2
 WIDE_REQUESTS = 34
@@ -460,7 +457,7 @@ def check_served(task: HttpTask, records: tuple[RequestRecord, ...]) -> None:
         )
 
 
-# -- any of them -------------------------------------------------------------------------------------------------------
+# -- any of them ------------------------------------------------------------------------------------------------------
 
 
 def run_point(point: Point, label: str, console: Console) -> PointResult:

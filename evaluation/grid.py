@@ -40,8 +40,7 @@ from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths
 from swiftllm.core.request import Tier
 from swiftllm.systems import find_system
 
-# -- grids -------------------------------------------------------------------------------------------------------------
-
+# -- grids ------------------------------------------------------------------------------------------------------------
 
 Place = dict[str, Any]
 """A point of a grid: one value for each field, None where it has none or does not depend on it."""
@@ -166,8 +165,7 @@ def _is_axis(value: Any) -> bool:
     return isinstance(value, (list, tuple, range))
 
 
-# -- tasks on the papers' machines -------------------------------------------------------------------------------------
-
+# -- tasks on the papers' machines ------------------------------------------------------------------------------------
 
 DEFAULT_KERNEL = "native"
 """Kernel of the profile table for systems that compute no CPU attention."""
@@ -282,7 +280,7 @@ def clip_lengths(lengths: Lengths, max_model_len: int) -> tuple[Lengths, int]:
     return replace(lengths, rows=tuple(rows)), num_clipped
 
 
-# -- axes: fields of a place that change its setting or its task -------------------------------------------------------
+# -- axes: fields of a place that change its setting or its task ------------------------------------------------------
 #
 # A new axis is one function, named as its field, which gives the setting or the task at a value. Axes of settings are
 # applied first, and all in the order of this file. A place without a value for a field, or with None, leaves it out.
@@ -532,8 +530,7 @@ def with_strategy(task: SimulatedTask, **fields: Any) -> SimulatedTask:
     return replace(task, strategy=replace(task.strategy, **fields))
 
 
-# -- places ------------------------------------------------------------------------------------------------------------
-
+# -- places -----------------------------------------------------------------------------------------------------------
 
 REQUESTS = ("workload", "input_len", "output_len", "num_requests", "request_rate", "seed", "scale", "trace_dir")
 FIELDS = frozenset({"setting", "system", *REQUESTS, *SETTING, *TASK})

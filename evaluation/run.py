@@ -248,7 +248,7 @@ def summarise(folder: ResultFolder, points: Sequence[Point]) -> list[FlatRecord]
     return [median_record(repeats) for repeats in groups.values()]
 
 
-# -- what decides the numbers of points --------------------------------------------------------------------------------
+# -- what decides the numbers of points -------------------------------------------------------------------------------
 
 
 def identity(points: Sequence[Point]) -> list[dict[str, Any]]:

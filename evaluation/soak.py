@@ -98,7 +98,7 @@ class SoakReport:
     seconds: float = 0.0
 
 
-# -- the server's process ----------------------------------------------------------------------------------------------
+# -- the server's process ---------------------------------------------------------------------------------------------
 
 
 def make_tiny_model(folder: Path) -> None:
@@ -150,7 +150,7 @@ def build_service(model: str, system: str) -> EngineService:
     return EngineService(engine, limits)
 
 
-# -- the clients -------------------------------------------------------------------------------------------------------
+# -- the clients ------------------------------------------------------------------------------------------------------
 
 
 async def soak(options: Options, running: LaunchedServer, source: RequestSource) -> SoakReport:
@@ -223,7 +223,7 @@ def held_resources(now: dict[str, Any]) -> dict[str, int]:
     return {name: now[name] for name in names if now[name]}
 
 
-# -- all of it ---------------------------------------------------------------------------------------------------------
+# -- all of it --------------------------------------------------------------------------------------------------------
 
 
 def run_soak(options: Options) -> SoakReport:

@@ -41,8 +41,7 @@ from apex.simulator.virtual.runtime import OWN_ENGINE, Runtime, vllm_runtime
 from evaluation.groundtruth.runs import RUNS, RealRun, RunModel, RunRequest, find_model, find_run, read_run
 from swiftllm.core.request import Tier
 
-# -- terms of the machine ----------------------------------------------------------------------------------------------
-
+# -- terms of the machine ---------------------------------------------------------------------------------------------
 
 LINK = "pcie-4"
 """What joins data-parallel ranks that exchange tokens between experts; assumed."""
@@ -203,8 +202,7 @@ def terms(run: RealRun, gpu: Gpu) -> Iterator[Setup]:
     yield Setup("unequal contexts", full, vllm, prefix_caching=True)
 
 
-# -- the prediction ----------------------------------------------------------------------------------------------------
-
+# -- the prediction ---------------------------------------------------------------------------------------------------
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 LONGEST = 1 << 20
@@ -340,8 +338,7 @@ def errors(measured: Outcome, predicted: Outcome) -> dict[str, float]:
     return result
 
 
-# -- the judgement -----------------------------------------------------------------------------------------------------
-
+# -- the judgement ----------------------------------------------------------------------------------------------------
 
 ERRORS_FILE = RUNS / "errors.yaml"
 TOLERANCE = 0.01

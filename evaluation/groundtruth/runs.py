@@ -81,8 +81,7 @@ def _read_config(folder: Path) -> RunModel:
         raise ValueError(f"{path} lacks num_hidden_layers, hidden_size or vocab_size: {error}") from None
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
+# -- files ------------------------------------------------------------------------------------------------------------
 
 RUNS = CONFIGS / "groundtruth"
 DEFAULT_DTYPE = "bfloat16"  # of the models' files

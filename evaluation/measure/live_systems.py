@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from swiftllm.engine.engine import Engine
 
 
-# -- which GPU pool would fit where memory ran out ---------------------------------------------------------------------
-
+# -- which GPU pool would fit where memory ran out --------------------------------------------------------------------
 
 SIZES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 NEEDED = re.compile(r"[Tt]ried to allocate ([\d.]+) (KiB|MiB|GiB)")
@@ -94,8 +93,7 @@ def _bytes(pattern: re.Pattern[str], message: str) -> int | None:
     return None if found is None else int(float(found[1]) * SIZES[found[2]])
 
 
-# -- a vLLM server with the model and pool of our engine ---------------------------------------------------------------
-
+# -- a vLLM server with the model and pool of our engine --------------------------------------------------------------
 
 REQUEST_TIMEOUT_S = 24 * 3600.0
 """A request waits as long as the replay takes: all come at once."""
@@ -165,8 +163,7 @@ def run_launched_point(point: Point, running: LaunchedServer, label: str, consol
     return replace(result, values=values)
 
 
-# -- what lives --------------------------------------------------------------------------------------------------------
-
+# -- what lives -------------------------------------------------------------------------------------------------------
 
 READY_TIMEOUT_S = 1200.0
 """Seconds until an engine or a vLLM server is warm: it may load weights from a slow disk and compile kernels."""

@@ -24,8 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-# -- sessions ----------------------------------------------------------------------------------------------------------
-
+# -- sessions ---------------------------------------------------------------------------------------------------------
 
 STOP_GRACE_S = 30.0
 KILL_WAIT_S = 10.0
@@ -91,8 +90,7 @@ def stop_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
-# -- a child that is killed when it says nothing for too long ----------------------------------------------------------
-
+# -- a child that is killed when it says nothing for too long ---------------------------------------------------------
 
 Answer = TypeVar("Answer")
 PR_SET_PDEATHSIG = 1

@@ -133,7 +133,7 @@ def error_message(body: Any) -> str:
     return str(message)[:SHOWN_CHARS]
 
 
-# -- servers that are started here ---------------------------------------------------------------------------------
+# -- servers that are started here ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from evaluation.studies.figures import PaperFigure
 
 
-# -- numbers of requests -----------------------------------------------------------------------------------------------
-
+# -- numbers of requests ----------------------------------------------------------------------------------------------
 
 FEWEST_REQUESTS = 16
 """Fewer requests than this say little about throughput."""
@@ -106,7 +105,7 @@ def counts_within(
     return counts_at(low / largest, most)
 
 
-# -- predictions -------------------------------------------------------------------------------------------------------
+# -- predictions ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -181,8 +180,7 @@ def _read(file: Path) -> Prediction:
     return Prediction(**json.loads(file.read_text()))
 
 
-# -- plans -------------------------------------------------------------------------------------------------------------
-
+# -- plans ------------------------------------------------------------------------------------------------------------
 
 VLLM = "vllm"
 SERVER_START_S = 120.0
@@ -355,8 +353,7 @@ def print_plan(figure: str, plan: Plan, console: Console) -> None:
         print_line(console, f"not predicted: {problem}", "yellow")
 
 
-# -- from options to plans ---------------------------------------------------------------------------------------------
-
+# -- from options to plans --------------------------------------------------------------------------------------------
 
 STALL_TIMEOUT_S = 600.0
 """At least this many seconds without progress are allowed: first steps may compile kernels for minutes."""

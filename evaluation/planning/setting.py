@@ -32,8 +32,7 @@ from swiftllm.model.folder.hub import HUB_NAME, model_folder
 from swiftllm.runtime.memory_estimate import estimate_memory
 from swiftllm.runtime.processors import resolve_residual_dtype
 
-# -- panels that apply here --------------------------------------------------------------------------------------------
-
+# -- panels that apply here -------------------------------------------------------------------------------------------
 
 SAME_MEMORY = 0.15
 """Relative difference of host memory within which a host is taken for one of the papers'."""
@@ -126,8 +125,7 @@ def ends(values: Sequence[float]) -> list[float]:
     return list(dict.fromkeys((*values[:1], *values[-1:])))
 
 
-# -- model, pools and dtype --------------------------------------------------------------------------------------------
-
+# -- model, pools and dtype -------------------------------------------------------------------------------------------
 
 GB = 1e9
 USABLE_SHARE = 0.97
@@ -360,8 +358,7 @@ def _shape_folder(model: str, name: str, changes: dict[str, Any]) -> Path:
     return folder
 
 
-# -- traces ------------------------------------------------------------------------------------------------------------
-
+# -- traces -----------------------------------------------------------------------------------------------------------
 
 FAILED = ".failed"
 """Suffix of the file that remembers a trace which could not be fetched."""

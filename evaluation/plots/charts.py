@@ -34,8 +34,7 @@ from evaluation.plots.style import (
 )
 from evaluation.results.folder import PREDICTED, FlatRecord, span_of
 
-# -- bars side by side in groups: panels in a row, parts of a figure in a column ---------------------------------------
-
+# -- bars side by side in groups: panels in a row, parts of a figure in a column --------------------------------------
 
 METRIC = "output_tokens_per_s"
 BARS_WIDTH, AXES_HEIGHT = 12.4, 2.8
@@ -199,8 +198,7 @@ def draw_predictions(ax: Axes, predictions: Sequence[tuple[float, float]]) -> No
     ax.add_artist(Legend(ax, [marks], [PREDICTION], loc="upper left", fontsize=8, frameon=False, handletextpad=0.3))
 
 
-# -- a value over a swept variable: one line per system, with its name at the end of the line --------------------------
-
+# -- a value over a swept variable: one line per system, with its name at the end of the line -------------------------
 
 COLUMNS = 3
 """Panels in a row."""
@@ -383,8 +381,7 @@ def spread_labels(heights: Sequence[float], gap: float) -> list[float]:
     return [base + number * gap for number, base in enumerate(bases)]
 
 
-# -- many groups of bars, one below the other, in two columns: fractions of something, from 0 to 1 ---------------------
-
+# -- many groups of bars, one below the other, in two columns: fractions of something, from 0 to 1 --------------------
 
 ROWS_WIDTH, GROUP_HEIGHT = 11.5, 0.52
 ROWS_SPACE = {"left": 2.35, "right": 0.2, "below": 0.6, "above": 0.1, "between": 2.5}
@@ -417,8 +414,7 @@ def rows_of_bars(
     return figure
 
 
-# -- ratios as coloured cells: a panel for each plane of two variables, one scale for all ------------------------------
-
+# -- ratios as coloured cells: a panel for each plane of two variables, one scale for all -----------------------------
 
 MAP_COLUMNS = 4
 CELL_WIDTH, CELL_HEIGHT = 0.48, 0.31

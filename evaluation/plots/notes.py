@@ -26,7 +26,7 @@ from evaluation.results.rows import (
 )
 from swiftllm.systems import systems
 
-# -- what simulated rows rest on ---------------------------------------------------------------------------------------
+# -- what simulated rows rest on --------------------------------------------------------------------------------------
 
 
 def known_notes(records: Iterable[FlatRecord]) -> list[str]:

@@ -49,8 +49,7 @@ from evaluation.results.rows import card_of, comparisons, distinct, grouped, is_
 from evaluation.results.tables import Columns, rows_table
 from evaluation.studies.papers import Assumption, varied_in
 
-# -- APEX's figures ----------------------------------------------------------------------------------------------------
-
+# -- APEX's figures ---------------------------------------------------------------------------------------------------
 
 RATE = "output_tokens_per_s"
 
@@ -156,8 +155,7 @@ def system_lines(records: Records, x: str, metric: str, baseline: str | None = N
     return lines
 
 
-# -- NEO's figures; the distribution of latencies also reads per-request records ---------------------------------------
-
+# -- NEO's figures; the distribution of latencies also reads per-request records --------------------------------------
 
 PERCENTS = (1, 2, 5, *range(10, 91, 5), 93, 95, 97, 98, 99)
 # Light to dark in the order of the hosts, as each has more cores than the last; hues that are easy to distinguish.
@@ -295,8 +293,7 @@ def per_token_latencies_s(path: Path) -> list[float]:
     return [per_token_latency_s((RequestRecord if "token_times_s" in r else RequestSummary)(**r)) for r in done]
 
 
-# -- ratios over an assumption, beside the papers' claims --------------------------------------------------------------
-
+# -- ratios over an assumption, beside the papers' claims -------------------------------------------------------------
 
 Values = Mapping[float | None, float]
 """A system's values by the assumption's; None where it does not depend on that."""
@@ -358,8 +355,7 @@ def claim_words(claim: Claim) -> str:
     return f"{'/'.join(claim.systems)} {'up to ' if claim.up_to else ''}{claim.ratio:g}"
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
-
+# -- tables -----------------------------------------------------------------------------------------------------------
 
 # The ratio is computed here.
 RESULTS: Columns = (

@@ -113,8 +113,7 @@ def fingerprint(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-# -- other processes, which share cores, caches and memory bandwidth ---------------------------------------------------
-
+# -- other processes, which share cores, caches and memory bandwidth --------------------------------------------------
 
 DISTURBING_CORES = 0.1
 """Results mention other work above this many busy cores."""

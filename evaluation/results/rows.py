@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-# -- groups and ratios -------------------------------------------------------------------------------------------------
+# -- groups and ratios ------------------------------------------------------------------------------------------------
 
 
 def grouped(rows: Iterable[FlatRecord], *by: str | Callable[[FlatRecord], Any]) -> dict[Any, list[FlatRecord]]:
@@ -91,8 +91,7 @@ def over(values: pd.Series, base: pd.Series) -> pd.Series:
     return numbers / base.map(numbers.where(numbers != 0))
 
 
-# -- kinds of results --------------------------------------------------------------------------------------------------
-
+# -- kinds of results -------------------------------------------------------------------------------------------------
 
 SIMULATED, MEASURED, OVER_HTTP = "simulated", "measured here", "measured over HTTP"
 UNSTATED = "origin not stated"

@@ -21,7 +21,6 @@ from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.rows import distinct, grouped
 from evaluation.run import Point, PointResult
-from evaluation.studies.adaptive import bound_tokens_per_s
 from evaluation.traces.catalogue import Origin, TraceRow
 from evaluation.traces.workloads import Lengths, WorkloadSpec
 from swiftllm.config import DeviceName, DtypeName, EngineConfig, LoadFormat
@@ -44,7 +43,7 @@ class AblationRow:
         words: what it is, for readers who do not know its name.
         group: rows of a group stand together.
         synchronous: the GPU batch waits for CPU attention, without overlap.
-        axes: further changes, as axes of a simulated point (``axes.py``). Such a row is only simulated.
+        axes: further changes, as axes of a simulated point (``evaluation/grid.py``). Such a row is only simulated.
     """
 
     name: str
@@ -296,8 +295,7 @@ class Options:
             raise ValueError(f"{flags(unused)}: only --backend {backend} takes that")
 
 
-# -- measured on this machine ------------------------------------------------------------------------------------------
-
+# -- measured on this machine -----------------------------------------------------------------------------------------
 
 MEASURED_SIZES = {"num_requests": 64, "input_len": 32, "output_len": 48}
 
@@ -406,8 +404,7 @@ def measured_bound(summary: Sequence[FlatRecord]) -> str:
     return text
 
 
-# -- SIMULATED on machines of the papers -------------------------------------------------------------------------------
-
+# -- SIMULATED on machines of the papers ------------------------------------------------------------------------------
 
 SETTINGS = ("apex-a10-as-measured", "apex-a10")
 """Both readings of the paper's A10."""
@@ -426,6 +423,8 @@ def simulated_points(options: Options) -> list[Point]:
 
 
 def _points_of(name: str, options: Options, several: bool) -> list[Point]:
+    from evaluation.studies.adaptive import bound_tokens_per_s  # it draws, which processes that run points do not
+
     own_kernels = options.kernel == OWN_KERNELS and options.cpu_bandwidth is None
     rows, place = chosen_rows(options.rows, simulated=True, own_kernels=own_kernels), _place(name, options)
     lengths = lengths_of(place)

@@ -135,7 +135,7 @@ def _point(cell: Place, setting: PaperSetting, own: PlaneCell, baseline: str, ch
     return simulated_point(names, task)
 
 
-# -- every claim judged in every cell ----------------------------------------------------------------------------------
+# -- every claim judged in every cell ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -235,8 +235,7 @@ def why_not_mapped(claim: Claim) -> str:
     return "names no machine"
 
 
-# -- table and figure --------------------------------------------------------------------------------------------------
-
+# -- table and figure -------------------------------------------------------------------------------------------------
 
 STAR = "\u2605"
 SPAN = 2.0

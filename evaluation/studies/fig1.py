@@ -189,7 +189,7 @@ def random_cache(num_blocks: int, heads: int, head_dim: int) -> torch.Tensor:
     return cache
 
 
-# -- the command, its tables and figure --------------------------------------------------------------------------------
+# -- the command, its tables and figure -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

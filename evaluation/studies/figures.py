@@ -52,7 +52,7 @@ from evaluation.studies.papers import (
 from evaluation.study import SENSITIVITY, Main, Options, Study, command
 from swiftllm.machine import first_card
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+# -- figures ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,7 @@ def show(figure: PaperFigure, run: Run, console: Console) -> None:
     show_figure(drawing, run.folder, console)
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------
-
+# -- commands ---------------------------------------------------------------------------------------------------------
 
 MEASURED = frozenset({"torch", "http"})
 
@@ -289,7 +288,7 @@ def measured_requests(options: FigureOptions) -> int | None:
     return options.num_requests if options.backend in MEASURED else None
 
 
-# -- APEX's figures ----------------------------------------------------------------------------------------------------
+# -- APEX's figures ---------------------------------------------------------------------------------------------------
 
 
 def with_gains(rows: Sequence[FlatRecord]) -> list[FlatRecord]:
@@ -344,8 +343,7 @@ FIG7 = PaperFigure(
     derive=with_gains,
 )
 
-# -- NEO's figures -----------------------------------------------------------------------------------------------------
-
+# -- NEO's figures ----------------------------------------------------------------------------------------------------
 
 LATENCY = "per_token_latency_s_mean"
 

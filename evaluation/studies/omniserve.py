@@ -56,8 +56,7 @@ class Options(StudyOptions):
     """Folder of the model that figure http serves; by default SmolLM2-135M-Instruct."""
 
 
-# -- the two streams of requests ---------------------------------------------------------------------------------------
-
+# -- the two streams of requests --------------------------------------------------------------------------------------
 
 SPARE = 1.25
 """Arrivals that are drawn, over those expected: enough to fill the duration."""
@@ -144,8 +143,7 @@ def cut(lengths: Lengths, duration_s: float) -> Lengths:
     return replace(lengths, spec=replace(lengths.spec, num_requests=len(rows)), rows=rows)
 
 
-# -- points ------------------------------------------------------------------------------------------------------------
-
+# -- points -----------------------------------------------------------------------------------------------------------
 
 WITHOUT_CLASSES = ("neo", "apex", "adaptive", "swiftllm", "vllm", "fastdecode")
 """Systems that know one class of requests."""
@@ -216,8 +214,7 @@ def lengths_at(place: Place, settings: Mapping[str, Any]) -> Lengths:
     return with_best_effort(urgent, None if name is None else settings["best_effort"][name], *of_run)
 
 
-# -- ratios between rows of a figure -----------------------------------------------------------------------------------
-
+# -- ratios between rows of a figure ----------------------------------------------------------------------------------
 
 PLACE = (
     "setting",

@@ -208,8 +208,7 @@ def contract(rows: Sequence[FlatRecord]) -> list[tuple[str, str, str, bool]]:
     return lines
 
 
-# -- what a server must refuse -----------------------------------------------------------------------------------------
-
+# -- what a server must refuse ----------------------------------------------------------------------------------------
 
 BURST = 64
 TIMEOUT_S = 120.0

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from evaluation.measure.server import Server
 
 
-# -- assumptions that --sensitivity varies -----------------------------------------------------------------------------
-
+# -- assumptions that --sensitivity varies ----------------------------------------------------------------------------
 
 STEPS = 8
 
@@ -132,8 +131,7 @@ def _two_digits(value: float) -> float:
     return round(value, 1 - math.floor(math.log10(value)))
 
 
-# -- the command line; tyro keeps the line breaks of help texts --------------------------------------------------------
-
+# -- the command line; tyro keeps the line breaks of help texts -------------------------------------------------------
 
 # To add a backend: name it here, make its points in evaluation/studies/figures.py, run them in
 # evaluation/drivers.py.
@@ -270,8 +268,7 @@ def refuse_unused_options(options: FigureOptions, backends: Collection[str], in_
         raise ValueError("--setting small is measured: only --backend torch takes that")
 
 
-# -- simulated points --------------------------------------------------------------------------------------------------
-
+# -- simulated points -------------------------------------------------------------------------------------------------
 
 ROW = ("panel", "baseline")
 """Fields of a place that are fields of the rows of every figure."""
@@ -361,8 +358,7 @@ def point_names(
     return f"{group}-seed{spec.seed}", group, f"{label}, seed {spec.seed}"
 
 
-# -- measured points, scaled down --------------------------------------------------------------------------------------
-
+# -- measured points, scaled down -------------------------------------------------------------------------------------
 
 NOTES = ("system", "baseline", "repeats", "pool", "engine")
 

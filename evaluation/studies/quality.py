@@ -57,8 +57,7 @@ class Options(RunOptions):
     """Text to predict, UTF-8; by default the English one of Python's own help."""
 
 
-# -- the text whose tokens are predicted -------------------------------------------------------------------------------
-
+# -- the text whose tokens are predicted ------------------------------------------------------------------------------
 
 DEFAULT_TEXT = "Python's language reference (pydoc_data.topics)"
 
@@ -107,8 +106,7 @@ def token_sequences(text: Text, model: Path, number: int, length: int) -> list[l
     return [tokens[i * stride : i * stride + length] for i in range(number)]
 
 
-# -- formats, each as what one layer's decode attention makes of it ----------------------------------------------------
-
+# -- formats, each as what one layer's decode attention makes of it ---------------------------------------------------
 
 EXACT, FORMATS = "exact", ("exact", "exact-rotated", "int8", "int8-rotated")
 BLOCK_SIZE = 16
@@ -174,7 +172,7 @@ class TierCache:
         rows.scatter_blocks(content[None], self.content[None], blocks)
 
 
-# -- predictions: a text, token by token, with both formats in step ----------------------------------------------------
+# -- predictions: a text, token by token, with both formats in step ---------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -327,8 +325,7 @@ def ends_of_bins(length: int) -> list[int]:
     return ends
 
 
-# -- answers of an engine, all decodes on the CPU: greedy texts, and a needle ------------------------------------------
-
+# -- answers of an engine, all decodes on the CPU: greedy texts, and a needle -----------------------------------------
 
 SYSTEM = "fastdecode"
 """Decodes all requests on the CPU."""
@@ -400,7 +397,7 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
     return next(i for i, (a, b) in enumerate(pairs) if a != b)
 
 
-# -- points ------------------------------------------------------------------------------------------------------------
+# -- points -----------------------------------------------------------------------------------------------------------
 
 
 def points_of(name: str, task: type[ScoreTask | AnswerTask], field: str, options: Options) -> list[Point]:

@@ -107,8 +107,7 @@ def in_pieces(operations: Sequence[Operation], name: str, pieces: int) -> list[O
     return divided
 
 
-# -- predicted seconds of a layer's operations -------------------------------------------------------------------------
-
+# -- predicted seconds of a layer's operations ------------------------------------------------------------------------
 
 ITEMSIZE = 2  # bfloat16
 
@@ -217,8 +216,7 @@ class Machine:
         return self["decompress_fixed_ms"] * 1e-3 + num_bytes / (self["decompress_gb_s"] * 1e9)
 
 
-# -- whole generations (Fig. 15, 16) and split searches (Fig. 14) ------------------------------------------------------
-
+# -- whole generations (Fig. 15, 16) and split searches (Fig. 14) -----------------------------------------------------
 
 SYSTEMS = ("flexgen-like", "gpu-only", "cpu-gpu", "cpu-gpu native")
 """FlexGen's order of transfers; all weights and KV cache streamed; the best split; the same with our CPU attention."""
