@@ -26,7 +26,7 @@ from rich.console import Console
 from apex.cli.config_file import ConfigFile, parse_command
 from apex.cli.flags import SystemName
 from apex.cli.output import stdout_console
-from evaluation.drivers import SimulatedHardware, SimulatedTask, TorchTask, run_simulated_point, run_torch_point
+from evaluation.drivers import TorchTask, run_simulated_point, run_torch_point
 from evaluation.groundtruth.command import show_runs
 from evaluation.measure.profiles import (
     MachineProfiles,
@@ -34,6 +34,7 @@ from evaluation.measure.profiles import (
     ProfiledMachine,
     mean_machine,
     operation_errors,
+    simulated_twin,
 )
 from evaluation.plots.style import FAINT, FigureText, legend, save_figure, sheet, system_colour, tidy_axes
 from evaluation.results.folder import FlatRecord, to_json
@@ -100,7 +101,7 @@ def run_pair(profiles: MachineProfiles, point: Point, label: str, console: Conso
     before = profiles.profile_before(task.engine)
     real = run_torch_point(point, label, console, lambda system, config: build_profiled(system, config, before))
     machine = mean_machine(before, profiles.profile_after(task.engine))
-    simulated = run_simulated_point(simulated_twin(point, machine), f"{label}, simulated", console)
+    simulated = run_simulated_point(replace(point, task=simulated_twin(task, machine)), f"{label}, simulated", console)
     rate, simulated_rate = (result.values["output_tokens_per_s"] for result in (real, simulated))
     values = {
         **real.values,
@@ -117,23 +118,6 @@ def build_profiled(system: str, config: EngineConfig, machine: ProfiledMachine) 
     from apex.systems import build_system  # imported late: it loads torch
 
     return build_system(system, config, profile=machine.table)
-
-
-def simulated_twin(point: Point, machine: ProfiledMachine) -> Point:
-    """The same point, for the simulator."""
-    task: TorchTask = point.task
-    model = Path(task.engine.model).name
-    twin = SimulatedTask(
-        system=task.system,
-        hardware=SimulatedHardware(machine.device, model, machine.dtype, machine.table, machine.num_layers),
-        num_gpu_blocks=task.engine.num_gpu_blocks,
-        num_cpu_blocks=task.engine.num_cpu_blocks,
-        lengths=task.lengths,
-        limits=machine.limits,
-        block_size=task.engine.block_size,
-        values=task.values,
-    )
-    return replace(point, task=twin)
 
 
 # -- report -----------------------------------------------------------------------------------------------------------

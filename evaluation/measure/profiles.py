@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
+from evaluation.drivers import SimulatedHardware, SimulatedTask, TorchTask
 from swiftllm.config import EngineConfig
 from swiftllm.scheduling.admission import SchedulerLimits
 
 if TYPE_CHECKING:
+    from evaluation.measure.live_systems import LaunchedTask
     from swiftllm.runtime.torch_backend import TorchBackend
 
 
@@ -30,6 +33,22 @@ class ProfiledMachine:
     limits: SchedulerLimits
     dtype: str
     device: str
+
+
+def simulated_twin(task: TorchTask | LaunchedTask, machine: ProfiledMachine) -> SimulatedTask:
+    """What a measured point runs, for the simulator, on the times of ``machine``."""
+    engine = task.engine
+    model = Path(engine.model).name
+    return SimulatedTask(
+        system=task.system,
+        hardware=SimulatedHardware(machine.device, model, machine.dtype, machine.table, machine.num_layers),
+        num_gpu_blocks=engine.num_gpu_blocks,
+        num_cpu_blocks=engine.num_cpu_blocks,
+        lengths=task.lengths,
+        limits=machine.limits,
+        block_size=engine.block_size,
+        values=task.values,
+    )
 
 
 @dataclass(frozen=True)

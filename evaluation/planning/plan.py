@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import track
 
 from apex.cli.output import number, table
-from evaluation.drivers import SimulatedHardware, SimulatedTask, TorchTask, run_simulated_point
+from evaluation.drivers import SimulatedTask, TorchTask, run_simulated_point
 from evaluation.grid import Grid, Place, clip_lengths, lengths_of, setting_of
 from evaluation.measure.live_systems import LaunchedTask, LiveSystems
 from evaluation.measure.processes import ChildEnded
-from evaluation.measure.profiles import ProfiledMachine
+from evaluation.measure.profiles import ProfiledMachine, simulated_twin
 from evaluation.planning.setting import LocalSetting, local_setting, on_hosts_here, panels_for_rehearsal, panels_here
 from evaluation.results.progress import format_s, print_line
 from evaluation.results.provenance import cpu_kernels, fingerprint, source_hash
@@ -118,22 +118,6 @@ class Prediction:
     output_tokens_per_s: float | None
     wall_s: float | None
     problem: str | None = None
-
-
-def simulated_twin(task: TorchTask | LaunchedTask, machine: ProfiledMachine) -> SimulatedTask:
-    """The same point for the simulator, on the times of ``machine``."""
-    engine = task.engine
-    model = Path(engine.model).name
-    return SimulatedTask(
-        system=task.system,
-        hardware=SimulatedHardware(machine.device, model, machine.dtype, machine.table, machine.num_layers),
-        num_gpu_blocks=engine.num_gpu_blocks,
-        num_cpu_blocks=engine.num_cpu_blocks,
-        lengths=task.lengths,
-        limits=machine.limits,
-        block_size=engine.block_size,
-        values=task.values,
-    )
 
 
 def predict(points: Sequence[Point], machines: Sequence[ProfiledMachine], jobs: int, what: str) -> list[Prediction]:
