@@ -57,7 +57,7 @@ def test_rehearsal_writes_a_report(tmp_path: Path) -> None:
         return done.stdout
 
     told = rehearse("--stages", "build,machine")
-    assert "not done yet: kernels, tokens, GPU batches, apex-rehearsal, " in told and "to go on: " in told
+    assert "not done yet: kernels, tokens, gpu_batches, apex-rehearsal, " in told and "to go on: " in told
     figures = json.loads((run / "kernels.json").read_text())
     assert figures["gemm"]["tflops"] > 0 and "iterations" not in figures
     assert "not done yet" not in rehearse()

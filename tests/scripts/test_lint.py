@@ -40,6 +40,7 @@ def test_without_pyright_one_sentence_says_so_and_the_rest_decides(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = 0
+    monkeypatch.setattr("sys.argv", ["lint"])
     monkeypatch.setattr(lint, "find_spec", lambda name: None if name == "pyright" else name)
     monkeypatch.setattr(lint.subprocess, "run", lambda *_, **__: type("Answer", (), {"returncode": status}))
     assert lint.main() == 0
