@@ -74,7 +74,7 @@ unchanged_rows: Derive = list
 
 @dataclass(frozen=True)
 class Run:
-    """A run of an experiment: its folder, the rows of finished points, the machine, labels of failed points.
+    """A run of a study: its folder, the rows of finished points, the machine, labels of failed points.
 
     ``experiment`` is its name, None if the folder has no provenance.
     """
