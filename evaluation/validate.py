@@ -27,7 +27,7 @@ from apex.cli.config_file import ConfigFile, parse_command
 from apex.cli.flags import SystemName
 from apex.cli.output import stdout_console
 from evaluation.drivers import TorchTask, run_simulated_point, run_torch_point
-from evaluation.groundtruth.command import show_runs
+from evaluation.groundtruth.report import show_runs
 from evaluation.measure.profiles import (
     MachineProfiles,
     OperationError,

@@ -10,7 +10,6 @@ import pytest
 
 from apex.replay.records import RequestRecord
 from apex.simulator.hardware.files import known_models, load_link, load_model_config
-from evaluation.groundtruth.command import remarks
 from evaluation.groundtruth.judge import (
     Judged,
     Outcome,
@@ -24,7 +23,7 @@ from evaluation.groundtruth.judge import (
     table_of_operators,
     worse_than_recorded,
 )
-from evaluation.groundtruth.report import draw_run
+from evaluation.groundtruth.report import draw_run, remarks
 from evaluation.groundtruth.runs import MODELS, RunModel, find_model, read_run
 from tests.evaluation.groundtruth.folders import change_meta, write_run
 
