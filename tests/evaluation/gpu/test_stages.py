@@ -14,11 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.gpu import runner
 from evaluation.gpu import stages as gpu_stages
 from evaluation.gpu.report import read_parts
-from evaluation.gpu.runner import CheckProcess, Stage, run_stages
-from evaluation.gpu.stages import chosen_stages
+from evaluation.gpu.stages import MOST_LOG_BYTES, CheckProcess, Stage, chosen_stages, run_stages
 
 HANG = "import threading\ndef hang_here(): threading.Event().wait()\nhang_here()"
 
@@ -94,7 +92,7 @@ def test_parts_that_hang_fail_or_crash_cost_the_others_nothing(tmp_path: Path, m
     assert int((tmp_path / "told").read_text()) > 0
     assert "in hang_here" in (tmp_path / "hangs.log").read_text(), "a part that hangs says where"
     assert (tmp_path / "fails.log").read_text().endswith("the end\n")
-    assert (tmp_path / "fails.log").stat().st_size <= runner.MOST_LOG_BYTES
+    assert (tmp_path / "fails.log").stat().st_size <= MOST_LOG_BYTES
     assert sorted(path.stem for path in tmp_path.glob("*.log")) == ["crashes", "fails", "hangs"]
     assert json.loads((tmp_path / "summary.json").read_text())["parts"][-1][:2] == ["last", "ok"]
     assert "| hangs | time limit |" in (tmp_path / "README.md").read_text()
@@ -112,7 +110,7 @@ def test_who_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
     """The part's process holds a pipe open, whose end tells that it is gone."""
     code = f"""
 from pathlib import Path
-from evaluation.gpu.runner import CheckProcess, Stage, run_stage
+from evaluation.gpu.stages import CheckProcess, Stage, run_stage
 part = CheckProcess("hangs", ("sh", "-c", "exec 3> {tmp_path}/fifo; sleep 0.5; echo ready >&3; exec sleep 1000"))
 run_stage(Stage("hangs", 1000.0, (part,)), Path({str(tmp_path)!r}))
 """
