@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from evaluation import compare_vllm
-from evaluation.compare_vllm import Options, main, make_points, make_systems, median_rows, with_ratios
-from evaluation.measure.rounds import key_of
+from evaluation.compare_vllm import Options, key_of, main, make_points, make_systems, median_rows, with_ratios
 from evaluation.measure.server import ServerCommand
 from evaluation.results.folder import read_records, records_file
 from evaluation.results.paths import REPO_ROOT

@@ -10,8 +10,19 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from evaluation.measure.soak_requests import KINDS, QUEUE_FULL, SERVED, RequestSource, Unexpected, send_request
-from evaluation.soak import MEMORY_FROM, Options, SoakReport, memory_problems, run_soak
+from evaluation.soak import (
+    KINDS,
+    MEMORY_FROM,
+    QUEUE_FULL,
+    SERVED,
+    Options,
+    RequestSource,
+    SoakReport,
+    Unexpected,
+    memory_problems,
+    run_soak,
+    send_request,
+)
 from tests.evaluation.fake_server import FakeServer
 
 SHORT = Options(requests=120)

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from evaluation import drivers
-from evaluation.measure import rounds
-from evaluation.measure.rounds import RoundTask, RunningServers, key_of
+from evaluation import compare_vllm, drivers
+from evaluation.compare_vllm import RoundTask, RunningServers, key_of
 from evaluation.measure.server import ServerCommand
 from evaluation.run import Point, PointResult
 
@@ -43,7 +42,7 @@ def test_cores_are_those_of_this_round_and_of_each_server(idle_cores: float, mon
         return PointResult({"output_tokens_per_s": 9.0}, [])
 
     monkeypatch.setattr(drivers, "run_http_point", run_http_point)
-    for module in (rounds, drivers):
+    for module in (compare_vllm, drivers):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=lambda seconds: None))
     servers = RunningServers(Path("logs"), Console())
     servers.by_key = {key_of(command): server for command, server in zip(commands, (asked, idle), strict=True)}
