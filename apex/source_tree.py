@@ -6,6 +6,8 @@ scripts read this file before anything else, it needs the standard library alone
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,3 +31,9 @@ def configs_folder(name: str) -> Path:
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}: copy the source tree as a whole, or install the package")
     return folder
+
+
+def python_command() -> str:
+    """This Python as typed in the current folder, e.g. ``.venv/bin/python`` in the repository's root."""
+    typed = os.path.relpath(sys.executable)
+    return "python" if typed.startswith(os.pardir) else typed

@@ -44,11 +44,11 @@ from apex.perf.model import FREE, ProfileTable, Surface
 from apex.replay.metrics import distribution_metrics, output_tokens_per_s, per_token_latency_s
 from apex.replay.records import RequestRecord
 from apex.simulator.build import build_simulated
+from apex.workloads.requests import load_prompt_tokens
 from benchmarks.overhead_clients import PROMPT_LEN, ClientStream, stream_all
 from evaluation.measure.server import connect_server
 from evaluation.results.folder import FlatRecord, ResultFolder, flat_record, markdown_table
 from evaluation.results.paths import RESULTS_DIR, default_model
-from evaluation.traces.workloads import load_prompt_tokens
 from swiftllm.core.request import RequestOutput
 from swiftllm.engine.engine import Engine
 from swiftllm.model.folder.tokenizer import Tokenizer

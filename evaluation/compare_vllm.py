@@ -27,6 +27,8 @@ from rich.table import Table
 
 from apex.cli.output import number, stdout_console
 from apex.cli.parser import parse_options
+from apex.workloads.catalogue import Origin, TraceRow
+from apex.workloads.requests import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens
 from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.options import check_counts
 from evaluation.experiments.runner import Point, one_line_errors, print_failure
@@ -42,8 +44,6 @@ from evaluation.results.frame import bases, frame_of, grouped, over, with_column
 from evaluation.results.kinds import distinct
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
-from evaluation.traces.catalogue import Origin, TraceRow
-from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens
 from swiftllm.files import write_atomically
 from swiftllm.machine import cpu_model
 

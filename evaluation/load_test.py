@@ -27,6 +27,8 @@ from rich.console import Console
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
 from apex.replay.metrics import DEFAULT_TARGETS, Targets
+from apex.workloads.catalogue import Trace, UniformTrace, load_trace
+from apex.workloads.requests import WorkloadSpec, make_lengths, merge_lengths
 from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.http_point import HttpTask, run_http_point
 from evaluation.experiments.options import HttpOptions, TraceDir, parse_urls
@@ -36,8 +38,6 @@ from evaluation.measure.sessions import stop_on_sigterm
 from evaluation.plots.table import LATENCY_COLUMNS, rows_table
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
-from evaluation.traces.catalogue import Trace, UniformTrace, load_trace
-from evaluation.traces.workloads import WorkloadSpec, make_lengths, merge_lengths
 
 NAME = "load_test"
 STARTED_READY_TIMEOUT_S = 600.0

@@ -32,8 +32,9 @@ import tyro
 
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
-from evaluation.results.paths import default_model, trace_dirs
-from evaluation.traces.sources import LIVEBENCH_MODEL, MAX_ROWS, SOURCES, TextOptions, fetch_trace
+from apex.workloads.catalogue import trace_dirs
+from apex.workloads.sources import LIVEBENCH_MODEL, MAX_ROWS, SOURCES, TextOptions, fetch_trace
+from evaluation.results.paths import default_model
 
 if TYPE_CHECKING:
     Name = str

@@ -16,7 +16,7 @@ from pathlib import Path
 if __name__ == "__main__" and not __package__:  # run as a file
     import here
 
-from evaluation.traces.corpus import load_corpus
+from apex.workloads.requests import load_corpus
 from swiftllm import LLM, SamplingParams
 
 

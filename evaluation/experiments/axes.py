@@ -17,9 +17,9 @@ from apex.simulator.prediction.host_times import cpu_attention_gb_s
 from apex.simulator.prediction.host_times import host_read_gb_s as read_gb_s
 from apex.simulator.virtual.runtime import VLLM
 from apex.strategy import StrategyConfig
+from apex.workloads.requests import Lengths
 from evaluation.experiments.paper_settings import with_hand_over
 from evaluation.experiments.simulated_point import SimulatedTask
-from evaluation.traces.workloads import Lengths
 from swiftllm.core.request import Tier
 from swiftllm.systems import find_system
 

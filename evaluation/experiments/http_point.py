@@ -13,10 +13,10 @@ from rich.console import Console
 
 from apex.replay.metrics import DEFAULT_TARGETS, Targets, compute_metrics
 from apex.replay.records import ReplayRequest, RequestRecord
+from apex.workloads.requests import Lengths, PromptTokens, Workload, load_prompt_tokens, make_workload
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import ENGINE_FIELDS, warm_up, workload_values
 from evaluation.results.progress import TokenProgress
-from evaluation.traces.workloads import Lengths, PromptTokens, Workload, load_prompt_tokens, make_workload
 
 if TYPE_CHECKING:
     from evaluation.measure.server import LaunchedServer, Server

@@ -15,9 +15,9 @@ from types import FunctionType
 from typing import Any
 
 from apex.perf.model import ProfileTable
+from apex.workloads.requests import Lengths
 from evaluation.experiments.runner import Point
 from evaluation.results.provenance import fingerprint
-from evaluation.traces.workloads import Lengths
 from swiftllm.config import EngineConfig
 
 

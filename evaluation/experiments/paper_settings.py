@@ -11,8 +11,8 @@ from apex.perf.model import Curve, ProfileTable
 from apex.simulator.hardware.files import load_gpu, load_host, load_link, load_model_config
 from apex.simulator.paper_settings import BLOCK_SIZE, PaperSetting
 from apex.simulator.prediction.calibrated_profile import hardware_profile
+from apex.workloads.requests import Lengths
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask
-from evaluation.traces.workloads import Lengths
 
 DEFAULT_KERNEL = "native"
 """Kernel of the profile table for systems that compute no CPU attention."""

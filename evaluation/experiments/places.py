@@ -14,13 +14,13 @@ from typing import Any
 
 from apex.cli.output import stdout_console
 from apex.simulator.paper_settings import PaperSetting, load_setting
+from apex.workloads.catalogue import Trace, UniformTrace, load_trace, synthetic_name
+from apex.workloads.requests import Lengths, WorkloadSpec, make_lengths
 from evaluation.experiments.axes import CONCERNS, SETTING, TASK
 from evaluation.experiments.grid import Panel, Place
 from evaluation.experiments.paper_settings import simulated_task
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_point import SimulatedTask
-from evaluation.traces.catalogue import Trace, UniformTrace, load_trace, synthetic_name
-from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths
 
 REQUESTS = ("workload", "input_len", "output_len", "num_requests", "request_rate", "seed", "scale", "trace_dir")
 FIELDS = frozenset({"setting", "system", *REQUESTS, *SETTING, *TASK})

@@ -19,10 +19,10 @@ from apex.simulator.virtual.cpu_path import Interconnect
 from apex.simulator.virtual.runtime import OWN_ENGINE, VLLM, vllm_runtime
 from apex.simulator.virtual.weight_path import SimulatedWeights
 from apex.strategy import StrategyConfig
+from apex.workloads.requests import Lengths, PromptTokens, with_prompts
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import open_loop_requests, workload_values
 from evaluation.results.progress import TokenProgress
-from evaluation.traces.workloads import Lengths, PromptTokens, with_prompts
 from swiftllm.core.request import ServiceClass, Tier
 from swiftllm.scheduling.admission import SchedulerLimits
 

@@ -14,10 +14,10 @@ from rich.console import Console
 from apex.replay.loop import STALL_TIMEOUT_S, replay_requests
 from apex.replay.metrics import compute_metrics
 from apex.replay.records import ReplayRequest
+from apex.workloads.requests import Lengths, PromptTokens, Workload, load_prompt_tokens, make_workload
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.results.other_work import OtherWork
 from evaluation.results.progress import TokenProgress
-from evaluation.traces.workloads import Lengths, PromptTokens, Workload, load_prompt_tokens, make_workload
 from swiftllm.config import EngineConfig
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ import httpx
 from httpx_sse import EventSource, SSEError, aconnect_sse
 
 from apex.replay.records import REFUSED, Replay, ReplayRequest, RequestRecord
+from apex.workloads.requests import Workload
 from evaluation.measure.server import PROBE_TIMEOUT_S, SHOWN_CHARS, Server, error_message, refusal, still_running
 from evaluation.results.progress import TokenProgress
-from evaluation.traces.workloads import Workload
 from swiftllm.core.request import ServiceClass
 
 LOOK_EVERY_S = 0.1

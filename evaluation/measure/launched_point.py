@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from apex.workloads.requests import Lengths, load_prompt_tokens
 from evaluation.experiments.http_point import HttpTask, run_http_point, wide_warm_up
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.results.other_work import OtherWork
-from evaluation.traces.workloads import Lengths, load_prompt_tokens
 from swiftllm.config import EngineConfig
 from swiftllm.machine import first_card
 

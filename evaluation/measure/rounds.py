@@ -14,11 +14,11 @@ from typing import Any
 
 from rich.console import Console
 
+from apex.workloads.requests import Lengths, PromptTokens
 from evaluation.experiments.http_point import HttpTask, run_http_point
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.measure.server import LaunchedServer, Server, ServerCommand, launched_server
 from evaluation.measure.vllm import ENVIRONMENT, READY_TIMEOUT_S
-from evaluation.traces.workloads import Lengths, PromptTokens
 
 IDLE_SHARE_THAT_DISTURBS = 0.05  # cores
 QUIET_CHECK_S, MOST_QUIET_CHECKS = 1.0, 20

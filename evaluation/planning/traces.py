@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable
+from contextlib import ExitStack
+from http.client import HTTPException
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 from rich.console import Console
 
 from apex.simulator.paper_settings import PaperSetting
+from apex.source_tree import python_command
+from apex.workloads.catalogue import fetchable, load_catalogue, trace_dirs
+from apex.workloads.sources import LIVEBENCH_MODEL, MAX_ROWS, Source, TextOptions, fetch_trace
 from evaluation.experiments.grid import Grid
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.places import setting_of
-from evaluation.results.paths import default_model, python_command, trace_dirs
+from evaluation.measure.child import Child, ChildHung
+from evaluation.results.paths import default_model
 from evaluation.results.progress import print_line
-from evaluation.traces.apart import fetch_apart
-from evaluation.traces.catalogue import fetchable, load_catalogue
-from evaluation.traces.sources import LIVEBENCH_MODEL, MAX_ROWS, Source, TextOptions
 from swiftllm.files import is_kept, keep
 from swiftllm.model.folder.hub import HUB_NAME
 
@@ -76,3 +80,35 @@ def _command(sources: Iterable[Source], text: TextOptions) -> str:
     names = " ".join(source.name for source in sources)
     own = "" if text.tokenizer == default_model() else f" --tokenizer {text.tokenizer}"
     return f"{python_command()} scripts/download_traces.py {names}{own}"
+
+
+# -- in a process of its own ------------------------------------------------------------------------------------------
+
+FETCH_S = 600.0
+"""Seconds for a trace: the largest has 1.1 GB, and AWS instances read tens of MB/s. What takes longer is given up."""
+
+
+def fetch_apart(source: Source, text: TextOptions, folder: Path, limit_s: float = FETCH_S) -> Path:
+    """Fetch a trace in a process of its own, which is killed after ``limit_s`` seconds: a name server or a slow sender
+    may hold it longer than any timeout of a read.
+
+    Raises:
+        TimeoutError: it took longer.
+        RuntimeError: the process died, or as :func:`~apex.workloads.sources.fetch_trace`.
+        OSError, ValueError, KeyError: as there.
+    """
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        child = Child("the download's process")
+        stack.callback(child.stop)
+        try:
+            return child.call(_fetch_there, source, text, folder, scratch, limit_s=limit_s)
+        except ChildHung:
+            raise TimeoutError(f"it took longer than {limit_s:g} s") from None
+
+
+def _fetch_there(source: Source, text: TextOptions, folder: Path, scratch: str) -> Path:
+    tempfile.tempdir = scratch  # which the parent removes, however this process ends
+    try:
+        return fetch_trace(source, text, folder)
+    except (OSError, HTTPException) as error:  # some cannot be sent to another process
+        raise ConnectionError(str(error) or type(error).__name__) from None

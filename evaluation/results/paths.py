@@ -1,12 +1,10 @@
-"""Paths: the repository, experiments, results, trace folders, the default model; and what to type for a command."""
+"""Paths: the repository, experiments, results, the default model; and what to type for a command."""
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
-from apex.source_tree import CONFIGS, IS_SOURCE_TREE, ROOT
+from apex.source_tree import CONFIGS, IS_SOURCE_TREE, ROOT, python_command
 from swiftllm.files import cache_dir
 
 REPO_ROOT = ROOT
@@ -35,18 +33,6 @@ def model_folder(given: Path | None) -> Path:
     return folder
 
 
-def python_command() -> str:
-    """This Python as typed in the current folder, e.g. ``.venv/bin/python`` in the repository's root."""
-    typed = os.path.relpath(sys.executable)
-    return "python" if typed.startswith(os.pardir) else typed
-
-
 def evaluation_command(name: str) -> str:
     """What to type for a command of ``evaluation``, e.g. ``reproduce_fig5``."""
     return f"{python_command()} " + (f"evaluation/{name}.py" if IS_SOURCE_TREE else f"-m evaluation.{name}")
-
-
-def trace_dirs(first: Path | None = None) -> list[Path]:
-    """Folders that may hold trace files, in search order."""
-    fetched = cache_dir() / "traces"
-    return [first, fetched] if first else [fetched]

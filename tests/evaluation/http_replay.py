@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from apex.workloads.catalogue import Origin, TraceRow
+from apex.workloads.requests import Lengths, PromptTokens, WorkloadSpec, make_workload
 from evaluation.measure.http import replay_workload
 from evaluation.measure.server import connect_server
-from evaluation.traces.catalogue import Origin, TraceRow
-from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
 from tests.evaluation.fake_server import FakeServer
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.simulator.paper_settings import PaperSetting, load_setting
+from apex.workloads.catalogue import Origin, TraceRow
+from apex.workloads.requests import Lengths, WorkloadSpec
 from evaluation import artifact
 from evaluation.experiments.paper_settings import simulated_hardware
 from evaluation.experiments.papers import jobs as figure_jobs
@@ -18,8 +20,6 @@ from evaluation.experiments.runner import Point
 from evaluation.experiments.torch_point import TorchTask
 from evaluation.measure import launched_point
 from evaluation.planning import local_setting, prepare
-from evaluation.traces.catalogue import Origin, TraceRow
-from evaluation.traces.workloads import Lengths, WorkloadSpec
 from swiftllm.config import EngineConfig
 from swiftllm.machine import GIB, Card
 from swiftllm.scheduling.admission import SchedulerLimits

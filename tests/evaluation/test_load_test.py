@@ -12,14 +12,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from apex.workloads.catalogue import Origin, TraceRow
+from apex.workloads.requests import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens, make_workload
 from evaluation.experiments.torch_point import open_loop_requests
 from evaluation.load_test import Options, main
 from evaluation.measure.http import replay_workload
 from evaluation.measure.server import connect_server
 from evaluation.results.folder import read_records, records_file
 from evaluation.results.paths import REPO_ROOT
-from evaluation.traces.catalogue import Origin, TraceRow
-from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens, make_workload
 from tests.evaluation.fake_server import FakeServer, token_by_token
 
 

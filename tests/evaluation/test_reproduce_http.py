@@ -8,10 +8,10 @@ import time
 import pytest
 import tyro
 
+from apex.workloads.requests import load_prompt_tokens
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.results.folder import read_records, records_file
-from evaluation.traces.workloads import load_prompt_tokens
 from tests.evaluation.fake_server import FakeServer, token_by_token
 
 

@@ -12,11 +12,11 @@ from rich.console import Console
 
 from apex.simulator.paper_settings import load_setting
 from apex.strategy import StrategyConfig
+from apex.workloads.catalogue import Origin, TraceRow
+from apex.workloads.requests import Lengths, WorkloadSpec
 from evaluation.experiments.paper_settings import simulated_task
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_point import SimulatedTask, run_simulated_point
-from evaluation.traces.catalogue import Origin, TraceRow
-from evaluation.traces.workloads import Lengths, WorkloadSpec
 from swiftllm.core.request import ServiceClass
 from tests.golden.plans import GPU_ONLY
 

@@ -17,11 +17,10 @@ import tyro
 from download_traces import Options, main
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from apex.workloads import sources as trace_sources
+from apex.workloads.files import TraceRow, read_rows
+from apex.workloads.sources import SOURCES
 from evaluation.results.paths import REPO_ROOT
-from evaluation.traces import downloads as trace_downloads
-from evaluation.traces import sources as trace_sources
-from evaluation.traces.files import TraceRow, read_rows
-from evaluation.traces.sources import SOURCES
 
 ORIGINS = {source.name: source.origin for source in SOURCES}
 AZURE_2023 = b"""TIMESTAMP,ContextTokens,GeneratedTokens
@@ -53,7 +52,7 @@ def web(monkeypatch) -> dict[str, bytes]:
         headers["Content-Length"] = str(len(answers[url]))
         return addinfourl(io.BytesIO(answers[url]), headers, url)
 
-    for module in (trace_downloads, trace_sources):
+    for module in (trace_sources, trace_sources):
         monkeypatch.setattr(module, "open_url", open_url)
     return answers
 

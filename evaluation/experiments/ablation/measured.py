@@ -10,14 +10,14 @@ from rich.console import Console
 
 from apex.cli.profile import attention_rate
 from apex.schedulers.inequality import offload_bound_tokens_per_s
+from apex.workloads.catalogue import Origin, TraceRow
+from apex.workloads.requests import Lengths, WorkloadSpec
 from evaluation.experiments.ablation.options import Options
 from evaluation.experiments.ablation.rows import BASELINE, AblationRow, chosen_rows, with_mix
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import TorchTask, run_torch_point
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import model_folder
-from evaluation.traces.catalogue import Origin, TraceRow
-from evaluation.traces.workloads import Lengths, WorkloadSpec
 from swiftllm.config import EngineConfig
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from apex.simulator.paper_settings import BLOCK_SIZE
+from apex.workloads.requests import Lengths
 from evaluation.experiments.ablation.options import Options
 from evaluation.experiments.ablation.rows import RATE, ROWS, chosen_rows, with_mix
 from evaluation.experiments.adaptive.bound import bound_tokens_per_s
@@ -20,7 +21,6 @@ from evaluation.experiments.runner import Point, PointResult
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import grouped
 from evaluation.results.kinds import distinct
-from evaluation.traces.workloads import Lengths
 
 SETTINGS = ("apex-a10-as-measured", "apex-a10")
 """Both readings of the paper's A10."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from apex.workloads.requests import Lengths
 from evaluation.experiments.grid import Grid, Place
 from evaluation.experiments.omniserve.streams import bursty, latency_sensitive, with_best_effort
 from evaluation.experiments.places import FIELDS, simulate, simulated_point
 from evaluation.experiments.runner import Point
-from evaluation.traces.workloads import Lengths
 from swiftllm.systems import find_system
 
 WITHOUT_CLASSES = ("neo", "apex", "adaptive", "swiftllm", "vllm", "fastdecode")

@@ -18,12 +18,12 @@ from rich.console import Console
 from apex.replay.metrics import Targets
 from apex.replay.records import RequestRecord
 from apex.strategy import StrategyConfig
+from apex.workloads.requests import Lengths
 from evaluation.experiments.grid import Grid, Place
 from evaluation.experiments.http_point import HttpTask, run_http_point
 from evaluation.experiments.omniserve.streams import latency_sensitive, with_best_effort
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.results.folder import FlatRecord
-from evaluation.traces.workloads import Lengths
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import ServiceClass
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from evaluation.traces.catalogue import load_trace
-from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths, merge_lengths
+from apex.workloads.catalogue import load_trace
+from apex.workloads.requests import Lengths, WorkloadSpec, make_lengths, merge_lengths
 
 SPARE = 1.25
 """Arrivals that are drawn, over those expected: enough to fill the duration."""

@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from apex.simulator.paper_settings import load_setting
+from apex.workloads.requests import Lengths
 from evaluation.experiments.grid import Grid, Place, values_of
 from evaluation.experiments.options import given
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.sensitivity import ASSUMPTIONS, parse_sensitivity
 from evaluation.experiments.places import FIELDS, concerns, lengths_of, setting_of, simulate, workload_of
 from evaluation.experiments.runner import Point
-from evaluation.traces.workloads import Lengths
 from swiftllm.systems import find_system
 
 ROW = ("panel", "baseline")

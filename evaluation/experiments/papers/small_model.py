@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from apex.workloads.requests import Lengths
 from evaluation.experiments.grid import Grid
 from evaluation.experiments.http_point import HttpTask
 from evaluation.experiments.identity import identity
@@ -18,7 +19,6 @@ from evaluation.experiments.runner import Point
 from evaluation.experiments.torch_point import TorchTask
 from evaluation.results.paths import model_folder
 from evaluation.results.provenance import cpu_kernels, model_identity
-from evaluation.traces.workloads import Lengths
 from swiftllm.config import EngineConfig
 from swiftllm.systems import find_system
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from apex.workloads.requests import load_prompt_tokens
 from evaluation.experiments.identity import identity
 from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.torch_point import ENGINE_FIELDS, build_engine
 from evaluation.results.other_work import OtherWork
 from evaluation.results.paths import model_folder
 from evaluation.results.provenance import model_identity
-from evaluation.traces.workloads import load_prompt_tokens
 from swiftllm.config import EngineConfig
 from swiftllm.core.sampling_params import SamplingParams
 

@@ -14,6 +14,8 @@ from rich.console import Console
 from apex.simulator.paper_settings import PaperSetting, load_setting
 from apex.simulator.virtual.backend import PLACEHOLDER_TOKEN
 from apex.simulator.virtual.runtime import VLLM
+from apex.workloads.catalogue import load_trace, turns_of
+from apex.workloads.requests import Lengths, WorkloadSpec
 from evaluation.experiments.grid import Grid, Place
 from evaluation.experiments.paper_settings import clip_lengths, simulated_task
 from evaluation.experiments.places import simulated_point
@@ -22,9 +24,6 @@ from evaluation.experiments.runner import Point, PointResult
 from evaluation.experiments.simulated_point import SimulatedTask
 from evaluation.results.folder import FlatRecord
 from evaluation.results.frame import bases, frame_of, over, with_columns
-from evaluation.traces.catalogue import load_trace
-from evaluation.traces.sessions import turns_of
-from evaluation.traces.workloads import Lengths, WorkloadSpec
 from swiftllm.core.request import Tier
 
 CACHES = {"off": (), "gpu": (Tier.GPU,), "store": tuple(Tier), "tiers": tuple(Tier)}

@@ -8,13 +8,13 @@ from collections import Counter
 import pytest
 from rich.console import Console
 
+from apex.workloads.catalogue import Origin, TraceRow
+from apex.workloads.requests import Lengths, PromptTokens, WorkloadSpec, make_workload
 from evaluation.experiments import http_point
 from evaluation.experiments.http_point import HttpTask, run_http_point, wide_warm_up
 from evaluation.experiments.runner import Point
 from evaluation.measure.server import ServerCommand, ServerEnded, launched_server
 from evaluation.results.paths import REPO_ROOT
-from evaluation.traces.catalogue import Origin, TraceRow
-from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
 
 PROMPTS = PromptTokens(100)
 SERVER = """

@@ -8,13 +8,13 @@ import json
 import pytest
 from rich.console import Console
 
+from apex.workloads.catalogue import Origin, TraceRow
+from apex.workloads.requests import Lengths, WorkloadSpec, load_prompt_tokens
 from evaluation import reproduce_fig5, reproduce_fig6, reproduce_fig7
 from evaluation.experiments import points
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.small_model import pool_blocks, small_points
 from evaluation.experiments.torch_point import run_torch_point
-from evaluation.traces.catalogue import Origin, TraceRow
-from evaluation.traces.workloads import Lengths, WorkloadSpec, load_prompt_tokens
 from tests.apex.replay.fake_engine import FakeEngine
 
 SPEEDS = {"swiftllm": 0.5, "neo": 0.4, "apex": 0.25, "adaptive": 0.2}

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from apex.simulator.paper_settings import load_setting
+from apex.workloads.catalogue import Origin, TraceRow, UniformTrace
+from apex.workloads.requests import Lengths, WorkloadSpec, make_lengths
 from evaluation.experiments.paper_settings import clip_lengths, simulated_hardware, simulated_task
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.experiments.papers.points import figure_grid, simulated_points
 from evaluation.experiments.papers.sensitivity import parse_sensitivity
 from evaluation.experiments.simulated_point import build_engine
-from evaluation.traces.catalogue import Origin, TraceRow, UniformTrace
-from evaluation.traces.workloads import Lengths, WorkloadSpec, make_lengths
 
 
 def lengths(*rows):

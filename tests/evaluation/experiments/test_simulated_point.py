@@ -15,14 +15,14 @@ from apex.perf.model import Curve, ProfileTable, Surface
 from apex.replay.records import RequestRecord
 from apex.simulator.virtual.cpu_path import Interconnect
 from apex.strategy import StrategyConfig
+from apex.workloads.catalogue import Origin, TraceRow
+from apex.workloads.requests import Lengths, WorkloadSpec, load_prompt_tokens
 from evaluation import validate
 from evaluation.experiments import profile_check
 from evaluation.experiments.profile_check import ProfiledMachine, mean_table, operation_error
 from evaluation.experiments.runner import Point
 from evaluation.experiments.simulated_point import SimulatedHardware, SimulatedTask, build_engine, run_simulated_point
 from evaluation.results.folder import SUMMARY_FIELDS
-from evaluation.traces.catalogue import Origin, TraceRow
-from evaluation.traces.workloads import Lengths, WorkloadSpec, load_prompt_tokens
 from swiftllm.core.request import ServiceClass
 from swiftllm.scheduling.admission import SchedulerLimits
 from swiftllm.systems import systems

@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
+from apex.workloads.catalogue import Origin, TraceRow
+from apex.workloads.requests import Lengths, PromptTokens, WorkloadSpec, make_workload
 from evaluation.measure.http import replay_workload
 from evaluation.measure.server import ServerCommand, ServerEnded, ServerNotReady, launched_server
 from evaluation.measure.sessions import end_session, session_stats
 from evaluation.results.paths import REPO_ROOT
-from evaluation.traces.catalogue import Origin, TraceRow
-from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
 
 FAKE = ServerCommand(
     "fake", (sys.executable, "-m", "tests.evaluation.fake_server"), {"PYTHONPATH": str(REPO_ROOT), "APEX_X": "1"}

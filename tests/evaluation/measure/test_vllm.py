@@ -11,6 +11,8 @@ import re
 import pytest
 from tokenizers import Tokenizer
 
+from apex.workloads.catalogue import Origin, TraceRow
+from apex.workloads.requests import Lengths, PromptTokens, WorkloadSpec, make_workload
 from evaluation.measure import vllm
 from evaluation.measure.http import replay_workload
 from evaluation.measure.server import launched_server
@@ -21,8 +23,6 @@ from evaluation.measure.vllm import (
     vllm_path,
     vllm_program,
 )
-from evaluation.traces.catalogue import Origin, TraceRow
-from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,

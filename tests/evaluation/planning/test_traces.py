@@ -15,16 +15,15 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from apex.simulator.paper_settings import load_setting
+from apex.workloads import catalogue
+from apex.workloads.catalogue import load_trace
+from apex.workloads.files import TraceRow, read_rows, write_rows
+from apex.workloads.sources import SOURCES, Source, TextOptions
 from evaluation import reproduce_fig5
 from evaluation.experiments.papers.jobs import FigureJob, make_job
 from evaluation.experiments.papers.options import FigureOptions
 from evaluation.planning import traces
-from evaluation.planning.traces import tokenizer_of
-from evaluation.traces import catalogue
-from evaluation.traces.apart import fetch_apart
-from evaluation.traces.catalogue import load_trace
-from evaluation.traces.files import TraceRow, read_rows, write_rows
-from evaluation.traces.sources import SOURCES, Source, TextOptions
+from evaluation.planning.traces import fetch_apart, tokenizer_of
 from tests.evaluation.papers_machines import A10G, T4, NamedMachine, on_machine
 
 AZURE = b"TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-12 00:00:00+00:00,374,44\n2024-05-12 00:00:02+00:00,879,55\n"

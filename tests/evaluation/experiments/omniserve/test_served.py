@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from apex.replay.records import REFUSED, RequestRecord
+from apex.workloads.catalogue import Origin, TraceRow
+from apex.workloads.requests import Lengths, PromptTokens, WorkloadSpec, make_workload
 from evaluation.experiments.experiment import Experiment
 from evaluation.experiments.omniserve.refusals import BURST, refusals
 from evaluation.experiments.omniserve.served import contract, found_here, median_gap_s, most_blocks
@@ -15,8 +17,6 @@ from evaluation.experiments.runner import Point, Run
 from evaluation.measure.http import replay_workload
 from evaluation.measure.server import connect_server
 from evaluation.reproduce_omniserve import Options, served_points
-from evaluation.traces.catalogue import Origin, TraceRow
-from evaluation.traces.workloads import Lengths, PromptTokens, WorkloadSpec, make_workload
 from tests.evaluation.fake_server import FakeServer, token_by_token
 
 SETTINGS = experiment_settings("omniserve")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from apex.simulator.virtual.backend import PLACEHOLDER_TOKEN
-from evaluation.traces.catalogue import Origin, Quantiles
-from evaluation.traces.files import TraceRow
-from evaluation.traces.sessions import SYSTEM_TOKEN, SessionTrace, turns_of
+from apex.workloads.catalogue import SYSTEM_TOKEN, Origin, Quantiles, SessionTrace, turns_of
+from apex.workloads.files import TraceRow
 
 TRACE = SessionTrace(
     "talks", "Talks", Origin("synthetic", "made up"), Quantiles(((0, 10), (1, 50))), Quantiles(((0, 5), (1, 20))),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.traces.catalogue import Origin, RecordedTrace
-from evaluation.traces.files import TraceRow, read_rows
+from apex.workloads.catalogue import Origin, RecordedTrace
+from apex.workloads.files import TraceRow, read_rows
 
 HEAD = "arrival_s,input_tokens,output_tokens\n"
 ROWS = "0.0,10,5\n1.0,20,5\n2.0,30,5\n"

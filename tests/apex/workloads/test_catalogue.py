@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import yaml
 
+from apex.workloads import catalogue as traces
+from apex.workloads.catalogue import Origin, Quantiles, load_trace
+from apex.workloads.files import TraceRow, read_rows, write_rows
+from apex.workloads.sources import SOURCES
 from evaluation.results.paths import EXPERIMENTS_DIR
-from evaluation.traces import catalogue as traces
-from evaluation.traces.catalogue import Origin, Quantiles, load_trace
-from evaluation.traces.files import TraceRow, read_rows, write_rows
-from evaluation.traces.sources import SOURCES
 
 PUBLISHED = {  # workload: (input mean, p50, p90, p99), (output mean, p50, p90, p99) of the source
     "azure-conv": ((1610, 919, 3817, 6655), (104.6, 34, 328, 669)),  # means by the published histograms

@@ -7,11 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from evaluation.traces.catalogue import DrawnTrace, Origin, Quantiles
-from evaluation.traces.corpus import docstrings, load_corpus
-from evaluation.traces.workloads import (
+from apex.workloads.catalogue import DrawnTrace, Origin, Quantiles
+from apex.workloads.requests import (
     PromptTokens,
     WorkloadSpec,
+    docstrings,
+    load_corpus,
     load_prompt_tokens,
     make_lengths,
     make_workload,

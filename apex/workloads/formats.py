@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evaluation.traces.files import PREFIX_TOKENS, TraceRow
+from apex.workloads.files import PREFIX_TOKENS, TraceRow
 
 if TYPE_CHECKING:
     import pandas as pd

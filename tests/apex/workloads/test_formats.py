@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from evaluation.traces.conversions import (
+from apex.workloads.files import TraceRow
+from apex.workloads.formats import (
     azure_rows,
     dolphin_pairs,
     livebench_pairs,
@@ -18,7 +19,6 @@ from evaluation.traces.conversions import (
     text_rows,
     token_counter,
 )
-from evaluation.traces.files import TraceRow
 from tests.reference.tiny_tokenizer import make_tiny_tokenizer
 
 AZURE_2023 = """TIMESTAMP,ContextTokens,GeneratedTokens

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from evaluation.traces.downloads import download, read_parquet
+from apex.workloads.sources import download, read_parquet
 
 
 @pytest.fixture

@@ -1,1 +1,0 @@
-"""Request traces: published lengths and arrivals, and workloads made from them."""
