@@ -6,6 +6,7 @@ Everything is deterministic by seed.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import itertools
 import json
@@ -22,6 +23,7 @@ import yaml
 from apex.simulator.virtual.backend import PLACEHOLDER_TOKEN
 from apex.source_tree import CONFIGS, python_command
 from apex.workloads.files import Segments, TraceRow, read_rows
+from apex.workloads.formats import read_file
 from apex.workloads.sources import SOURCES, Source
 from swiftllm.files import cache_dir, is_kept
 
@@ -254,14 +256,25 @@ def load_catalogue() -> dict[str, Any]:
     return yaml.safe_load(WORKLOADS_FILE.read_text())
 
 
-def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
+def load_trace(name: str, trace_dir: Path | None = None, tokenizer: Path | None = None) -> Trace:
     """The trace of a workload: the first file in the trace folders, else its quantile tables or its shape.
 
+    Args:
+        name: of a workload of the catalogue; or a file of one's own, see :func:`apex.workloads.formats.read_file`.
+        tokenizer: counts the tokens of a file of texts.
+
     Raises:
-        ValueError: the name is unknown, or ``trace_dir`` is given and does not exist.
+        ValueError: there is no such name and no such file, a file is damaged (the message names its line), or
+            ``trace_dir`` is given and does not exist.
     """
     if name not in load_catalogue():
-        raise ValueError(f"unknown workload {name!r}; known: {', '.join(load_catalogue())}")
+        if (path := Path(name).expanduser()).is_file():
+            return own_trace(path, tokenizer)
+        near = difflib.get_close_matches(name.lower(), load_catalogue(), n=3, cutoff=0.4)
+        advice = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(
+            f"unknown workload {name!r}, and no such file is here; known: {', '.join(load_catalogue())}{advice}"
+        )
     if trace_dir is not None and not trace_dir.is_dir():
         raise ValueError(f"trace folder {trace_dir} does not exist")
     entry = load_catalogue()[name]
@@ -283,6 +296,13 @@ def load_trace(name: str, trace_dir: Path | None = None) -> Trace:
         return SessionTrace(name, entry["title"], Origin("synthetic", fitted["note"]), *quantiles, **sessions)
     original = next((source.name for source in fetchable(name) if source.has_arrivals), None)
     return DrawnTrace(name, entry["title"], Origin("fitted", fitted["note"]), *quantiles, original)
+
+
+def own_trace(path: Path, tokenizer: Path | None = None) -> RecordedTrace:
+    """The trace in a file of one's own."""
+    rows, remark = read_file(path, tokenizer)
+    note = f"{len(rows)} requests of the file {path.name}" + (f"; {remark}" if remark else "")
+    return RecordedTrace(path.stem, path.stem, Origin("measured", note, path.name), rows)
 
 
 def _counted(path: Path) -> str:

@@ -1,13 +1,14 @@
-"""Trace files: request lengths and arrivals as CSV, each with a JSON file of its provenance."""
+"""Trace files: request lengths and arrivals as CSV, those written here with a JSON file of their provenance."""
 
 from __future__ import annotations
 
 import csv
+import datetime
 import json
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from swiftllm.files import write_atomically
 logger = logging.getLogger(__name__)
 
 COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+"""The same in Azure's inference traces; the first is a date and time."""
 PREFIX_COLUMN, PREFIX_TOKENS = "prefix_ids", 512
 """A further column of some traces: ids of the prompt's blocks of so many tokens. Prompts share equal ones at the start.
 """
@@ -50,44 +53,78 @@ class TraceRow:
 
 
 def read_rows(path: Path) -> tuple[TraceRow, ...]:
-    """Read a trace file with the columns arrival_s (may be blank), input_tokens, output_tokens, maybe prefix_ids.
+    """Read a trace file with the columns arrival_s (may be blank), input_tokens, output_tokens, maybe prefix_ids; or
+    one with Azure's columns TIMESTAMP, ContextTokens, GeneratedTokens.
 
     Rows are by arrival, sorted with a warning if they are not; where one has no arrival, as they are. Blank lines and a
-    byte-order mark do not count.
+    byte-order mark do not count. Azure's rows of no tokens are left out with a warning.
 
     Raises:
         ValueError: a column is missing, a cell is no number, an arrival is negative or not finite, a length is below 1,
             or there are no rows; the message names the file and the line.
     """
     rows: list[TraceRow] = []
+    left_out = 0
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines = csv.reader(file)
         try:
             columns = [name.strip() for name in next(lines, [])]
-            if missing := [name for name in COLUMNS if name not in columns]:
+            is_azure = set(AZURE_COLUMNS) <= set(columns)
+            if not is_azure and (missing := [name for name in COLUMNS if name not in columns]):
                 raise ValueError(f"it needs columns {','.join(COLUMNS)}, and lacks {','.join(missing)}: {columns}")
             for cells in lines:
-                if any(cell.strip() for cell in cells):
-                    rows.append(_row(columns, cells))
+                if not any(cell.strip() for cell in cells):
+                    continue
+                by_name = _by_name(columns, cells)
+                if is_azure:
+                    moment, *lengths = (by_name[name] for name in AZURE_COLUMNS)
+                    if "0" in lengths:
+                        left_out += 1
+                        continue
+                    by_name |= dict(zip(COLUMNS, (str(seconds_of(moment)), *lengths), strict=True))
+                rows.append(_row(by_name))
         except (ValueError, csv.Error) as error:  # bytes that are not UTF-8, too
             raise ValueError(f"{path}:{max(1, lines.line_num)}: {error}") from None
     if not rows:
         raise ValueError(f"{path}: no rows")
+    if left_out:
+        logger.warning("%s: %d rows without a prompt or an output are left out", path, left_out)
+    if is_azure:
+        first_s = min(row.arrival_s or 0.0 for row in rows)
+        rows = [replace(row, arrival_s=(row.arrival_s or 0.0) - first_s) for row in rows]
+    return by_arrival(path, rows)
+
+
+def by_arrival(path: Path, rows: list[TraceRow]) -> tuple[TraceRow, ...]:
+    """The rows of a file in the order of arrival, with a warning if they are not; as they are where one has none."""
     arrivals = [row.arrival_s for row in rows if row.arrival_s is not None]
     if len(arrivals) == len(rows) and arrivals != sorted(arrivals):
         logger.warning("%s: its rows are not in the order of arrival, and are sorted", path)
-        rows.sort(key=lambda row: row.arrival_s)
+        rows = sorted(rows, key=lambda row: row.arrival_s)
     return tuple(rows)
 
 
-def _row(columns: Sequence[str], cells: Sequence[str]) -> TraceRow:
+def seconds_of(text: str) -> float:
+    """Seconds since 1970 of a date and time in ISO 8601, by UTC where no zone is named."""
+    moment = datetime.datetime.fromisoformat(text)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
+
+
+def _by_name(columns: Sequence[str], cells: Sequence[str]) -> dict[str, str]:
     """
     Raises:
-        ValueError: cells are missing or have no meaning.
+        ValueError: cells are missing.
     """
     if len(cells) < len(columns):
         raise ValueError(f"{len(cells)} cells where the header has {len(columns)}")
-    by_name = dict(zip(columns, map(str.strip, cells), strict=False))
+    return dict(zip(columns, map(str.strip, cells), strict=False))
+
+
+def _row(by_name: Mapping[str, str]) -> TraceRow:
+    """
+    Raises:
+        ValueError: cells have no meaning.
+    """
     arrival, given, out = COLUMNS
     ids = by_name.get(PREFIX_COLUMN, "").split()
     segments = tuple((1 + _number(PREFIX_COLUMN, one, int), PREFIX_TOKENS) for one in ids)  # 0: of simulated outputs

@@ -1,4 +1,4 @@
-"""Converts published request traces to request lengths. No text is kept."""
+"""Converts published request traces, and files of one's own, to request lengths. No text is kept."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from apex.workloads.files import PREFIX_TOKENS, TraceRow
+from apex.workloads.files import PREFIX_TOKENS, TraceRow, by_arrival, read_rows
+from swiftllm.model.folder.hub import model_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -134,3 +136,172 @@ def livebench_pairs(questions: pd.DataFrame, answers: pd.DataFrame, model: str) 
     for question_id, choices in zip(mine["question_id"], mine["choices"], strict=True):
         if question_id in prompts:
             yield "\n".join(prompts[question_id]), "\n".join(choices[0]["turns"])
+
+
+# -- files of one's own ------------------------------------------------------------------------------------------------
+
+FORMATS = (
+    "CSV with the columns arrival_s (may be blank), input_tokens and output_tokens, or with those of Azure's traces; lines "
+    "of JSON with the same names, with Mooncake's (timestamp in ms, input_length, output_length), or with prompt and "
+    "output_tokens, as in vLLM's custom data sets; a ShareGPT file; or a saved result of `vllm bench serve`"
+)
+"""What :func:`read_file` reads."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """An entry of a JSON file before its texts are counted: a length in tokens, or the text itself."""
+
+    place: str
+    prompt: int | str
+    output: int | str
+    arrival_s: float | None = None
+    blocks: tuple[int, ...] = ()
+
+
+def read_file(path: Path, tokenizer: Path | None = None) -> tuple[tuple[TraceRow, ...], str]:
+    """The requests of a file in one of ``FORMATS``, and what is to be said of their lengths, or "".
+
+    Entries without a prompt or an output, as failed requests and unanswered conversations are, are left out and
+    counted; lines of the formats that are only of lengths must have both.
+
+    Args:
+        tokenizer: counts the tokens of texts; a tokenizer.json or a folder that has one.
+
+    Raises:
+        ValueError: the file has none of the forms, or an entry is damaged; the message names the file and its line, or
+            its place where the file is one JSON value. Or there are texts and no tokenizer.
+        OSError: it cannot be read.
+    """
+    if path.suffix.lower() not in (".json", ".jsonl"):
+        return read_rows(path), ""
+    items = _items(path)
+    if any(isinstance(text, str) for item in items for text in (item.prompt, item.output)):
+        items, counted_by = _counted(path, items, tokenizer)
+    else:
+        counted_by = ""
+    kept = [item for item in items if item.prompt and item.output]
+    for item in kept:
+        if item.prompt < 0 or item.output < 0:
+            raise ValueError(f"{path}:{item.place}: lengths must be at least 1 token")
+    if not kept:
+        raise ValueError(f"{path}: no request with a prompt and an output")
+    first_s = min((item.arrival_s for item in kept if item.arrival_s is not None), default=0.0)
+    rows = []
+    for item in kept:
+        arrival_s = None if item.arrival_s is None else item.arrival_s - first_s
+        segments = tuple((1 + block, PREFIX_TOKENS) for block in item.blocks)
+        try:
+            rows.append(TraceRow(item.prompt, item.output, arrival_s, segments=segments))
+        except ValueError as error:
+            raise ValueError(f"{path}:{item.place}: {error}") from None
+    left_out = (
+        f"{len(items) - len(kept)} of {len(items)} entries left out, without a prompt or an output"
+        if len(kept) < len(items)
+        else ""
+    )
+    return by_arrival(path, rows), "; ".join(filter(None, (left_out, counted_by)))
+
+
+def _items(path: Path) -> list[Item]:
+    """
+    Raises:
+        ValueError: see :func:`read_file`.
+    """
+    text = path.read_text(encoding="utf-8-sig")
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        whole = None  # lines, of which the damaged one is found below
+    if isinstance(whole, list):
+        return _each(path, ((f"entry {number}", item) for number, item in enumerate(whole, start=1)), _conversation)
+    if isinstance(whole, dict) and "input_lens" in whole:
+        return _bench_result(path, whole)
+    lines = ((str(number), line) for number, line in enumerate(text.splitlines(), start=1) if line.strip())
+    return _each(path, lines, lambda place, line: _line(place, json.loads(line)))
+
+
+def _each(path: Path, entries: Iterable[tuple[str, Any]], make: Callable[[str, Any], Item | None]) -> list[Item]:
+    items = []
+    for place, entry in entries:
+        try:
+            items.append(make(place, entry))
+        except KeyError as error:
+            raise ValueError(f"{path}:{place}: it lacks {error}") from None
+        except (ValueError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"{path}:{place}: {error}") from None
+    return [item for item in items if item is not None]
+
+
+def _line(place: str, entry: Any) -> Item:
+    """A line of JSON with lengths, or with a text."""
+    if not isinstance(entry, dict):
+        raise ValueError("it is no JSON object")
+    if "input_length" in entry:  # Mooncake
+        lengths = _whole(entry, "input_length"), _whole(entry, "output_length")
+        at_s = None if entry.get("timestamp") is None else float(entry["timestamp"]) / 1000
+        return Item(place, *_both(lengths), at_s, tuple(map(int, entry.get("hash_ids", ()))))
+    if "prompt" in entry:  # vLLM's custom data set
+        return Item(place, str(entry["prompt"]), _whole(entry, "output_tokens"))
+    if "input_tokens" in entry:
+        lengths = _whole(entry, "input_tokens"), _whole(entry, "output_tokens")
+        at_s = None if entry.get("arrival_s") is None else float(entry["arrival_s"])
+        return Item(place, *_both(lengths), at_s)
+    raise ValueError(f"it has none of the known forms, which are {FORMATS}")
+
+
+def _whole(entry: Mapping[str, Any], name: str) -> int:
+    value = entry[name]
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r} is no whole number")
+    return value
+
+
+def _both(lengths: tuple[int, int]) -> tuple[int, int]:
+    if min(lengths) < 1:
+        raise ValueError("lengths must be at least 1 token")
+    return lengths
+
+
+def _conversation(place: str, entry: Any) -> Item:
+    """The first turn of a ShareGPT conversation and its answer, as in `vllm bench serve`."""
+    turns = [str(turn["value"]) for turn in entry["conversations"][:2]]
+    return Item(place, *turns, *[""] * (2 - len(turns)))
+
+
+def _bench_result(path: Path, result: Mapping[str, Any]) -> list[Item]:
+    """The requests of a result that `vllm bench serve --save-result --save-detailed` wrote."""
+    columns = [result["input_lens"], result.get("output_lens"), result.get("start_times")]
+    if columns[1] is None:
+        raise ValueError(f"{path}: it has input_lens and no output_lens: save it with --save-detailed")
+    columns[2] = columns[2] or [None] * len(columns[0])
+    if len({len(column) for column in columns}) != 1:
+        raise ValueError(f"{path}: input_lens, output_lens and start_times are not of one length")
+
+    def item(place: str, values: tuple[Any, Any, Any]) -> Item:
+        lengths = dict(zip(("input_lens", "output_lens"), values, strict=False))
+        at_s = None if values[2] is None else float(values[2])
+        return Item(place, _whole(lengths, "input_lens"), _whole(lengths, "output_lens"), at_s)
+
+    entries = enumerate(zip(*columns, strict=True), start=1)
+    return _each(path, ((f"request {number}", values) for number, values in entries), item)
+
+
+def _counted(path: Path, items: Sequence[Item], tokenizer: Path | None) -> tuple[list[Item], str]:
+    """The entries with the tokens of their texts, and who counted them."""
+    if tokenizer is None:
+        raise ValueError(
+            f"{path} has texts, whose tokens must be counted: give --tokenizer, a tokenizer.json or its folder"
+        )
+    try:
+        count = token_counter(tokenizer)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+    texts = [text for item in items for text in (item.prompt, item.output) if isinstance(text, str)]
+    tokens = iter(count(texts))
+    counted = [
+        replace(item, **{name: next(tokens) for name in ("prompt", "output") if isinstance(getattr(item, name), str)})
+        for item in items
+    ]
+    folder = tokenizer.parent if tokenizer.suffix == ".json" else tokenizer
+    return counted, f"tokens counted by the tokenizer of {model_name(folder)}"

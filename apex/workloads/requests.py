@@ -27,7 +27,7 @@ class WorkloadSpec:
     """Describes the requests of a workload. All fields decide the result, so all are part of a run's identity."""
 
     name: str
-    """A workload of configs/experiments/workloads.yaml, or the name of a synthetic trace."""
+    """A workload of configs/experiments/workloads.yaml, or the name of a synthetic trace or of one's own."""
     num_requests: int
     scale: float = 1.0
     """Factor for input and output lengths (rounded, at least 1 token)."""
@@ -104,8 +104,14 @@ class Workload:
 
 
 def make_lengths(spec: WorkloadSpec, trace: Trace) -> Lengths:
-    """Draw the workload's lengths and arrivals from its trace."""
+    """Draw the workload's lengths and arrivals from its trace. Prompts share nothing.
+
+    Raises:
+        ValueError: the trace has no arrivals of its own, or they depend on the ends of other requests.
+    """
     rows = (trace.window if spec.arrivals == "trace" else trace.sample)(spec.num_requests, spec.seed)
+    if any(row.after is not None for row in rows):
+        raise ValueError(f"workload {spec.name} has conversations, whose turns follow answers: give a request rate")
     output_factor = spec.scale
     if spec.output_len is not None:
         output_factor *= spec.output_len / float(np.mean([row.output_tokens for row in rows]))

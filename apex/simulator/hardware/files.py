@@ -11,7 +11,7 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import exp
+from math import exp, inf
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import yaml
 from apex.perf.model import Curve
 from apex.simulator.hardware.operator_files import Operators, read_operators
 from apex.source_tree import CONFIGS, configs_folder
+from swiftllm.machine import GIB
 from swiftllm.model.config.model_config import ModelConfig
 from swiftllm.model.folder.hub import model_folder
 
@@ -41,6 +42,7 @@ SMALL_LINK_FIGURES = (
     "small_all_reduce_below_bytes", "small_all_reduce_gpus", "small_all_reduce_gb_s", "small_all_reduce_latency_us",
 )  # fmt: skip
 """Of a kernel that reduces small buffers of few cards in place of the library; a link has all of them or none."""
+GIVEN = "given by who asks"
 OPTIONAL_FIGURES = {"gpu": {*POWER_FIGURES, "has_hbm"}, "host": set(), "link": set(SMALL_LINK_FIGURES)}
 
 
@@ -175,6 +177,28 @@ class Gpu(Hardware):
 class Host(Hardware):
     isa: str = "avx2"
 
+    def with_given(self, memory_gib: float | None = None, read_gb_s: float | None = None) -> Host:
+        """The host with what its owner knows of it in place of its own figures.
+
+        ``read_gb_s`` is what all cores together read, in GB/s, so no share is taken off it.
+
+        Raises:
+            ValueError: a number is not positive.
+        """
+        name, figures = self.name, dict(self.figures)
+        for what, given in (("host_memory_gib", memory_gib), ("host_read_gb_s", read_gb_s)):
+            if given is not None and not 0.0 < given < inf:
+                raise ValueError(f"{what}={given} must be positive and finite")
+        if memory_gib is not None:
+            figures["memory_gb"] = replace(figures["memory_gb"], value=memory_gib * GIB / 1e9, origin=GIVEN)
+            name += f" with {memory_gib:g} GiB"
+        if read_gb_s is not None:
+            figures["peak_bandwidth_gb_s"] = replace(figures["peak_bandwidth_gb_s"], value=read_gb_s, origin=GIVEN)
+            for share in ("core_share", "stream_fraction"):
+                figures[share] = replace(figures[share], value=1.0, origin=GIVEN)
+            name += f", read at {read_gb_s:g} GB/s"
+        return replace(self, name=name, figures=figures)
+
 
 @dataclass(frozen=True)
 class GpuLink(Hardware):
@@ -263,19 +287,33 @@ def load_link(name_or_path: str | Path) -> GpuLink:
 
 def load_model_config(name_or_path: str | Path) -> ModelConfig:
     """Read a model's shape, by a name in ``configs/models`` (without weights), a Hugging Face folder or a hub name."""
-    folder = MODELS_DIR / name_or_path
-    if folder.is_dir():
-        return ModelConfig.from_folder(folder)
+    if (known := known_model(name_or_path)) is not None:
+        return ModelConfig.from_folder(MODELS_DIR / known)
     folder = model_folder(name_or_path, weights=False)
     if folder.is_dir():
         return ModelConfig.from_folder(folder)
-    known = ", ".join(known_models())
-    raise ValueError(f"no model {str(name_or_path)!r}: known are {known}; or give a Hugging Face folder or a hub name")
+    known_names = ", ".join(known_models())
+    raise ValueError(
+        f"no model {str(name_or_path)!r}: known are {known_names}; or give a Hugging Face folder or a hub name"
+    )
+
+
+def known_model(name_or_path: str | Path) -> str | None:
+    """The name in ``configs/models`` of a model, which is given by it or by its name on the hub, in whatever case."""
+    name = str(name_or_path).lower()
+    if name in known_models():
+        return name
+    return next((known for known, on_hub in model_origins().items() if on_hub.lower() == name), None)
 
 
 def known_models() -> list[str]:
     """Sorted names of the folders in ``configs/models``."""
-    return sorted(path.name for path in configs_folder("models").iterdir())
+    return sorted(path.name for path in configs_folder("models").iterdir() if path.is_dir())
+
+
+def model_origins() -> dict[str, str]:
+    """The names on the hub of the models in ``configs/models`` that have one."""
+    return _load_yaml(configs_folder("models") / "origins.yaml")
 
 
 def known_hardware(kind: str) -> list[str]:

@@ -15,6 +15,7 @@ from apex.simulator.hardware.files import (
     Gpu,
     Host,
     known_hardware,
+    known_model,
     known_models,
     load_gpu,
     load_host,
@@ -129,6 +130,8 @@ def predict_machine(
     link_name: str | None = None,
     cpu_hosts: int = 1,
     network_gbps: float = 100.0,
+    host_memory_gib: float | None = None,
+    host_read_gb_s: float | None = None,
     weights: Weights = "auto",
     cpu_kv_dtype: CpuKVDtype = "auto",
     **options: Any,
@@ -136,6 +139,7 @@ def predict_machine(
     """The machine of these names or paths.
 
     Args:
+        host_memory_gib, host_read_gb_s: in place of the host's own figures, see :meth:`Host.with_given`.
         weights: auto: as the model's config.json says; int4: 4 bits in groups of 128.
         cpu_kv_dtype: the format of the CPU tier.
         options: of :func:`apex.simulator.prediction.calibrated_profile.hardware_profile`.
@@ -144,7 +148,7 @@ def predict_machine(
         ValueError: a name is unknown (the message lists the known ones), or an option is invalid.
     """
     gpu = _find("gpu", gpu_name, load_gpu, known_hardware("gpu"))
-    host = _find("host", host_name, load_host, known_hardware("host"))
+    host = _find("host", host_name, load_host, known_hardware("host")).with_given(host_memory_gib, host_read_gb_s)
     model = _find("model", model_name, load_model_config, known_models())
     if weights == "int4":
         model = replace(model, quantisation=INT4)
@@ -155,8 +159,9 @@ def predict_machine(
     options |= {"dtype": dtype, "cpu_kv_dtype": cpu_kv_dtype, "tensor_parallel": tensor_parallel, "link": link}
     table = hardware_profile(gpu, host, model, **options)
     remote = remote_hosts(host, model, dtype, cpu_hosts, network_gbps)
+    name = known_model(model_name) or Path(model_name).name
     return PredictedMachine(
-        gpu, host, model, Path(model_name).name, dtype, table, tensor_parallel, remote, cpu_kv_dtype
+        gpu, host, model, name, dtype, table, tensor_parallel, remote, cpu_kv_dtype
     )
 
 
@@ -165,5 +170,6 @@ def _find(what: str, name: str, load: Callable[[str], Any], names: Sequence[str]
     try:
         return load(name)
     except ValueError as error:
-        near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.3) if name not in names else []
-        raise ValueError(f"--{what}: {error}" + (f". Did you mean {near[0]}?" if near else "")) from None
+        near = difflib.get_close_matches(name.lower(), names, n=4, cutoff=0.3) if name not in names else []
+        others = f" Near are {', '.join(near[1:])}, too." if near[1:] else ""
+        raise ValueError(f"--{what}: {error}" + (f". Did you mean {near[0]}?{others}" if near else "")) from None

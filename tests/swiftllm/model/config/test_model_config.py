@@ -283,7 +283,9 @@ def test_layers_without_rotary_positions_are_listed_or_every_fourth(read):
 def test_the_configurations_beside_the_code_are_those_of_models_of_these_sizes(read):
     """Billions of parameters, as their cards say."""
     sizes = {"mistral-small-3": 23.57, "ministral-3-8b": 8.49, "phi-4": 14.66, "glm-4-9b": 9.40, "smollm3-3b": 3.08}
-    for name, billions in (sizes | {"granite-3.3-8b": 8.17}).items():
+    sizes |= {"qwen2.5-3b": 3.09, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.77, "granite-3.3-8b": 8.17}
+    sizes |= {"qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "llama-3.2-3b": 3.21, "mistral-7b": 7.25}
+    for name, billions in (sizes | {"phi-4-mini": 3.84}).items():
         assert ModelConfig.from_folder(Path("configs/models") / name).num_parameters / 1e9 == pytest.approx(
             billions, abs=0.005
         )
