@@ -1,4 +1,4 @@
-"""`apex bench`: the same fixed-size requests, all at once, through one system after the other."""
+"""`apex bench`: the same requests through one system after the other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from apex.cli.flags import (
     check_output_folder,
     running_engine,
 )
-from apex.cli.systems_command import SystemsCommand
+from apex.cli.systems_command import Remaining, SystemsCommand
+from apex.cli.traffic import AT_ONCE, TrafficFlags
 from apex.cli.validate import optional_module
 from apex.perf.online import OPERATIONS
 from apex.placement.budget import UniformLoad
@@ -48,18 +49,25 @@ class BenchRun:
     records: Sequence[RequestRecord]
     description: Mapping[str, Any]
 
+    @property
+    def name(self) -> str:
+        """The system, and its load unless all requests came at once."""
+        load = self.figures["load"]
+        return self.figures["system"] + ("" if load == AT_ONCE else f"-{load.replace(' ', '-')}")
+
 
 @dataclass(frozen=True)
 class Bench(SystemsCommand):
-    """Measure throughput offline: requests of one size, all there from the start.
+    """Measure throughput and latency: requests of one size, all there from the start, or those of a --workload.
 
-    With --best-effort-requests there are two classes, each of one size.
+    With --best-effort-requests there are two classes, the second of one size.
 
     For example:
 
       apex bench MODEL --system swiftllm neo apex --num-gpu-blocks 64
       apex bench MODEL --num-requests 64 --input-len 128 --output-len 128 --output bench.json
       apex bench MODEL --system sarathi omniserve --best-effort-requests 100 --duration-s 60
+      apex bench MODEL --system swiftllm apex --workload monday.csv --request-rate 1 2 --slo-ttft 2 --slo-tpot 0.2
 
     Each request is decoded greedily to its last token. Cap the GPU tier (--num-gpu-blocks) to see what offloading is
     for: a small model is not short of memory otherwise. Without a GPU the GPU batch stands for one: where several
@@ -71,11 +79,11 @@ class Bench(SystemsCommand):
     system: tuple[SystemName, ...] = ("apex",)
     """Systems to measure one after the other; ratios are to the first."""
     num_requests: int = 16
-    """Requests, all at once."""
+    """Requests of each run."""
     input_len: int = 64
-    """Prompt tokens of each."""
+    """Prompt tokens of each, without --workload."""
     output_len: int = 32
-    """Output tokens of each."""
+    """Output tokens of each, without --workload."""
     prompt_file: OutputFile = None
     """Take the prompts from this text; by default they are random tokens."""
     output: OutputFile = None
@@ -84,6 +92,7 @@ class Bench(SystemsCommand):
     """Keep figures, raw records and provenance too, in bench/<run>/ of this folder, as all measurements are kept."""
     profile: ProfileFile = None
     """Profile table to use; by default the cached one, measured on the first start."""
+    traffic: TrafficFlags = field(default_factory=TrafficFlags)
     best_effort: BestEffortFlags = field(default_factory=BestEffortFlags)
     engine: EngineFlags = field(default_factory=EngineFlags)
     strategy: StrategyFlags = field(default_factory=StrategyFlags)
@@ -95,53 +104,69 @@ class Bench(SystemsCommand):
         results = self.results_dir and optional_module("evaluation.results.folder", "apex bench --results-dir")
         runs: list[BenchRun] = []
         with input_errors():
-            config, strategy = self.engine.config(self.model), self.strategy.config(*self.system)
+            config = self.engine.config(self.model)
+            strategy = self.traffic.with_targets(self.strategy.config(*self.system))
+            loads = self.loads
         if len(self.system) > 1 and config.gpu_batch_threads is None:
             config = replace(config, gpu_batch_threads=1)
+        tokens = [lengths.total_output_tokens for lengths in loads.values()]
+        remaining = Remaining("bench", tokens * len(self.system))
+        setting = ""
         for system in self.system:
             with running_engine(system, config, strategy, self.profile, self.workload()) as engine:
                 if not runs:
+                    setting = self._setting(engine)
                     self._print_setting(engine)
-                runs.append(self._measure(engine, strategy))
-        records = [run.figures for run in runs]
-        self.report(records, *map(correction_line, records))
+                for load in loads:
+                    runs.append(self._measure(engine, strategy, load))
+                    remaining.ended()
+        order = list(loads)
+        records = sorted((run.figures for run in runs), key=lambda record: order.index(record["load"]))
+        self.report(records, "MEASURED", f"{setting}\n{self.request_words}", *map(correction_line, records))
         if results:
             engine_options = {name: value for name, value in asdict(config).items() if name != "model"}
             sizes = {name: getattr(self, name) for name in ("num_requests", "input_len", "output_len")}
             sizes |= {"best_effort": asdict(self.best_effort)} if self.best_effort != BestEffortFlags() else {}
+            sizes |= {"loads": [one.identity for one in loads.values()]} if self.traffic.is_service else {}
             prompts = self.prompt_file and str(self.prompt_file)
-            setting = {"engine": engine_options, "strategy": asdict(strategy), **sizes, "prompt_file": prompts}
+            identity = {"engine": engine_options, "strategy": asdict(strategy), **sizes, "prompt_file": prompts}
             with input_errors():
-                folder = results.save_bench(Path(config.model), setting, runs, self.results_dir)
+                folder = results.save_bench(Path(config.model), identity, runs, self.results_dir)
             print(f"summary, raw records and provenance: {folder}")
         return 0
 
-    def workload(self) -> UniformLoad:
-        """The requests, with mean lengths where there are two classes."""
-        input_lens, output_lens = zip(*self.sizes, strict=True)
-        return UniformLoad(len(self.sizes), fmean(input_lens), fmean(output_lens))
+    @property
+    def seed_of_requests(self) -> int:
+        return self.engine.seed
 
-    def _measure(self, engine: Engine, strategy: StrategyConfig) -> BenchRun:
+    def workload(self) -> UniformLoad:
+        """The requests, with mean lengths."""
+        input_lens, output_lens = zip(*self.sizes(self.first_load), strict=True)
+        return UniformLoad(len(input_lens), fmean(input_lens), fmean(output_lens))
+
+    def _measure(self, engine: Engine, strategy: StrategyConfig, load: str) -> BenchRun:
         with input_errors():
-            prompts = self._prompts(engine, [input_len for input_len, _ in self.sizes])
-            requests = self.requests(prompts, [0.0] * self.num_requests)
+            lengths = self.loads[load]
+            prompts = self._prompts(engine, [input_len for input_len, _ in self.sizes(lengths)])
+            requests = self.requests(lengths, prompts)
             prompt = requests[0].prompt_token_ids[:WARM_UP_INPUT_LEN]
             warm_up = [ReplayRequest(f"warm-up-{i}", 0.0, prompt, WARM_UP_OUTPUT_LEN) for i in range(WARM_UP_REQUESTS)]
-            check_requests(engine, [*warm_up, *requests])
+            # A request of a workload that is too long is a result, one of a given size is a mistake.
+            check_requests(engine, [*warm_up, *(requests if self.traffic.workload is None else [])])
         # First calls pay for caches and lazy initialisation, which no measurement may contain.
         replay_requests(engine, warm_up, stall_timeout_s=STALL_TIMEOUT_S)
         engine.reset_prefix_cache()
         description = engine.describe()
         on_cpu = description["device_type"] == "cpu"
         clock = "" if on_cpu else "; times are the host's, which launches ahead of the GPU"
-        replay = self.replay(engine, requests, self._setting(engine) + clock, stall_timeout_s=STALL_TIMEOUT_S)
+        replay = self.replay(engine, requests, self._setting(engine) + clock, load, stall_timeout_s=STALL_TIMEOUT_S)
         values = {
             "system": description["system"],
             "backend": f"torch-{description['device_type']}",
             "gpu": None if on_cpu else description["device"],
             "model": model_name(description["model"]),
             "dtype": description["dtype"],
-            "workload": self.workload_words,
+            **self.load_values(load),
             "num_gpu_blocks": description["num_gpu_blocks"],
             "num_cpu_blocks": description["num_cpu_blocks"],
             **self.figures(replay, strategy),
@@ -170,11 +195,11 @@ class Bench(SystemsCommand):
     def _print_setting(self, engine: Engine) -> None:
         """What runs, and how many of the requests each tier holds at once."""
         description = engine.describe()
-        per_request = engine.kv.blocks_for(self.input_len + self.output_len - 1)
+        mean = self.first_load.mean_input_tokens + self.first_load.mean_output_tokens
+        per_request = engine.kv.blocks_for(round(mean) - 1)
         blocks = {tier: description[f"num_{tier.lower()}_blocks"] for tier in ("GPU", "CPU")}
         tiers = ", ".join(f"{n} {tier} blocks ({n // per_request} requests)" for tier, n in blocks.items())
-        requests = f"{self.num_requests} requests of {self.input_len} in / {self.output_len} out"
-        print(f"{self._setting(engine)}\n{requests}{self.best_effort_words}; {tiers}\n")
+        print(f"{self._setting(engine)}\n{self.request_words}{self.best_effort_words}; {tiers}\n")
 
     def _setting(self, engine: Engine) -> str:
         description = engine.describe()

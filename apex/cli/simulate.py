@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import math
-import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from apex.cli.advice import binding, choose, serve_line
 from apex.cli.errors import input_errors
 from apex.cli.flags import BestEffortFlags, OutputFile, StrategyFlags, SystemName, TimelineFlags
 from apex.cli.output import stdout_console
-from apex.cli.systems_command import SystemsCommand
+from apex.cli.systems_command import Remaining, SystemsCommand
+from apex.cli.traffic import TrafficFlags
 from apex.replay.loop import check_requests
-from apex.replay.records import REFUSED, Replay, ReplayRequest
+from apex.replay.metrics import makespan_s
+from apex.replay.records import REFUSED, Replay, ReplayRequest, RequestRecord
 from apex.simulator.build import build_simulated
+from apex.simulator.hardware.files import model_origins
 from apex.simulator.prediction.bound import decode_bound
+from apex.simulator.prediction.host_times import host_read_gb_s
 from apex.simulator.virtual.backend import SimulatedBackend
 from apex.simulator.virtual.runtime import VLLM, VLLM_DEFAULTS, vllm_runtime
 from apex.strategy import StrategyConfig
 from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.core.request import Tier
+from swiftllm.kv.budget import SIMULATED_GPU_SHARE
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.systems import find_system
 
 if TYPE_CHECKING:
     from apex.simulator.prediction.placed_machine import PlacedMachine
     from apex.simulator.prediction.predicted_machine import PredictedMachine
+    from apex.workloads.requests import Lengths
     from swiftllm.engine.engine import Engine
 
 VOCABULARY = 1 << 20
@@ -44,13 +49,15 @@ class Simulate(SystemsCommand):
       apex simulate
       apex simulate --gpu t4 --host g4dn-4xlarge --model llama-2-7b --input-len 200
       apex simulate --system vllm apex --request-rate 2 --trace-timeline pictures
+      apex simulate --gpu t4 --host-memory-gib 32 --model qwen2.5-7b --workload sharegpt --request-rate 0.5 1 2
       apex simulate --system sarathi omniserve --request-rate 1 --best-effort-requests 500 --duration-s 600
       apex simulate --gpu t4 --host g4dn-4xlarge --model llama-2-13b --weights-gpu-memory auto
       apex simulate --gpu a100 --tensor-parallel 4 --link pcie-4 --model llama-2-70b --dtype bfloat16
 
     GPU, host, link and model are names of files in configs/, or paths to files of your own. How times are predicted,
-    and how far off the predictions are, is in docs/simulator.md. Requests are all of one size; with
-    --best-effort-requests there are two classes, each of one size.
+    and how far off the predictions are, is in docs/simulator.md. Requests are all of one size, or have the lengths of a
+    --workload; with --best-effort-requests there are two classes, the second of one size. At the end stands which of
+    the systems to choose, and the `apex serve` line that starts it.
     """
 
     system: tuple[SystemName, ...] = ("swiftllm", "neo", "apex")
@@ -63,19 +70,24 @@ class Simulate(SystemsCommand):
     """What joins several GPUs: a name (pcie-4, pcie-5, nvlink-4) or a .yaml file."""
     host: str = "dual-xeon-6342"
     """Host: a name or a .yaml file."""
+    host_memory_gib: float | None = None
+    """GiB of host memory, in place of the host's own."""
+    host_read_gb_s: float | None = None
+    """GB/s at which all cores of the host read its memory, in place of the host's own; `apex doctor` measures it."""
     cpu_hosts: int = 1
     """Equal hosts that compute CPU attention: the GPUs' own, whose memory is used first, and others over a network."""
     network_gbps: float = 100.0
     """Gigabits per second between the GPUs' host and the others, in each direction."""
     model: str = "llama-3.1-8b"
-    """Model: a name in configs/models, a Hugging Face folder, or a name on its hub; only config.json is read."""
+    """Model: a name in configs/models such as qwen2.5-7b, a Hugging Face folder, or a name on its hub; only config.json
+    is read."""
     dtype: Dtype = "float16"
     """Weights, activations and KV cache."""
     weights: Weights = "auto"
     """auto: as config.json says; int4: the layers' matrices in 4 bits, by a kernel whose speed is an assumption."""
     weights_gpu_memory: float | Literal["auto"] | None = None
     """GiB of GPU memory for weights; the others are streamed over PCIe or computed by the CPU. auto: as many as give
-    the highest predicted throughput. By default all weights must fit."""
+    the highest predicted throughput. By default all weights, and auto where these do not fit one GPU."""
     cpu_kernel: str = "native"
     """CPU attention kernel: native, ispc or llamafile."""
     cpu_kv_dtype: CpuKVDtype = "auto"
@@ -83,13 +95,11 @@ class Simulate(SystemsCommand):
     cpu_bandwidth_gb_s: float | None = None
     """GB/s at which CPU attention reads the KV cache; by default the host's, times the kernel's share of it."""
     num_requests: int = 200
-    """Requests."""
+    """Requests of each run."""
     input_len: int = 1000
-    """Prompt tokens of each."""
+    """Prompt tokens of each, without --workload."""
     output_len: int = 200
-    """Output tokens of each."""
-    request_rate: float | None = None
-    """Requests per second, arriving at random (Poisson); by default all are there from the start."""
+    """Output tokens of each, without --workload."""
     num_gpu_blocks: int | None = None
     """KV blocks of the GPU tier; by default what 90% of the GPUs' memory leaves beside the weights."""
     num_cpu_blocks: int | None = None
@@ -101,9 +111,10 @@ class Simulate(SystemsCommand):
     max_num_seqs: int = 1024
     """Requests that hold KV cache at once at most, in both tiers together."""
     seed: int = 0
-    """Seed of the arrivals."""
+    """Seed of lengths and arrivals."""
     output: OutputFile = None
     """Write the figures to this JSON file too."""
+    traffic: TrafficFlags = field(default_factory=TrafficFlags)
     best_effort: BestEffortFlags = field(default_factory=BestEffortFlags)
     strategy: StrategyFlags = field(default_factory=StrategyFlags)
     timeline: TimelineFlags = field(default_factory=TimelineFlags)
@@ -122,6 +133,8 @@ class Simulate(SystemsCommand):
                 link_name=self.link,
                 cpu_hosts=self.cpu_hosts,
                 network_gbps=self.network_gbps,
+                host_memory_gib=self.host_memory_gib,
+                host_read_gb_s=self.host_read_gb_s,
                 weights=self.weights,
                 cpu_kernel=self.cpu_kernel,
                 cpu_kv_dtype=self.cpu_kv_dtype,
@@ -129,36 +142,28 @@ class Simulate(SystemsCommand):
                 block_size=self.block_size,
                 max_tokens=self.max_num_batched_tokens,
             )
-            strategy = self.strategy.config(*self.system)
+            strategy = self.traffic.with_targets(self.strategy.config(*self.system))
+            loads = self.loads
             placed = {system: self._placed(system, machine) for system in self.system}
             blocks = {system: self._blocks(machine, placed[system]) for system in self.system}
-        rate = "all at once" if self.request_rate is None else f"{self.request_rate:g} a second"
-        counts = {
-            system: f"{gpu} GPU and {cpu} CPU blocks of {self.block_size} tokens"
-            for system, (gpu, cpu) in blocks.items()
-        }
-        sizes = f"{self.num_requests} requests of {self.input_len} in / {self.output_len} out"
-        workload = f"{sizes}, {rate}{self.best_effort_words}"
-        if self.weights_gpu_memory is None:
-            print(f"{workload}; {counts[self.system[0]]}")
-        else:
-            print(workload)
-            for system, machine_placed in placed.items():
-                assert machine_placed is not None, "weights have their memory"
-                print(f"{system}: {machine_placed.timed.describe()}; {counts[system]}")
-        # Prompts share no prefix: vLLM's cache would find it.
-        prompts = [(i % VOCABULARY,) * n for i, (n, _) in enumerate(self.sizes)]
-        requests, records, why_none = self.requests(prompts, self.arrivals_s()), [], []
-        for system in self.system:
-            with input_errors(of_engine=False):
-                engine = self._engine(system, machine, blocks[system], strategy, placed[system])
-                check_requests(engine, [requests[0], requests[-1]])  # those of a class are of one size
-            measured, replay = self._measure(engine, requests, machine, strategy)
-            why_none.append(all_refused_line(system, replay))
-            gpu_blocks, cpu_blocks = blocks[system]
-            records.append(measured | {"num_gpu_blocks": gpu_blocks, "num_cpu_blocks": cpu_blocks})
+        self._print_setting(machine, placed, blocks)
+        records, why_none = [], []
+        tokens = [lengths.total_output_tokens for lengths in loads.values() for _ in self.system]
+        remaining = Remaining("simulating", tokens)
+        for load, lengths in loads.items():
+            # Prompts share no prefix: vLLM's cache would find it.
+            requests = self.requests(lengths, [(i % VOCABULARY,) * n for i, (n, _) in enumerate(self.sizes(lengths))])
+            for system in self.system:
+                with input_errors(of_engine=False):
+                    engine = self._engine(system, machine, blocks[system], strategy, placed[system])
+                    if self.traffic.workload is None:
+                        check_requests(engine, [requests[0], requests[-1]])  # those of a class are of one size
+                measured, replay = self._measure(engine, requests, machine, strategy, load)
+                why_none.append(all_refused_line(system, replay))
+                records.append(measured | self._memory(machine, lengths, placed[system], blocks[system]))
+                remaining.ended()
         bound = None
-        if self.weights_gpu_memory is None and not self.best_effort_words:
+        if self.traffic.workload is None and not any(placed.values()) and not self.best_effort_words:
             bound = self._bound(machine, blocks.values())
             records = [record | {"bound_tokens_per_s": bound[0]} for record in records]
         console = stdout_console()
@@ -167,12 +172,89 @@ class Simulate(SystemsCommand):
         if VLLM in self.system:
             console.print(f"{VLLM}: {VLLM_DEFAULTS}", soft_wrap=True, highlight=False)
         outside = sorted({name for record in records for name in record["extrapolated"]})
-        self.report(records, f"outside the measured sizes, extrapolated: {', '.join(outside)}" if outside else "")
+        remark = f"outside the measured sizes, extrapolated: {', '.join(outside)}" if outside else ""
+        self.report(records, "SIMULATED", f"{machine.description}\n{self.request_words}", remark)
         if bound is not None:
             print("bound: {:,.0f} tok/s, decodes alone with GPU and CPU overlapped, {} + {} of them".format(*bound))
         for line in filter(None, why_none):
             print(f"apex: {line}", file=sys.stderr)
+        self._advise(machine, records, strategy)
         return 1 if any(why_none) else 0
+
+    def _print_setting(
+        self,
+        machine: PredictedMachine,
+        placed: Mapping[str, PlacedMachine | None],
+        blocks: Mapping[str, tuple[int, int]],
+    ) -> None:
+        counts = {
+            system: f"{gpu} GPU and {cpu} CPU blocks of {self.block_size} tokens"
+            for system, (gpu, cpu) in blocks.items()
+        }
+        workload = f"{self.request_words}{self.best_effort_words}"
+        if not any(placed.values()):
+            print(f"{workload}; {counts[self.system[0]]}")
+        else:
+            print(workload)
+            for line in self._does_not_fit(machine):
+                print(line)
+            for system, machine_placed in placed.items():
+                assert machine_placed is not None, "weights have their memory"
+                print(f"{system}: {machine_placed.timed.describe()}; {counts[system]}")
+        if self.traffic.workload is not None:
+            origin = self.first_load.origin
+            print(f"{self.first_load.title}: {origin.kind}, {origin.note}")
+        if self.host_memory_gib is not None and self.host == Simulate.host and self.host_read_gb_s is None:
+            print(
+                f"the host is taken as {machine.host.name}, whose {machine.host['cores']:g} cores read "
+                f"{host_read_gb_s(machine.host):.0f} GB/s: name yours with --host, or say --host-read-gb-s"
+            )
+
+    def _does_not_fit(self, machine: PredictedMachine) -> list[str]:
+        """What to know where weights are off the GPU without having been asked for."""
+        if self.weights_gpu_memory is not None:
+            return []
+        usable = machine.gpu["memory_gb"] * SIMULATED_GPU_SHARE
+        lines = [
+            f"{machine.model_name} takes {machine.weight_bytes / 1e9:.1f} GB in {machine.dtype}, and "
+            f"{machine.gpu.name} may use {usable:.1f} of its {machine.gpu['memory_gb']:g} GB: the other weights are "
+            "streamed over PCIe or computed by the CPU, as with --weights-gpu-memory auto"
+        ]
+        if (packed := machine.in_4_bits(self.block_size)) is not None:
+            lines.append(
+                f"a 4-bit checkpoint (AWQ or GPTQ) takes {packed.weight_bytes / 1e9:.1f} GB and leaves room for "
+                f"{packed.max_gpu_blocks * self.block_size:,} tokens of KV cache on the GPU: see --weights int4"
+            )
+        return lines
+
+    def _advise(
+        self, machine: PredictedMachine, records: Sequence[Mapping[str, Any]], strategy: StrategyConfig
+    ) -> None:
+        """Print which system to choose, what binds, and how to start it."""
+        choice = choose(records, by_goodput=self.traffic.has_targets)
+        if choice is None or self.best_effort_words:
+            return
+        off_gpu = self.weights_gpu_memory
+        if off_gpu is None and self._is_too_large(machine):
+            off_gpu = "auto"
+        options = {
+            "dtype": self.dtype,
+            "weights_gpu_memory": off_gpu,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_num_seqs": self.max_num_seqs,
+            "num_gpu_blocks": self.num_gpu_blocks,
+            "num_cpu_blocks": self.num_cpu_blocks,
+            "block_size": None if self.block_size == EngineConfig.block_size else self.block_size,
+            "tensor_parallel": None if self.tensor_parallel == 1 else self.tensor_parallel,
+            "cpu_kernel": None if self.cpu_kernel == Simulate.cpu_kernel else self.cpu_kernel,
+            "cpu_kv_dtype": None if self.cpu_kv_dtype == "auto" else self.cpu_kv_dtype,
+            "attention_hosts": ",".join(f"HOST{i}:7300" for i in range(1, self.cpu_hosts)) or None,
+        }
+        model = model_origins().get(machine.model_name, self.model)
+        if self.weights == "int4":
+            model = "A-4-BIT-CHECKPOINT-OF-IT"
+        print(f"\n{choice.sentence} {binding(choice.record, records)}")
+        print(serve_line(model, choice.record, options, strategy))
 
     def _bound(self, machine: PredictedMachine, blocks: Iterable[tuple[int, int]]) -> tuple[float, int, int]:
         context, most = self.input_len + self.output_len / 2, min(self.max_num_seqs, self.num_requests)
@@ -187,8 +269,6 @@ class Simulate(SystemsCommand):
         with input_errors(of_engine=False):
             EngineConfig(self.model, **{name: getattr(self, name) for name in of_engine})
             EngineConfig(self.model, weights_gpu_memory=self.weights_gpu_memory)
-            if self.request_rate is not None and not 0.0 < self.request_rate < math.inf:
-                raise ValueError(f"request_rate={self.request_rate} must be a positive number")
             if self.link is not None and self.tensor_parallel == 1:
                 raise ValueError("--link means nothing without --tensor-parallel")
             if self.network_gbps != Simulate.network_gbps and self.cpu_hosts == 1:
@@ -196,15 +276,21 @@ class Simulate(SystemsCommand):
 
     def _placed(self, system: str, machine: PredictedMachine) -> PlacedMachine | None:
         """The machine with a placement of its weights for a system; None where all are on the GPU."""
-        if self.weights_gpu_memory is None:
+        memory = self.weights_gpu_memory
+        if memory is None and not self._is_too_large(machine):
             return None
         from apex.placement.budget import UniformLoad
         from apex.simulator.prediction.placed_machine import WeightPlacer
 
         most = min(self.max_num_seqs, self.num_requests)
-        at_once = UniformLoad(most, self.input_len, self.output_len)
+        lengths = self.first_load
+        at_once = UniformLoad(most, lengths.mean_input_tokens, lengths.mean_output_tokens)
         placer, offloads = WeightPlacer(machine, self.block_size), find_system(system).needs_predictions
-        return placer.place(self.weights_gpu_memory, at_once, offloads=offloads)
+        return placer.place("auto" if memory is None else memory, at_once, offloads=offloads)
+
+    def _is_too_large(self, machine: PredictedMachine) -> bool:
+        """Whether the weights alone exceed the one GPU."""
+        return self.tensor_parallel == 1 and machine.budget(self.block_size).max_gpu_blocks == 0
 
     def _blocks(self, machine: PredictedMachine, placed: PlacedMachine | None) -> tuple[int, int]:
         """KV blocks of the GPU and the CPU tier."""
@@ -241,11 +327,16 @@ class Simulate(SystemsCommand):
         )
 
     def _measure(
-        self, engine: Engine, requests: Sequence[ReplayRequest], machine: PredictedMachine, strategy: StrategyConfig
+        self,
+        engine: Engine,
+        requests: Sequence[ReplayRequest],
+        machine: PredictedMachine,
+        strategy: StrategyConfig,
+        load: str,
     ) -> tuple[dict[str, Any], Replay]:
         backend = engine.backend
         assert isinstance(backend, SimulatedBackend)
-        replay = self.replay(engine, requests, machine.description, simulated=True, wait=backend.sleep)
+        replay = self.replay(engine, requests, machine.description, load, simulated=True, wait=backend.sleep)
         description = engine.describe()
         record = {
             "system": description["system"],
@@ -258,23 +349,39 @@ class Simulate(SystemsCommand):
             "dtype": machine.dtype,
             "weights": machine.table.identity.get("weights", machine.dtype),
             "placement": description["weights"],
-            "workload": self.workload_words,
-            "request_rate": self.request_rate,
+            **self.load_values(load),
             "cpu_attention_gb_s": float(machine.table.identity["cpu_attention_gb_s"]),
             **self.figures(replay, strategy),
             "extrapolated": sorted(backend.extrapolated),
+            "requests_under_way": requests_under_way(replay.records),
         }
         return record, replay
 
-    def arrivals_s(self) -> list[float]:
-        """When requests come, all but the best-effort ones."""
-        if self.request_rate is None:
-            return [0.0] * self.num_requests
-        draw, now_s, arrivals = random.Random(self.seed), 0.0, []
-        for _ in range(self.num_requests):
-            now_s += draw.expovariate(self.request_rate)
-            arrivals.append(now_s)
-        return arrivals
+    def _memory(
+        self, machine: PredictedMachine, lengths: Lengths, placed: PlacedMachine | None, blocks: tuple[int, int]
+    ) -> dict[str, Any]:
+        """What a row says of the memory of its system."""
+        from swiftllm.model.stages.placement import Place
+
+        stages = machine.model.num_layers + 1
+        on_gpu = stages if placed is None else placed.timed.placement.places.count(Place.RESIDENT)
+        return {
+            "num_gpu_blocks": blocks[0],
+            "num_cpu_blocks": blocks[1],
+            "gpu_tier_requests": blocks[0] * self.block_size / (lengths.mean_input_tokens + lengths.mean_output_tokens),
+            "stages": stages,
+            "stages_off_gpu": stages - on_gpu,
+        }
+
+    @property
+    def seed_of_requests(self) -> int:
+        return self.seed
+
+
+def requests_under_way(records: Sequence[RequestRecord]) -> float | None:
+    """Requests that had arrived and not ended, on average over the makespan; None if none was served."""
+    span, done = makespan_s(records), [record for record in records if record.completed]
+    return sum(record.token_times_s[-1] - record.arrival_s for record in done) / span if span else None
 
 
 def all_refused_line(system: str, replay: Replay) -> str:

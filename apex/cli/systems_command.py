@@ -1,9 +1,15 @@
-"""What `apex bench` and `apex simulate` share: the same requests, of one or two classes, through several systems."""
+"""What `apex bench` and `apex simulate` share: the same requests, of one or two classes, through several systems.
+
+The requests come once or, at several rates, several times: each such run is a load.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +18,7 @@ from apex.cli.config_file import ConfigFile
 from apex.cli.errors import InputError, input_errors
 from apex.cli.flags import BestEffortFlags, TimelineFlags, check_output_file
 from apex.cli.output import number, ratio, stdout_console, strategy_mix, table
+from apex.cli.traffic import RATE_WORDS, TrafficFlags, service_table, write_service
 from apex.perf.progress import progress_bar
 from apex.replay.loop import replay_requests
 from apex.replay.metrics import Targets, compute_metrics, predicted_over_actual
@@ -19,22 +26,25 @@ from apex.replay.records import Replay, ReplayRequest
 from apex.strategy import StrategyConfig
 from swiftllm.config import check_at_least
 from swiftllm.core.request import ServiceClass
-from swiftllm.files import save_result
+from swiftllm.files import expand, save_result
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from apex.workloads.requests import Lengths
     from swiftllm.engine.engine import Engine
 
 
 class SystemsCommand(ConfigFile):
     """A command that compares systems. It declares these options, with defaults and help of its own."""
 
+    model: str
     system: tuple[str, ...]
     num_requests: int
     input_len: int
     output_len: int
     output: Path | None
+    traffic: TrafficFlags
     best_effort: BestEffortFlags
     timeline: TimelineFlags
 
@@ -50,6 +60,9 @@ class SystemsCommand(ConfigFile):
                 raise ValueError("--system needs the name of at least one system")
             self.best_effort.check_flags()
             self.timeline.check_flags(self.system)
+            self.traffic.check_flags()
+            if self.timeline.trace_timeline is not None and self.num_loads > 1:
+                raise ValueError("--trace-timeline records one run of a system: give one --request-rate")
         check_output_file("--output", self.output)
 
     # -- the requests -----------------------------------------------------------------------------------------------
@@ -68,28 +81,94 @@ class SystemsCommand(ConfigFile):
         return f", {count} best-effort ones of {prompt} in / {output} out" if count else ""
 
     @property
-    def workload_words(self) -> str:
-        return f"{self.num_requests} x {self.input_len} in / {self.output_len} out{self.best_effort_words}"
+    def num_loads(self) -> int:
+        return max(1, len(self.traffic.request_rate) + self.traffic.trace_arrivals)
+
+    @functools.cached_property
+    def loads(self) -> dict[str, Lengths]:
+        """Lengths and arrivals of each load, all but the best-effort requests, by the words for it.
+
+        Raises:
+            ValueError: there is no such workload.
+        """
+        folder = expand(self.model)
+        return self.traffic.loads(
+            self.num_requests,
+            self.input_len,
+            self.output_len,
+            self.seed_of_requests,
+            folder if folder.is_dir() else None,
+        )
 
     @property
-    def sizes(self) -> list[tuple[int, int]]:
-        """Prompt and output tokens of all requests, the best-effort ones last."""
-        best_effort = [self.best_effort_sizes] * self.best_effort.best_effort_requests
-        return [(self.input_len, self.output_len)] * self.num_requests + best_effort
+    def seed_of_requests(self) -> int:
+        """Of lengths and arrivals."""
+        raise NotImplementedError
 
-    def requests(self, prompts: Sequence[tuple[int, ...]], arrivals_s: Sequence[float]) -> list[ReplayRequest]:
-        """The requests with these prompts. Best-effort ones are there from the start."""
+    @property
+    def first_load(self) -> Lengths:
+        return next(iter(self.loads.values()))
+
+    @property
+    def request_words(self) -> str:
+        """How many requests of which size, and when they come."""
+        *others, last = self.loads
+        rates = [load.removesuffix(RATE_WORDS) if load.endswith(RATE_WORDS) and last.endswith(RATE_WORDS) else load
+                 for load in others]  # fmt: skip
+        when = ", ".join([*rates, last])
+        if self.traffic.workload is None:
+            return f"{self.num_requests} requests of {self.input_len} in / {self.output_len} out, {when}"
+        return f"{self.num_requests} requests of {self.mean_words}, {when}"
+
+    @property
+    def workload_words(self) -> str:
+        sizes = f"{self.input_len} in / {self.output_len} out" if self.traffic.workload is None else self.mean_words
+        return f"{self.num_requests} x {sizes}{self.best_effort_words}"
+
+    @property
+    def mean_words(self) -> str:
+        lengths = self.first_load
+        return f"{lengths.title}, {lengths.mean_input_tokens:.0f} in / {lengths.mean_output_tokens:.0f} out on average"
+
+    def sizes(self, lengths: Lengths) -> list[tuple[int, int]]:
+        """Prompt and output tokens of all requests of a load, the best-effort ones last."""
+        best_effort = [self.best_effort_sizes] * self.best_effort.best_effort_requests
+        return [(row.input_tokens, row.output_tokens) for row in lengths.rows] + best_effort
+
+    def requests(self, lengths: Lengths, prompts: Sequence[tuple[int, ...]]) -> list[ReplayRequest]:
+        """The requests of a load with these prompts. Best-effort ones are there from the start."""
         own, rest = prompts[: self.num_requests], prompts[self.num_requests :]
         output_len, best_effort = self.best_effort_sizes[1], ServiceClass.BEST_EFFORT
+        rows = enumerate(zip(lengths.rows, own, strict=True))
         return [
-            *(ReplayRequest(str(i), arrivals_s[i], prompt, self.output_len) for i, prompt in enumerate(own)),
+            *(ReplayRequest(str(i), row.arrival_s or 0.0, prompt, row.output_tokens) for i, (row, prompt) in rows),
             *(ReplayRequest(f"best-effort-{i}", 0.0, p, output_len, best_effort) for i, p in enumerate(rest)),
         ]
+
+    def load_values(self, load: str) -> dict[str, Any]:
+        """What a row says of its requests."""
+        lengths = self.loads[load]
+        return {
+            "workload": self.workload_words,
+            "load": load,
+            "request_rate": lengths.spec.request_rate,
+            **(
+                {}
+                if self.traffic.workload is None
+                else {"trace_origin": lengths.origin.kind, "trace_note": lengths.origin.note}
+            ),
+        }
 
     # -- a run, and its figures -------------------------------------------------------------------------------------
 
     def replay(
-        self, engine: Engine, requests: Sequence[ReplayRequest], setting: str, simulated: bool = False, **options: Any
+        self,
+        engine: Engine,
+        requests: Sequence[ReplayRequest],
+        setting: str,
+        load: str,
+        simulated: bool = False,
+        **options: Any,
     ) -> Replay:
         """Run the requests with a progress bar, and with a timeline if asked for.
 
@@ -98,13 +177,14 @@ class SystemsCommand(ConfigFile):
         total = sum(request.output_len for request in requests)
         start_tokens, start_s = engine.stats().output_tokens, engine.now()
         system = engine.describe()["system"]
+        title = system if self.num_loads == 1 else f"{system}, {load}"
 
         def fraction_done() -> float:
             return (engine.stats().output_tokens - start_tokens) / total
 
         with (
             self.timeline.traced(engine, setting, fraction_done, simulated=simulated),
-            progress_bar(f"simulating {system}" if simulated else system) as report,
+            progress_bar(f"simulating {title}" if simulated else title) as report,
         ):
 
             def show(tokens: int) -> None:
@@ -124,22 +204,59 @@ class SystemsCommand(ConfigFile):
             "strategy_mix": strategy_mix(stats["strategy_iterations"]),
         }
 
-    def report(self, records: Sequence[Mapping[str, Any]], *remarks: str) -> None:
-        """Print the systems side by side and what is to be said of them, and write the figures if asked for."""
-        stdout_console().print(figures_table(records))
-        for line in filter(None, (*map(unfinished_line, records), *remarks)):
+    def report(self, records: Sequence[Mapping[str, Any]], how: str, setting: str, *remarks: str) -> None:
+        """Print loads and systems side by side and what is to be said of them, and write the figures if asked for.
+
+        Args:
+            how: SIMULATED or MEASURED.
+            setting: what ran where.
+        """
+        if self.traffic.is_service and not self.best_effort.best_effort_requests:
+            shown = service_table(records, how, goodput=self.traffic.has_targets)
+            stdout_console().print(shown)
+            targets = f"a first token within {records[0]['ttft_target_s']:g} s and {records[0]['tpot_target_s']:g} s"
+            remarks = (f"goodput: requests/s with {targets} per further token" * self.traffic.has_targets, *remarks)
+        else:
+            for load in self.loads:
+                if self.num_loads > 1:
+                    print(f"{load}:")
+                stdout_console().print(figures_table([record for record in records if record["load"] == load]))
+        for line in filter(None, (*map(self._unfinished_line, records), *remarks)):
             print(line)
         if self.output is not None and not save_result(self.output, json.dumps(records, indent=1) + "\n"):
             raise InputError(f"--output {self.output} was not written")
+        if self.traffic.plot is not None:
+            picture, rows = write_service(records, self.traffic.plot, setting, how)
+            print(f"plot: {picture}, rows: {rows}")
+
+    def _unfinished_line(self, record: Mapping[str, Any]) -> str:
+        return unfinished_line(record, f", {record['load']}" if self.num_loads > 1 else "")
 
 
-def unfinished_line(record: Mapping[str, Any]) -> str:
-    """How many requests are not in the first two figures; empty if none."""
+class Remaining:
+    """Says after each of several runs, on stderr, about how long the rest takes by the tokens of the runs."""
+
+    def __init__(self, title: str, tokens: Sequence[int]) -> None:
+        """``tokens``: output tokens of each run, in their order."""
+        self._title, self._tokens, self._start_s, self._ended = title, tokens, time.monotonic(), 0
+
+    def ended(self) -> None:
+        """A run has ended."""
+        self._ended += 1
+        done, left = sum(self._tokens[: self._ended]), sum(self._tokens[self._ended :])
+        if left:
+            left_s = (time.monotonic() - self._start_s) * left / done
+            runs = f"{self._ended} of {len(self._tokens)} runs"
+            print(f"{self._title}: {runs} have ended, about {left_s:.0f} s to go", file=sys.stderr, flush=True)
+
+
+def unfinished_line(record: Mapping[str, Any], load: str = "") -> str:
+    """How many requests are not in the first figures; empty if none. ``load``: words for the load."""
     if not record["failed"]:
         return ""
     total = record["completed"] + record["failed"]
-    what = "requests were refused or cut short: tok/s and s/token leave them out"
-    return f"{record['system']}: {record['failed']} of {total} {what}"
+    what = "requests were refused or cut short: tok/s and latencies leave them out"
+    return f"{record['system']}{load}: {record['failed']} of {total} {what}"
 
 
 def figures_table(records: Sequence[Mapping[str, Any]]) -> Table:

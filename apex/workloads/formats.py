@@ -141,9 +141,9 @@ def livebench_pairs(questions: pd.DataFrame, answers: pd.DataFrame, model: str) 
 # -- files of one's own ------------------------------------------------------------------------------------------------
 
 FORMATS = (
-    "CSV with the columns arrival_s (may be blank), input_tokens and output_tokens, or with those of Azure's traces; lines "
-    "of JSON with the same names, with Mooncake's (timestamp in ms, input_length, output_length), or with prompt and "
-    "output_tokens, as in vLLM's custom data sets; a ShareGPT file; or a saved result of `vllm bench serve`"
+    "CSV with the columns arrival_s (may be blank), input_tokens and output_tokens, or with those of Azure's traces; "
+    "lines of JSON with the same names, with Mooncake's (timestamp in ms, input_length, output_length), or with "
+    "prompt and output_tokens, as in vLLM's custom data sets; a ShareGPT file; or a saved result of `vllm bench serve`"
 )
 """What :func:`read_file` reads."""
 

@@ -13,22 +13,11 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 
+from apex.replay.figure import COLOURS
+
 if TYPE_CHECKING:
     from rich.console import Console  # a machine that has little more than torch draws, too
 
-# The hues of Okabe and Ito, distinct for every common kind of colour vision, and distinct in lightness for grey prints.
-COLOURS = {
-    "vllm": "#E3A5C9",
-    "swiftllm": "#848484",
-    "fastdecode": "#009A70",
-    "neo": "#E69F00",
-    "apex": "#0B5CAD",
-    "adaptive": "#7A0019",
-    "llumnix": "#A6D8F5",
-    "sarathi": "#1A1A1A",
-    "omniserve": "#D55E00",
-    "omniserve-stepping": "#5A3A8C",
-}
 OTHER_COLOURS = ("#56B4E9", "#D55E00", "#C9B800", "#7A4FA3")
 """Colours of systems with other names, such as servers: each takes the next one when first drawn."""
 _others: dict[str, str] = {}

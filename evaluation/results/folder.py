@@ -264,7 +264,7 @@ def save_bench(model: Path, setting: Mapping[str, Any], runs: Sequence[BenchRun]
     for run in runs:
         values, system = flat_record(run.figures), run.figures["system"]
         details = {"engine": run.description}
-        folder.save_point(system, {"group": system, "values": values, "details": details}, run.records)
+        folder.save_point(run.name, {"group": system, "values": values, "details": details}, run.records)
         summary.append(values)
     folder.save_summary(summary)
     return folder.path

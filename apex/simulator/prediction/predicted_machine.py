@@ -102,6 +102,13 @@ class PredictedMachine:
             cpu_bytes_per_block=cpu_format(self.cpu_kv_dtype, dtype).block_bytes(self.model, block_size),
         )
 
+    def in_4_bits(self, block_size: int) -> MemoryBudget | None:
+        """What the memory holds with 4-bit weights; None if they are quantised already, or would not fit either."""
+        if self.model.quantisation is not None or self.model.experts is not None:
+            return None
+        budget = replace(self, model=replace(self.model, quantisation=INT4)).budget(block_size)
+        return budget if budget.max_gpu_blocks else None
+
     def num_blocks(self, num_gpu: int | None, num_cpu: int | None, block_size: int) -> tuple[int, int]:
         """KV blocks of the GPU and the CPU tier: the given numbers, else what the memory allows.
 
@@ -160,9 +167,7 @@ def predict_machine(
     table = hardware_profile(gpu, host, model, **options)
     remote = remote_hosts(host, model, dtype, cpu_hosts, network_gbps)
     name = known_model(model_name) or Path(model_name).name
-    return PredictedMachine(
-        gpu, host, model, name, dtype, table, tensor_parallel, remote, cpu_kv_dtype
-    )
+    return PredictedMachine(gpu, host, model, name, dtype, table, tensor_parallel, remote, cpu_kv_dtype)
 
 
 def _find(what: str, name: str, load: Callable[[str], Any], names: Sequence[str]) -> Any:
