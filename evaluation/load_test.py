@@ -26,6 +26,7 @@ from rich.console import Console
 
 from apex.cli.output import stdout_console
 from apex.cli.parser import parse_options
+from apex.cli.traffic import SERVICE_COLUMNS
 from apex.replay.metrics import DEFAULT_TARGETS, Targets
 from apex.workloads.catalogue import Trace, UniformTrace, load_trace
 from apex.workloads.requests import WorkloadSpec, make_lengths, merge_lengths
@@ -35,7 +36,7 @@ from evaluation.experiments.options import HttpOptions, TraceDir, parse_urls
 from evaluation.experiments.runner import Point, one_line_errors
 from evaluation.measure.server import Server, ServerCommand, connect_server, launched_server
 from evaluation.measure.sessions import stop_on_sigterm
-from evaluation.plots.table import LATENCY_COLUMNS, rows_table
+from evaluation.plots.table import rows_table
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
 
@@ -55,7 +56,8 @@ class Options(HttpOptions):
     model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder of the served model; its tokenizer makes the prompts. By default SmolLM2-135M-Instruct."""
     workload: str | None = None
-    """Take lengths from this trace (configs/experiments/workloads.yaml); by default --input-len, --output-len."""
+    """Take lengths from this workload, as `apex simulate` and `apex bench` do: a name, such as sharegpt, or
+    a file of your own (CSV, JSON lines; docs/simulator.md has the forms); by default --input-len, --output-len."""
     trace_dir: TraceDir = None
     input_len: int = 128
     """Average prompt tokens without --workload; uniform within 10%."""
@@ -135,13 +137,6 @@ def make_points(options: Options, servers: Sequence[Server], model: Path, trace:
     return points
 
 
-COLUMNS = (
-    ("load", "load", "s"), ("server", "system", "s"), ("tok/s", "output_tokens_per_s", ".1f"),
-    ("req/s", "requests_per_s", ".2f"), ("goodput", "goodput_requests_per_s", ".2f"), *LATENCY_COLUMNS,
-    ("failed", "failed", ".0f"),
-)  # fmt: skip
-
-
 def configuration(options: Options, commands: Sequence[ServerCommand], points: Sequence[Point], model: Path) -> Any:
     """Everything that decides the numbers. A server started here is described by its command: its port changes."""
     started = {command.name: command.describe() for command in commands}
@@ -167,7 +162,8 @@ def main(options: Options, console: Console | None = None) -> int:
         raise ValueError("name every server once: --url NAME=http://HOST:PORT, or --start NAME=COMMAND")
     trace: Trace = UniformTrace(options.input_len, options.output_len)
     if options.workload is not None:
-        trace = load_trace(options.workload, options.trace_dir)
+        has_tokenizer = (model / "tokenizer.json").is_file()
+        trace = load_trace(options.workload, options.trace_dir, model if has_tokenizer else None)
     with contextlib.ExitStack() as stack:
         servers = [connect_server(name, url, options.ready_timeout_s) for name, url in urls.items()]
         for command in commands:
@@ -179,7 +175,7 @@ def main(options: Options, console: Console | None = None) -> int:
         experiment = Experiment(NAME, run_point=run_http_point, describe=lambda points: settings)
         run = experiment.run(points, options.results_dir, console=console)
     if run.summary:
-        console.print(rows_table(run.summary, COLUMNS))
+        console.print(rows_table(run.summary, SERVICE_COLUMNS))
         keep = f"a first token within {options.ttft_target_s:g} s and {options.tpot_target_s:g} s per further token"
         console.print(f"goodput: requests/s with {keep}")
     return run.print_outcome(console)

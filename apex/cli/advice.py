@@ -67,7 +67,8 @@ def choose(records: Sequence[Record], *, by_goodput: bool) -> Choice | None:
 def at(record: Record) -> str:
     """The load of a record, in a sentence."""
     if record["request_rate"] is not None:
-        return f"at {record['request_rate']:g} requests a second"
+        rate = record["request_rate"]
+        return f"at {rate:g} request{'' if rate == 1 else 's'} a second"
     return f"with {'all requests at once' if record['load'] == AT_ONCE else record['load']}"
 
 

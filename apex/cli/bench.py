@@ -199,7 +199,8 @@ class Bench(SystemsCommand):
         per_request = engine.kv.blocks_for(round(mean) - 1)
         blocks = {tier: description[f"num_{tier.lower()}_blocks"] for tier in ("GPU", "CPU")}
         tiers = ", ".join(f"{n} {tier} blocks ({n // per_request} requests)" for tier, n in blocks.items())
-        print(f"{self._setting(engine)}\n{self.request_words}{self.best_effort_words}; {tiers}\n")
+        requests = self.request_words if self.traffic.is_service else self.size_words
+        print(f"{self._setting(engine)}\n{requests}{self.best_effort_words}; {tiers}\n")
 
     def _setting(self, engine: Engine) -> str:
         description = engine.describe()

@@ -17,15 +17,12 @@ from apex.replay.loop import check_requests
 from apex.replay.metrics import makespan_s
 from apex.replay.records import REFUSED, Replay, ReplayRequest, RequestRecord
 from apex.simulator.build import build_simulated
-from apex.simulator.hardware.files import model_origins
 from apex.simulator.prediction.bound import decode_bound
-from apex.simulator.prediction.host_times import host_read_gb_s
 from apex.simulator.virtual.backend import SimulatedBackend
 from apex.simulator.virtual.runtime import VLLM, VLLM_DEFAULTS, vllm_runtime
 from apex.strategy import StrategyConfig
 from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.core.request import Tier
-from swiftllm.kv.budget import SIMULATED_GPU_SHARE
 from swiftllm.kv.layer_groups import LayerGroups
 from swiftllm.systems import find_system
 
@@ -204,6 +201,8 @@ class Simulate(SystemsCommand):
         if self.traffic.workload is not None:
             origin = self.first_load.origin
             print(f"{self.first_load.title}: {origin.kind}, {origin.note}")
+        from apex.simulator.prediction.host_times import host_read_gb_s
+
         if self.host_memory_gib is not None and self.host == Simulate.host and self.host_read_gb_s is None:
             print(
                 f"the host is taken as {machine.host.name}, whose {machine.host['cores']:g} cores read "
@@ -214,11 +213,11 @@ class Simulate(SystemsCommand):
         """What to know where weights are off the GPU without having been asked for."""
         if self.weights_gpu_memory is not None:
             return []
-        usable = machine.gpu["memory_gb"] * SIMULATED_GPU_SHARE
+        usable = machine.budget(self.block_size).device_bytes / 1e9
         lines = [
             f"{machine.model_name} takes {machine.weight_bytes / 1e9:.1f} GB in {machine.dtype}, and "
-            f"{machine.gpu.name} may use {usable:.1f} of its {machine.gpu['memory_gb']:g} GB: the other weights are "
-            "streamed over PCIe or computed by the CPU, as with --weights-gpu-memory auto"
+            f"{machine.gpu.name} may use {usable:.1f} of its {machine.gpu['memory_gb']:g} GB: the rest stays in host "
+            "memory, is streamed over PCIe or computed by the CPU, as with --weights-gpu-memory auto"
         ]
         if (packed := machine.in_4_bits(self.block_size)) is not None:
             lines.append(
@@ -250,6 +249,8 @@ class Simulate(SystemsCommand):
             "cpu_kv_dtype": None if self.cpu_kv_dtype == "auto" else self.cpu_kv_dtype,
             "attention_hosts": ",".join(f"HOST{i}:7300" for i in range(1, self.cpu_hosts)) or None,
         }
+        from apex.simulator.hardware.files import model_origins
+
         model = model_origins().get(machine.model_name, self.model)
         if self.weights == "int4":
             model = "A-4-BIT-CHECKPOINT-OF-IT"

@@ -110,15 +110,17 @@ class SystemsCommand(ConfigFile):
         return next(iter(self.loads.values()))
 
     @property
+    def size_words(self) -> str:
+        """How many requests of which size."""
+        sizes = f"{self.input_len} in / {self.output_len} out" if self.traffic.workload is None else self.mean_words
+        return f"{self.num_requests} requests of {sizes}"
+
+    @property
     def request_words(self) -> str:
         """How many requests of which size, and when they come."""
-        *others, last = self.loads
-        rates = [load.removesuffix(RATE_WORDS) if load.endswith(RATE_WORDS) and last.endswith(RATE_WORDS) else load
-                 for load in others]  # fmt: skip
-        when = ", ".join([*rates, last])
-        if self.traffic.workload is None:
-            return f"{self.num_requests} requests of {self.input_len} in / {self.output_len} out, {when}"
-        return f"{self.num_requests} requests of {self.mean_words}, {when}"
+        rates = ", ".join(f"{rate:g}" for rate in self.traffic.request_rate)
+        others = [load for load in self.loads if not load.endswith(RATE_WORDS)]
+        return ", ".join([self.size_words, *([rates + RATE_WORDS] if rates else []), *others])
 
     @property
     def workload_words(self) -> str:
