@@ -78,5 +78,5 @@ def test_rows_equal_those_of_an_experiments_points(tmp_path: Path, model: str) -
             expected["num_gpu_blocks"],
             expected["num_cpu_blocks"],
         )
-        assert row["preemptions"] == expected["preemptions"] and row["completed"] == REQUESTS
+        assert row["preemptions"] == expected["preemptions"] and row["completed"] + row["failed"] == REQUESTS
         assert row["trace_note"] == expected["trace_note"] and row["trace_origin"] == expected["trace_origin"]
