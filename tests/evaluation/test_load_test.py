@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from apex.cli.traffic import SERVICE_COLUMNS
 from apex.workloads.catalogue import Origin, TraceRow
 from apex.workloads.requests import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens, make_workload
 from evaluation.experiments.torch_point import open_loop_requests
@@ -124,6 +125,22 @@ def test_every_kind_of_load_from_one_command(tmp_path, model, capsys):
         assert row["goodput_requests_per_s"] == pytest.approx(row["requests_per_s"] * kept / 4)
         assert row["system"] == "fast" or kept == 0
     assert "goodput" in capsys.readouterr().out
+
+
+def test_a_workload_in_a_file_has_the_columns_of_the_commands(tmp_path, model, capsys):
+    path = tmp_path / "monday.jsonl"
+    rows = [{"timestamp": 5000 + 10 * i, "input_length": 20, "output_length": 3 + i} for i in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with FakeServer() as fake:
+        chosen = options(tmp_path, model, url=(f"own={fake.url}",), workload=str(path), trace_arrivals=True)
+        assert main(chosen, Console(width=200)) == 0
+    (row,) = summary_of(tmp_path)
+    assert row["workload"] == "monday" and row["output_tokens"] == 18 and row["trace_file"] == "monday.jsonl"
+    out = capsys.readouterr().out
+    assert [title for title, _, _ in SERVICE_COLUMNS if title not in out] == []
+    path.write_text(path.read_text() + "{}\n")
+    assert main(chosen) == 2
+    assert "monday.jsonl:5: it has none of the known forms" in "".join(capsys.readouterr().out.split("\n"))
 
 
 def test_a_server_is_started_measured_and_stopped(tmp_path, model, monkeypatch, capsys):

@@ -22,6 +22,7 @@ from apex.cli.commands import COMMANDS
 from apex.cli.flags import SystemName
 from apex.cli.profile import attention_rate, key_figures
 from apex.cli.systems_command import figures_table
+from apex.cli.traffic import SERVICE_COLUMNS
 from apex.cli.validate import OPTIONAL_VERBS
 from apex.perf.model import Curve, ProfileTable, Surface
 from apex.strategy import StrategyConfig
@@ -286,6 +287,33 @@ def test_bench_measures_each_system(capsys, model, tmp_path, monkeypatch):
         assert record["per_token_latency_s_mean"] <= record["wall_s"] / 6
     assert records[0]["strategy_mix"] == "gpu-only 100%" and records[0]["predicted_over_actual"] is None
     assert records[1]["predicted_over_actual"] > 0
+
+
+def test_bench_measures_a_workload_at_several_rates(capsys, model, tmp_path):
+    trace, path, results = tmp_path / "monday.json", tmp_path / "bench.json", tmp_path / "results"
+    talks = [[{"value": "n" * (20 + i)}, {"value": "m" * (3 + i)}] for i in range(4)]
+    trace.write_text(json.dumps([{"conversations": talk} for talk in talks]))
+    flags = ["--workload", str(trace), "--num-requests", "4", "--request-rate", "50", "100", "--slo-ttft", "60"]
+    files = ["--output", str(path), "--plot", str(tmp_path / "plot"), "--results-dir", str(results)]
+    assert main(["bench", model, "--system", "swiftllm", "apex", *flags, *SMALL, *files]) == 0
+    out = capsys.readouterr().out
+    assert "4 requests of monday, 22 in / 4 out on average, 50, 100 a second" in out
+    assert "\nMEASURED  " in out and all(title in out for title, _, _ in SERVICE_COLUMNS)
+    records = json.loads(path.read_text())
+    runs = [
+        ("50 a second", "swiftllm"),
+        ("50 a second", "apex"),
+        ("100 a second", "swiftllm"),
+        ("100 a second", "apex"),
+    ]
+    assert [(record["load"], record["system"]) for record in records] == runs
+    for record in records:
+        assert record["completed"] == 4 and record["output_tokens"] == 3 + 4 + 5 + 6 and record["ttft_target_s"] == 60
+        assert record["trace_note"].startswith("4 requests of the file monday.json; tokens counted by the tokenizer of")
+    rows = (tmp_path / "plot" / "service.csv").read_text().splitlines()
+    assert len(rows) == 5 and all(row.startswith("MEASURED,") for row in rows[1:])
+    kept = {file.name for file in (results / "bench" / "latest" / "records").iterdir()}
+    assert {"apex-50-a-second.jsonl.gz", "swiftllm-100-a-second.jsonl.gz"} <= kept and len(kept) == 4
 
 
 def test_bench_measures_two_classes(capsys, model, tmp_path):
