@@ -90,7 +90,10 @@ def binding(record: Record, records: Sequence[Record]) -> str:
             f"of mean size while {under_way:.0f} are under way, and {others} ({busy})."
         )
     if is_busy:
-        return f"What binds {load} is the GPU's computing: {busy}, and its memory has room left."
+        return (
+            f"What binds {load} is the GPU itself: it computes {heaviest['gpu_batch_busy_fraction']:.0%} of the time for "
+            f"the {under_way or 0:.0f} requests under way, and its memory has room for {room:.0f}."
+        )
     return f"Nothing binds {load}: {busy}, and its memory has room left."
 
 

@@ -193,7 +193,7 @@ class Simulate(SystemsCommand):
             print(f"{workload}; {counts[self.system[0]]}")
         else:
             print(workload)
-            for line in self._does_not_fit(machine):
+            if line := self._does_not_fit(machine):
                 print(line)
             for system, machine_placed in placed.items():
                 assert machine_placed is not None, "weights have their memory"
@@ -209,22 +209,25 @@ class Simulate(SystemsCommand):
                 f"{host_read_gb_s(machine.host):.0f} GB/s: name yours with --host, or say --host-read-gb-s"
             )
 
-    def _does_not_fit(self, machine: PredictedMachine) -> list[str]:
-        """What to know where weights are off the GPU without having been asked for."""
-        if self.weights_gpu_memory is not None:
-            return []
+    def _does_not_fit(self, machine: PredictedMachine) -> str:
+        """What to know where weights are off the GPU without having been asked for; empty where none is."""
+        if self.weights_gpu_memory is not None or not self._is_too_large(machine):
+            return ""
         usable = machine.budget(self.block_size).device_bytes / 1e9
-        lines = [
+        return (
             f"{machine.model_name} takes {machine.weight_bytes / 1e9:.1f} GB in {machine.dtype}, and "
             f"{machine.gpu.name} may use {usable:.1f} of its {machine.gpu['memory_gb']:g} GB: the rest stays in host "
             "memory, is streamed over PCIe or computed by the CPU, as with --weights-gpu-memory auto"
-        ]
-        if (packed := machine.in_4_bits(self.block_size)) is not None:
-            lines.append(
-                f"a 4-bit checkpoint (AWQ or GPTQ) takes {packed.weight_bytes / 1e9:.1f} GB and leaves room for "
-                f"{packed.max_gpu_blocks * self.block_size:,} tokens of KV cache on the GPU: see --weights int4"
+        )
+
+    def _in_4_bits(self, machine: PredictedMachine) -> str:
+        """What a smaller checkpoint would change; empty where the weights fit, or would not fit either."""
+        if self._does_not_fit(machine) and (packed := machine.in_4_bits(self.block_size)) is not None:
+            return (
+                f"A 4-bit checkpoint (AWQ or GPTQ) takes {packed.weight_bytes / 1e9:.1f} GB and leaves room for "
+                f"{packed.max_gpu_blocks * self.block_size:,} tokens of KV cache on the GPU: see --weights int4."
             )
-        return lines
+        return ""
 
     def _advise(
         self, machine: PredictedMachine, records: Sequence[Mapping[str, Any]], strategy: StrategyConfig
@@ -255,6 +258,8 @@ class Simulate(SystemsCommand):
         if self.weights == "int4":
             model = "A-4-BIT-CHECKPOINT-OF-IT"
         print(f"\n{choice.sentence} {binding(choice.record, records)}")
+        if line := self._in_4_bits(machine):
+            print(line)
         print(serve_line(model, choice.record, options, strategy))
 
     def _bound(self, machine: PredictedMachine, blocks: Iterable[tuple[int, int]]) -> tuple[float, int, int]:

@@ -71,12 +71,14 @@ def test_a_machine_is_asked_what_it_does_with_a_workload(capsys, tmp_path):
     assert f"{records[3]['ttft_s_p99']:.2f}" in table and f"{records[3]['tpot_s_p50']:.3f}" in table
     assert "a first token within 3 s and 0.25 s per further token" in out
     # Weights of 15.2 GB exceed a T4, which is told with what can be done.
-    assert "takes 15.2 GB in float16, and T4 may use 14.4 of its 16 GB" in out and "--weights int4" in out
+    assert "takes 15.2 GB in float16, and T4 may use 14.4 of its 16 GB" in out
     assert "whose 48 cores read 328 GB/s: name yours with --host" in out
     assert "simulating: 1 of 4 runs have ended, about " in err and "4 of 4" not in err
     served = serve_of(out)
     assert served.model == "Qwen/Qwen2.5-7B-Instruct" and served.engine.weights_gpu_memory == "auto"
-    assert out.splitlines()[-2].startswith("Choose ") and "What binds at 2 requests a second" in out.splitlines()[-2]
+    choice, smaller, _ = out.splitlines()[-3:]
+    assert choice.startswith("Choose ") and "What binds at 2 requests a second" in choice
+    assert smaller.startswith("A 4-bit checkpoint (AWQ or GPTQ) takes 5.6 GB") and "see --weights int4" in smaller
     with (tmp_path / "plot" / "service.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["how"], row["system"]) for row in rows] == [("SIMULATED", record["system"]) for record in records]
@@ -197,7 +199,10 @@ def test_the_system_with_the_most_goodput_is_chosen_and_of_equals_the_first():
     ("figures", "words"),
     [
         ({}, "Nothing binds at 2 requests a second: the GPU batch computes 50% of the time"),
-        ({"gpu_batch_busy_fraction": 0.95}, "is the GPU's computing: the GPU batch computes 95%"),
+        (
+            {"gpu_batch_busy_fraction": 0.95},
+            "is the GPU itself: it computes 95% of the time for the 5 requests under way",
+        ),
         (
             {"requests_under_way": 30.0},
             "the KV cache of 20 requests of mean size while 30 are under way, and the others wait",
