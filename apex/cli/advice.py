@@ -91,8 +91,8 @@ def binding(record: Record, records: Sequence[Record]) -> str:
         )
     if is_busy:
         return (
-            f"What binds {load} is the GPU itself: it computes {heaviest['gpu_batch_busy_fraction']:.0%} of the time for "
-            f"the {under_way or 0:.0f} requests under way, and its memory has room for {room:.0f}."
+            f"What binds {load} is the GPU itself: it computes {heaviest['gpu_batch_busy_fraction']:.0%} of the time "
+            f"for the {under_way or 0:.0f} requests under way, and its memory has room for {room:.0f}."
         )
     return f"Nothing binds {load}: {busy}, and its memory has room left."
 

@@ -214,11 +214,11 @@ def _items(path: Path) -> list[Item]:
     except ValueError:
         whole = None  # lines, of which the damaged one is found below
     if isinstance(whole, list):
-        return _each(path, ((f"entry {number}", item) for number, item in enumerate(whole, start=1)), _conversation)
-    if isinstance(whole, dict) and "input_lens" in whole:
+        return _each(path, ((f"entry {number}", item) for number, item in enumerate(whole, start=1)), _entry)
+    if isinstance(whole, dict) and {"input_lens", "total_input_tokens"} & whole.keys():
         return _bench_result(path, whole)
     lines = ((str(number), line) for number, line in enumerate(text.splitlines(), start=1) if line.strip())
-    return _each(path, lines, lambda place, line: _line(place, json.loads(line)))
+    return _each(path, lines, lambda place, line: _entry(place, json.loads(line)))
 
 
 def _each(path: Path, entries: Iterable[tuple[str, Any]], make: Callable[[str, Any], Item | None]) -> list[Item]:
@@ -233,10 +233,13 @@ def _each(path: Path, entries: Iterable[tuple[str, Any]], make: Callable[[str, A
     return [item for item in items if item is not None]
 
 
-def _line(place: str, entry: Any) -> Item:
-    """A line of JSON with lengths, or with a text."""
+def _entry(place: str, entry: Any) -> Item:
+    """A JSON object with lengths, or with texts."""
     if not isinstance(entry, dict):
         raise ValueError("it is no JSON object")
+    if "conversations" in entry:  # ShareGPT: the first turn and its answer, as in `vllm bench serve`
+        turns = [str(turn["value"]) for turn in entry["conversations"][:2]]
+        return Item(place, *turns, *[""] * (2 - len(turns)))
     if "input_length" in entry:  # Mooncake
         lengths = _whole(entry, "input_length"), _whole(entry, "output_length")
         at_s = None if entry.get("timestamp") is None else float(entry["timestamp"]) / 1000
@@ -263,17 +266,11 @@ def _both(lengths: tuple[int, int]) -> tuple[int, int]:
     return lengths
 
 
-def _conversation(place: str, entry: Any) -> Item:
-    """The first turn of a ShareGPT conversation and its answer, as in `vllm bench serve`."""
-    turns = [str(turn["value"]) for turn in entry["conversations"][:2]]
-    return Item(place, *turns, *[""] * (2 - len(turns)))
-
-
 def _bench_result(path: Path, result: Mapping[str, Any]) -> list[Item]:
     """The requests of a result that `vllm bench serve --save-result --save-detailed` wrote."""
-    columns = [result["input_lens"], result.get("output_lens"), result.get("start_times")]
-    if columns[1] is None:
-        raise ValueError(f"{path}: it has input_lens and no output_lens: save it with --save-detailed")
+    columns = [result.get("input_lens"), result.get("output_lens"), result.get("start_times")]
+    if None in columns[:2]:
+        raise ValueError(f"{path}: it has no lengths of single requests: save it with --save-detailed")
     columns[2] = columns[2] or [None] * len(columns[0])
     if len({len(column) for column in columns}) != 1:
         raise ValueError(f"{path}: input_lens, output_lens and start_times are not of one length")

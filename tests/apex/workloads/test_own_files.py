@@ -44,6 +44,7 @@ READ = {
     "own.jsonl": json_lines(*OWN),
     "late.jsonl": json_lines(*({**entry, "arrival_s": 50 + entry["arrival_s"]} for entry in OWN)),
     "mooncake.jsonl": json_lines(*MOONCAKE),
+    "one-value.json": json.dumps(OWN),
     "blank-lines.jsonl": "\n" + json_lines(*MOONCAKE) + "\n",
     "result-of-vllm-bench.json": json.dumps(RESULT, indent=2),
 }
@@ -114,8 +115,8 @@ REFUSED = {
     ),
     "below no tokens": ("a.json", json.dumps({**RESULT, "output_lens": [44, -1, 55]}), "a.json:request 2: lengths"),
     "columns of two lengths": ("a.json", json.dumps({**RESULT, "output_lens": [44]}), "are not of one length"),
-    "a result without lengths": ("a.json", json.dumps({"input_lens": [1]}), "save it with --save-detailed"),
-    "no conversations": ("a.json", json.dumps([{"id": 1}]), "a.json:entry 1: it lacks 'conversations'"),
+    "a result without lengths": ("a.json", json.dumps({"total_input_tokens": 9}), "save it with --save-detailed"),
+    "no conversations": ("a.json", json.dumps([{"id": 1}]), "a.json:entry 1: it has none of the known forms"),
     "a conversation without text": (
         "a.json",
         json.dumps([{"conversations": [{"from": "x"}]}]),
