@@ -57,7 +57,7 @@ class Options(HttpOptions):
     """Folder of the served model; its tokenizer makes the prompts. By default SmolLM2-135M-Instruct."""
     workload: str | None = None
     """Take lengths from this workload, as `apex simulate` and `apex bench` do: a name, such as sharegpt, or
-    a file of your own (CSV, JSON lines; docs/simulator.md has the forms); by default --input-len, --output-len."""
+    a file of your own, in one of the forms that these list; by default --input-len, --output-len."""
     trace_dir: TraceDir = None
     input_len: int = 128
     """Average prompt tokens without --workload; uniform within 10%."""

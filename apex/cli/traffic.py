@@ -42,7 +42,10 @@ class TrafficFlags:
 
     workload: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
     """Draw lengths from this workload in place of --input-len and --output-len: a name, such as sharegpt, azure-conv,
-    livebench or dolphin-r1, or a file of your own (CSV, JSON lines; docs/simulator.md has the forms)."""
+    livebench or dolphin-r1, or a file of your own: CSV or JSON lines with arrival_s (seconds, or none), input_tokens
+    and output_tokens; Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens); Mooncake's JSON lines (timestamp in ms,
+    input_length, output_length); vLLM's custom JSON lines (prompt, output_tokens); ShareGPT's JSON; or the JSON that
+    vllm bench serve saves with --save-detailed."""
     trace_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder with trace files of named workloads, searched before the cache."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE|FOLDER")] = None
