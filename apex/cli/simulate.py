@@ -213,7 +213,7 @@ class Simulate(SystemsCommand):
         """What to know where weights are off the GPU without having been asked for; empty where none is."""
         if self.weights_gpu_memory is not None or not self._is_too_large(machine):
             return ""
-        usable = machine.budget(self.block_size).device_bytes / 1e9
+        usable = machine.budget(self.block_size).usable_bytes / 1e9
         return (
             f"{machine.model_name} takes {machine.weight_bytes / 1e9:.1f} GB in {machine.dtype}, and "
             f"{machine.gpu.name} may use {usable:.1f} of its {machine.gpu['memory_gb']:g} GB: the rest stays in host "

@@ -29,7 +29,8 @@ LATENCIES = (
     ("time to first token (s)", "ttft_s", "ttft_target_s"),
     ("time per output token (s)", "tpot_s", "tpot_target_s"),
 )
-MEDIAN, TAIL = {"linestyle": (0, (4, 2)), "linewidth": 1.2}, {"linewidth": 2.0}
+MEDIAN: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.2}
+TAIL: dict[str, Any] = {"linewidth": 2.0}
 
 
 def draw_service(records: Sequence[Mapping[str, Any]], setting: str, how: str) -> Figure:

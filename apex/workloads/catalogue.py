@@ -77,8 +77,7 @@ class RecordedTrace:
             raise ValueError(f"trace {self.name} has {len(self.rows)} rows, fewer than the {num_requests} asked for")
         start = int(np.random.default_rng(seed).integers(0, len(self.rows) - num_requests + 1))
         rows = self.rows[start : start + num_requests]
-        first = rows[0].arrival_s
-        return [replace(row, arrival_s=row.arrival_s - first) for row in rows]
+        return [replace(row, arrival_s=row.start_s - rows[0].start_s) for row in rows]
 
 
 class Distribution(Protocol):
@@ -102,7 +101,8 @@ class Quantiles:
             raise ValueError(f"quantiles must rise from level 0 to level 1: {self.table}")
 
     def at(self, levels: np.ndarray) -> np.ndarray:
-        return np.interp(levels, *zip(*self.table, strict=True))
+        points, tokens = zip(*self.table, strict=True)
+        return np.interp(levels, points, tokens)
 
 
 @dataclass(frozen=True)
@@ -286,16 +286,16 @@ def load_trace(name: str, trace_dir: Path | None = None, tokenizer: Path | None 
                 return RecordedTrace(name, entry["title"], origin, read_rows(path))
     sides = ("input_tokens", "output_tokens")
     if shape := entry.get("lognormal"):
-        origin, drawn = Origin("synthetic", shape["note"]), [LogNormal(**shape[side]) for side in sides]
+        origin, (inputs, outputs) = Origin("synthetic", shape["note"]), (LogNormal(**shape[side]) for side in sides)
         if sessions := entry.get("sessions"):
-            return SessionTrace(name, entry["title"], origin, *drawn, **sessions)
-        return DrawnTrace(name, entry["title"], origin, *drawn)
+            return SessionTrace(name, entry["title"], origin, inputs, outputs, **sessions)
+        return DrawnTrace(name, entry["title"], origin, inputs, outputs)
     fitted = entry["fitted"]
-    quantiles = [Quantiles(tuple((level, tokens) for level, tokens in fitted[side])) for side in sides]
+    inputs, outputs = (Quantiles(tuple((level, tokens) for level, tokens in fitted[side])) for side in sides)
     if sessions := entry.get("sessions"):
-        return SessionTrace(name, entry["title"], Origin("synthetic", fitted["note"]), *quantiles, **sessions)
+        return SessionTrace(name, entry["title"], Origin("synthetic", fitted["note"]), inputs, outputs, **sessions)
     original = next((source.name for source in fetchable(name) if source.has_arrivals), None)
-    return DrawnTrace(name, entry["title"], Origin("fitted", fitted["note"]), *quantiles, original)
+    return DrawnTrace(name, entry["title"], Origin("fitted", fitted["note"]), inputs, outputs, original)
 
 
 def own_trace(path: Path, tokenizer: Path | None = None) -> RecordedTrace:

@@ -47,6 +47,11 @@ class TraceRow:
             raise ValueError(f"arrival_s={self.arrival_s} must be a number of seconds, at least 0")
 
     @property
+    def start_s(self) -> float:
+        """``arrival_s``, and 0 where there is none."""
+        return self.arrival_s or 0.0
+
+    @property
     def prompt(self) -> tuple[int, ...]:
         """Token ids of a prompt that has segments, cut to its length."""
         return tuple(chain.from_iterable(repeat(token, count) for token, count in self.segments))[: self.input_tokens]
@@ -90,8 +95,8 @@ def read_rows(path: Path) -> tuple[TraceRow, ...]:
     if left_out:
         logger.warning("%s: %d rows without a prompt or an output are left out", path, left_out)
     if is_azure:
-        first_s = min(row.arrival_s or 0.0 for row in rows)
-        rows = [replace(row, arrival_s=(row.arrival_s or 0.0) - first_s) for row in rows]
+        first_s = min(row.start_s for row in rows)
+        rows = [replace(row, arrival_s=row.start_s - first_s) for row in rows]
     return by_arrival(path, rows)
 
 
@@ -100,7 +105,7 @@ def by_arrival(path: Path, rows: list[TraceRow]) -> tuple[TraceRow, ...]:
     arrivals = [row.arrival_s for row in rows if row.arrival_s is not None]
     if len(arrivals) == len(rows) and arrivals != sorted(arrivals):
         logger.warning("%s: its rows are not in the order of arrival, and are sorted", path)
-        rows = sorted(rows, key=lambda row: row.arrival_s)
+        rows = sorted(rows, key=lambda row: row.start_s)
     return tuple(rows)
 
 
@@ -129,7 +134,8 @@ def _row(by_name: Mapping[str, str]) -> TraceRow:
     ids = by_name.get(PREFIX_COLUMN, "").split()
     segments = tuple((1 + _number(PREFIX_COLUMN, one, int), PREFIX_TOKENS) for one in ids)  # 0: of simulated outputs
     row = TraceRow(
-        *(_number(name, by_name[name], int) for name in (given, out)),
+        _number(given, by_name[given], int),
+        _number(out, by_name[out], int),
         _number(arrival, by_name[arrival], float) if by_name[arrival] else None,
         segments=segments,
     )

@@ -40,7 +40,9 @@ def azure_rows(path: Path, stride: int = 1) -> list[TraceRow]:
     for name in columns[1:]:
         frame[name] = pd.to_numeric(frame[name], errors="coerce")
     if (bad := frame.isin([math.inf]).any(axis=1) | frame.isna().any(axis=1)).any():
-        raise ValueError(f"{path}: row {bad.idxmax() + 1} after the header has no time, or no number of tokens")
+        raise ValueError(
+            f"{path}: row {bad.index[bad.to_numpy().argmax()] + 1} after the header has no time, or no number of tokens"
+        )
     frame["TIMESTAMP"] = (arrivals - arrivals.min()).dt.total_seconds()
     ordered = frame.sort_values("TIMESTAMP", kind="stable")[columns]
     return [TraceRow(int(given), int(out), float(arrival)) for arrival, given, out in ordered.itertuples(index=False)]
@@ -64,7 +66,7 @@ def mooncake_rows(path: Path, stride: int = 1) -> list[TraceRow]:
     lines = enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1)
     rows = _converted(path, [(number, line) for number, line in lines if line.strip()][::stride], row)
     fitting = [row for row in rows if row.input_tokens + row.output_tokens <= MOONCAKE_LONGEST]
-    return sorted(fitting, key=lambda row: row.arrival_s)
+    return sorted(fitting, key=lambda row: row.start_s)
 
 
 def _converted(path: Path, items: Iterable[tuple[int, Any]], make: Callable[[Any], TraceRow]) -> list[TraceRow]:
@@ -181,9 +183,6 @@ def read_file(path: Path, tokenizer: Path | None = None) -> tuple[tuple[TraceRow
     else:
         counted_by = ""
     kept = [item for item in items if item.prompt and item.output]
-    for item in kept:
-        if item.prompt < 0 or item.output < 0:
-            raise ValueError(f"{path}:{item.place}: lengths must be at least 1 token")
     if not kept:
         raise ValueError(f"{path}: no request with a prompt and an output")
     first_s = min((item.arrival_s for item in kept if item.arrival_s is not None), default=0.0)
@@ -192,7 +191,8 @@ def read_file(path: Path, tokenizer: Path | None = None) -> tuple[tuple[TraceRow
         arrival_s = None if item.arrival_s is None else item.arrival_s - first_s
         segments = tuple((1 + block, PREFIX_TOKENS) for block in item.blocks)
         try:
-            rows.append(TraceRow(item.prompt, item.output, arrival_s, segments=segments))
+            lengths = _both(int(item.prompt), int(item.output))
+            rows.append(TraceRow(*lengths, arrival_s, segments=segments))
         except ValueError as error:
             raise ValueError(f"{path}:{item.place}: {error}") from None
     left_out = (
@@ -238,18 +238,18 @@ def _entry(place: str, entry: Any) -> Item:
     if not isinstance(entry, dict):
         raise ValueError("it is no JSON object")
     if "conversations" in entry:  # ShareGPT: the first turn and its answer, as in `vllm bench serve`
-        turns = [str(turn["value"]) for turn in entry["conversations"][:2]]
-        return Item(place, *turns, *[""] * (2 - len(turns)))
+        prompt, output, *_ = [*(str(turn["value"]) for turn in entry["conversations"][:2]), "", ""]
+        return Item(place, prompt, output)
     if "input_length" in entry:  # Mooncake
-        lengths = _whole(entry, "input_length"), _whole(entry, "output_length")
+        lengths = _both(_whole(entry, "input_length"), _whole(entry, "output_length"))
         at_s = None if entry.get("timestamp") is None else float(entry["timestamp"]) / 1000
-        return Item(place, *_both(lengths), at_s, tuple(map(int, entry.get("hash_ids", ()))))
+        return Item(place, *lengths, at_s, tuple(map(int, entry.get("hash_ids", ()))))
     if "prompt" in entry:  # vLLM's custom data set
         return Item(place, str(entry["prompt"]), _whole(entry, "output_tokens"))
     if "input_tokens" in entry:
-        lengths = _whole(entry, "input_tokens"), _whole(entry, "output_tokens")
+        lengths = _both(_whole(entry, "input_tokens"), _whole(entry, "output_tokens"))
         at_s = None if entry.get("arrival_s") is None else float(entry["arrival_s"])
-        return Item(place, *_both(lengths), at_s)
+        return Item(place, *lengths, at_s)
     raise ValueError(f"it has none of the known forms, which are {FORMATS}")
 
 
@@ -260,27 +260,27 @@ def _whole(entry: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _both(lengths: tuple[int, int]) -> tuple[int, int]:
-    if min(lengths) < 1:
+def _both(given: int, out: int) -> tuple[int, int]:
+    if min(given, out) < 1:
         raise ValueError("lengths must be at least 1 token")
-    return lengths
+    return given, out
 
 
 def _bench_result(path: Path, result: Mapping[str, Any]) -> list[Item]:
     """The requests of a result that `vllm bench serve --save-result --save-detailed` wrote."""
-    columns = [result.get("input_lens"), result.get("output_lens"), result.get("start_times")]
-    if None in columns[:2]:
+    if not {"input_lens", "output_lens"} <= result.keys():
         raise ValueError(f"{path}: it has no lengths of single requests: save it with --save-detailed")
-    columns[2] = columns[2] or [None] * len(columns[0])
-    if len({len(column) for column in columns}) != 1:
+    given, out = result["input_lens"], result["output_lens"]
+    start_times = result.get("start_times") or [None] * len(given)
+    if not len(given) == len(out) == len(start_times):
         raise ValueError(f"{path}: input_lens, output_lens and start_times are not of one length")
 
     def item(place: str, values: tuple[Any, Any, Any]) -> Item:
-        lengths = dict(zip(("input_lens", "output_lens"), values, strict=False))
+        lengths = {"input_lens": values[0], "output_lens": values[1]}
         at_s = None if values[2] is None else float(values[2])
         return Item(place, _whole(lengths, "input_lens"), _whole(lengths, "output_lens"), at_s)
 
-    entries = enumerate(zip(*columns, strict=True), start=1)
+    entries = enumerate(zip(given, out, start_times, strict=True), start=1)
     return _each(path, ((f"request {number}", values) for number, values in entries), item)
 
 

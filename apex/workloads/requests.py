@@ -115,12 +115,12 @@ def make_lengths(spec: WorkloadSpec, trace: Trace) -> Lengths:
     output_factor = spec.scale
     if spec.output_len is not None:
         output_factor *= spec.output_len / float(np.mean([row.output_tokens for row in rows]))
-    if spec.arrivals == "poisson":
+    if spec.request_rate is not None:
         rng = np.random.default_rng([spec.seed, 1])
         gaps = rng.exponential(1.0 / spec.request_rate, spec.num_requests)
         arrivals = np.cumsum(gaps) - gaps[0]
     else:
-        arrivals = [row.arrival_s or 0.0 for row in rows]
+        arrivals = [row.start_s for row in rows]
     scaled = tuple(
         TraceRow(
             input_tokens=max(1, round(row.input_tokens * spec.scale)),
@@ -142,7 +142,7 @@ def merge_lengths(latency_sensitive: Lengths, best_effort: Lengths) -> Lengths:
         if stream.spec.arrivals == "closed-loop":
             raise ValueError(f"{stream.spec.name}: a closed loop has no arrivals and cannot be merged")
     less_urgent = [replace(row, service_class=ServiceClass.BEST_EFFORT) for row in best_effort.rows]
-    rows = sorted([*latency_sensitive.rows, *less_urgent], key=lambda row: row.arrival_s)
+    rows = sorted([*latency_sensitive.rows, *less_urgent], key=lambda row: row.start_s)
     title = f"{latency_sensitive.title} beside best-effort {best_effort.title}"
     return replace(latency_sensitive, title=title, rows=tuple(rows), best_effort=best_effort.spec)
 
@@ -156,7 +156,7 @@ def with_prompts(lengths: Lengths, prompts: Iterable[tuple[int, ...]]) -> Worklo
     requests = tuple(
         ReplayRequest(
             f"{lengths.spec.name}-{index}",
-            row.arrival_s,
+            row.start_s,
             prompt,
             row.output_tokens,
             row.service_class,

@@ -7,7 +7,7 @@ import importlib.util
 import json
 import shutil
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
 from http.client import HTTPResponse
@@ -33,8 +33,6 @@ from apex.workloads.formats import (
 from swiftllm.model.folder.hub import model_name
 
 if TYPE_CHECKING:
-    from urllib.response import addinfourl
-
     import pandas as pd
 
 LIVEBENCH_MODEL = "meta-llama-3.1-8b-instruct-turbo"
@@ -85,13 +83,13 @@ class Source:
         return f"{self.name.replace('-', '_')}.csv"
 
 
-def fetch_dolphin(source: Source, options: TextOptions, folder: Path) -> Iterator[tuple[str, str]]:
+def fetch_dolphin(source: Source, options: TextOptions, folder: Path) -> Generator[tuple[str, str]]:
     # The whole file is 3.8 GB. It is read line by line, and closed after the last wanted row.
     with open_url(source.origin) as response:
         yield from dolphin_pairs(response)
 
 
-def fetch_livebench(source: Source, options: TextOptions, folder: Path) -> Iterator[tuple[str, str]]:
+def fetch_livebench(source: Source, options: TextOptions, folder: Path) -> Generator[tuple[str, str]]:
     import pandas as pd
 
     columns = ["question_id", "turns"]
@@ -101,7 +99,7 @@ def fetch_livebench(source: Source, options: TextOptions, folder: Path) -> Itera
     yield from livebench_pairs(pd.concat(questions, ignore_index=True), answers, options.livebench_model)
 
 
-def fetch_osc(source: Source, options: TextOptions, folder: Path) -> Iterator[tuple[str, str]]:
+def fetch_osc(source: Source, options: TextOptions, folder: Path) -> Generator[tuple[str, str]]:
     frame = read_parquet("CarperAI/openai_summarize_comparisons", "test", ["prompt", "chosen"], folder)
     yield from zip(frame["prompt"], frame["chosen"], strict=True)
 
@@ -109,7 +107,7 @@ def fetch_osc(source: Source, options: TextOptions, folder: Path) -> Iterator[tu
 HUGGING_FACE = "https://huggingface.co"
 
 
-def open_url(url: str) -> addinfourl | HTTPResponse:
+def open_url(url: str) -> HTTPResponse:
     return urllib.request.urlopen(urllib.request.Request(url, headers={"User-Agent": "apex-download"}), timeout=60)
 
 
@@ -156,7 +154,7 @@ READERS: dict[str, Callable[[Path, int], list[TraceRow]]] = {
     "neo": neo_rows,
     "mooncake": mooncake_rows,
 }
-TEXTS: dict[str, Callable[[Source, TextOptions, Path], Iterator[tuple[str, str]]]] = {
+TEXTS: dict[str, Callable[[Source, TextOptions, Path], Generator[tuple[str, str]]]] = {
     "dolphin": fetch_dolphin,
     "livebench": fetch_livebench,
     "osc": fetch_osc,
