@@ -40,9 +40,8 @@ def azure_rows(path: Path, stride: int = 1) -> list[TraceRow]:
     for name in columns[1:]:
         frame[name] = pd.to_numeric(frame[name], errors="coerce")
     if (bad := frame.isin([math.inf]).any(axis=1) | frame.isna().any(axis=1)).any():
-        raise ValueError(
-            f"{path}: row {bad.index[bad.to_numpy().argmax()] + 1} after the header has no time, or no number of tokens"
-        )
+        number = bad.index[int(bad.to_numpy().argmax())] + 1
+        raise ValueError(f"{path}: row {number} after the header has no time, or no number of tokens")
     frame["TIMESTAMP"] = (arrivals - arrivals.min()).dt.total_seconds()
     ordered = frame.sort_values("TIMESTAMP", kind="stable")[columns]
     return [TraceRow(int(given), int(out), float(arrival)) for arrival, given, out in ordered.itertuples(index=False)]
