@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from apex.strategy import StrategyConfig
 from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.kv.layer_groups import LayerGroups
+from swiftllm.machine import GIB
 from swiftllm.systems import find_system
 
 if TYPE_CHECKING:
@@ -141,23 +143,25 @@ class Simulate(SystemsCommand):
             )
             strategy = self.traffic.with_targets(self.strategy.config(*self.system))
             loads = self.loads
-            placed = {system: self._placed(system, machine) for system in self.system}
-            blocks = {system: self._blocks(machine, placed[system]) for system in self.system}
+            runs = [(load, system) for load in loads for system in self.system]
+            placed = {(load, system): self._placed(system, machine, loads[load]) for load, system in runs}
+            blocks = {run: self._blocks(machine, placed[run]) for run in runs}
         self._print_setting(machine, placed, blocks)
         records, why_none = [], []
-        tokens = [lengths.total_output_tokens for lengths in loads.values() for _ in self.system]
+        tokens = [loads[load].total_output_tokens for load, _ in runs]
         remaining = Remaining("simulating", tokens)
         for load, lengths in loads.items():
             # Prompts share no prefix: vLLM's cache would find it.
             requests = self.requests(lengths, [(i % VOCABULARY,) * n for i, (n, _) in enumerate(self.sizes(lengths))])
             for system in self.system:
                 with input_errors(of_engine=False):
-                    engine = self._engine(system, machine, blocks[system], strategy, placed[system])
+                    run = load, system
+                    engine = self._engine(system, machine, blocks[run], strategy, placed[run])
                     if self.traffic.workload is None:
                         check_requests(engine, [requests[0], requests[-1]])  # those of a class are of one size
                 measured, replay = self._measure(engine, requests, machine, strategy, load)
                 why_none.append(all_refused_line(system, replay))
-                records.append(measured | self._memory(machine, lengths, placed[system], blocks[system]))
+                records.append(measured | self._memory(machine, lengths, placed[run], blocks[run]))
                 remaining.ended()
         bound = None
         if self.traffic.workload is None and not any(placed.values()) and not self.best_effort_words:
@@ -181,23 +185,28 @@ class Simulate(SystemsCommand):
     def _print_setting(
         self,
         machine: PredictedMachine,
-        placed: Mapping[str, PlacedMachine | None],
-        blocks: Mapping[str, tuple[int, int]],
+        placed: Mapping[tuple[str, str], PlacedMachine | None],
+        blocks: Mapping[tuple[str, str], tuple[int, int]],
     ) -> None:
-        counts = {
-            system: f"{gpu} GPU and {cpu} CPU blocks of {self.block_size} tokens"
-            for system, (gpu, cpu) in blocks.items()
-        }
+        """Print the requests and the memory of each run, which is a load and a system."""
         workload = f"{self.request_words}{self.best_effort_words}"
+        counts = {
+            run: f"{gpu} GPU and {cpu} CPU blocks of {self.block_size} tokens" for run, (gpu, cpu) in blocks.items()
+        }
         if not any(placed.values()):
-            print(f"{workload}; {counts[self.system[0]]}")
+            print(f"{workload}; {next(iter(counts.values()))}")
         else:
             print(workload)
             if line := self._does_not_fit(machine):
                 print(line)
-            for system, machine_placed in placed.items():
-                assert machine_placed is not None, "weights have their memory"
-                print(f"{system}: {machine_placed.timed.describe()}; {counts[system]}")
+            runs: dict[tuple[str, str], list[str]] = {}
+            for (load, system), on_machine in placed.items():
+                assert on_machine is not None, "weights have their memory"
+                timed = on_machine.timed
+                where = timed.describe() if self.num_loads == 1 else timed.placement.describe()
+                runs.setdefault((system, f"{where}; {counts[load, system]}"), []).append(load)
+            for (system, where), of_loads in runs.items():
+                print(f"{', '.join([system, *(of_loads if len(of_loads) < self.num_loads else [])])}: {where}")
         if self.traffic.workload is not None:
             origin = self.first_load.origin
             print(f"{self.first_load.title}: {origin.kind}, {origin.note}")
@@ -236,12 +245,10 @@ class Simulate(SystemsCommand):
         choice = choose(records, by_goodput=self.traffic.has_targets)
         if choice is None or self.best_effort_words:
             return
-        off_gpu = self.weights_gpu_memory
-        if off_gpu is None and self._is_too_large(machine):
-            off_gpu = "auto"
+        on_gpu = choice.record["weights_gpu_gib"]
         options = {
             "dtype": self.dtype,
-            "weights_gpu_memory": off_gpu,
+            "weights_gpu_memory": None if on_gpu is None else f"{on_gpu:.2f}",
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "max_num_seqs": self.max_num_seqs,
             "num_gpu_blocks": self.num_gpu_blocks,
@@ -280,8 +287,8 @@ class Simulate(SystemsCommand):
             if self.network_gbps != Simulate.network_gbps and self.cpu_hosts == 1:
                 raise ValueError("--network-gbps means nothing without --cpu-hosts")
 
-    def _placed(self, system: str, machine: PredictedMachine) -> PlacedMachine | None:
-        """The machine with a placement of its weights for a system; None where all are on the GPU."""
+    def _placed(self, system: str, machine: PredictedMachine, lengths: Lengths) -> PlacedMachine | None:
+        """The machine with a placement of its weights for a system and a load; None where all are on the GPU."""
         memory = self.weights_gpu_memory
         if memory is None and not self._is_too_large(machine):
             return None
@@ -289,10 +296,12 @@ class Simulate(SystemsCommand):
         from apex.simulator.prediction.placed_machine import WeightPlacer
 
         most = min(self.max_num_seqs, self.num_requests)
-        lengths = self.first_load
         at_once = UniformLoad(most, lengths.mean_input_tokens, lengths.mean_output_tokens)
         placer, offloads = WeightPlacer(machine, self.block_size), find_system(system).needs_predictions
-        return placer.place("auto" if memory is None else memory, at_once, offloads=offloads)
+        given = "auto" if memory is None else memory
+        if not (span_s := max(row.start_s for row in lengths.rows)):
+            return placer.place(given, at_once, offloads=offloads)
+        return placer.place_for_rate(given, at_once, lengths.total_output_tokens / span_s, offloads=offloads)
 
     def _is_too_large(self, machine: PredictedMachine) -> bool:
         """Whether the weights alone exceed the one GPU."""
@@ -375,6 +384,7 @@ class Simulate(SystemsCommand):
             "num_gpu_blocks": blocks[0],
             "num_cpu_blocks": blocks[1],
             "gpu_tier_requests": blocks[0] * self.block_size / (lengths.mean_input_tokens + lengths.mean_output_tokens),
+            "weights_gpu_gib": None if placed is None else math.ceil(placed.weight_bytes / GIB * 100) / 100,
             "stages": stages,
             "stages_off_gpu": stages - on_gpu,
         }

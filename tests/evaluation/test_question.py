@@ -47,7 +47,8 @@ def experiment_row(machine: PredictedMachine, system: str, rate: float) -> dict[
     else:
         load = UniformLoad(REQUESTS, lengths.mean_input_tokens, lengths.mean_output_tokens)
         offloads = find_system(system).needs_predictions
-        placed = WeightPlacer(machine, BLOCK).place("auto", load, offloads=offloads)
+        wanted = lengths.total_output_tokens / lengths.rows[-1].start_s  # tokens/s
+        placed = WeightPlacer(machine, BLOCK).place_for_rate("auto", load, wanted, offloads=offloads)
         path = {"interconnect": placed.interconnect, "weights": placed.weights}
         hardware = SimulatedHardware(*known, placed.table, machine.model.num_layers, **path)
         blocks, believed = placed.num_blocks(None, None), placed.scheduler_table

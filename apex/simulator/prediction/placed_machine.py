@@ -49,6 +49,8 @@ class PlacedMachine:
     interconnect: Interconnect
     weights: SimulatedWeights
     predicted_tokens_per_s: float
+    weight_bytes: float
+    """GPU memory for weights, by which a real engine is told to place them alike."""
 
     @property
     def engine_options(self) -> dict[str, Any]:
@@ -117,6 +119,22 @@ class WeightPlacer:
         if memory_gib == "auto":
             return self._placed(best_budget(self, workload, offloads=offloads, cpu_computes=cpu_computes))
         return self._placed(estimate_budget(self, memory_gib * GIB, workload, offloads, cpu_computes))
+
+    def place_for_rate(
+        self, memory_gib: float | Literal["auto"], workload: UniformLoad, tokens_per_s: float, *, offloads: bool
+    ) -> PlacedMachine:
+        """The machine placed for as few requests at once, of 1, 2, 4 and so on, as give so many output tokens/s.
+
+        Where none gives them, it is placed for all of ``workload``. Fewer requests need less KV cache, so that more
+        weights stay on the GPU and each token comes sooner.
+        """
+        requests = 1
+        while requests < workload.num_requests:
+            placed = self.place(memory_gib, replace(workload, num_requests=requests), offloads=offloads)
+            if placed.predicted_tokens_per_s >= tokens_per_s:
+                return placed
+            requests *= 2
+        return self.place(memory_gib, workload, offloads=offloads)
 
     def costs(self, rows: float) -> list[StageCost]:
         """See :class:`apex.placement.budget.CostModel`, here and below."""
@@ -198,6 +216,7 @@ class WeightPlacer:
             self.interconnect,
             self.with_placement(placement),
             estimate.tokens_per_s,
+            estimate.weight_bytes,
         )
 
 

@@ -75,7 +75,8 @@ def test_a_machine_is_asked_what_it_does_with_a_workload(capsys, tmp_path):
     assert "whose 48 cores read 328 GB/s: name yours with --host" in out
     assert "simulating: 1 of 4 runs have ended, about " in err and "4 of 4" not in err
     served = serve_of(out)
-    assert served.model == "Qwen/Qwen2.5-7B-Instruct" and served.engine.weights_gpu_memory == "auto"
+    placed = {r["weights_gpu_gib"] for r in records if r["system"] == served.system}
+    assert served.model == "Qwen/Qwen2.5-7B-Instruct" and served.engine.weights_gpu_memory in placed
     choice, smaller, _ = out.splitlines()[-3:]
     assert choice.startswith("Choose ") and "What binds at 2 requests a second" in choice
     assert smaller.startswith("A 4-bit checkpoint (AWQ or GPTQ) takes 5.6 GB") and "see --weights int4" in smaller
@@ -154,6 +155,14 @@ def test_a_slower_host_attends_more_slowly_and_a_smaller_one_holds_less(tmp_path
     assert slow["cpu_attention_gb_s"] < 20 < usual["cpu_attention_gb_s"]
     assert slow["output_tokens_per_s"] < usual["output_tokens_per_s"]
     assert small["num_cpu_blocks"] == pytest.approx(usual["num_cpu_blocks"] * 16 * GIB / 250e9, rel=0.01)
+
+
+def test_weights_are_placed_for_as_many_requests_as_the_rate_needs(capsys, tmp_path):
+    flags = ("--workload", "sharegpt", "--num-requests", "40", "--request-rate", "0.1", "8", "--system", "swiftllm")
+    slow, fast = simulate(tmp_path, *T4, *flags)
+    assert slow["stages_off_gpu"] < fast["stages_off_gpu"] and slow["num_gpu_blocks"] < fast["num_gpu_blocks"]
+    assert slow["weights_gpu_gib"] > fast["weights_gpu_gib"] and slow["tpot_s_p50"] < fast["tpot_s_p50"]
+    assert "swiftllm, 0.1 a second: 29 stages: 28 resident" in capsys.readouterr().out
 
 
 def test_models_have_names_in_any_case_and_on_the_hub():
