@@ -133,9 +133,9 @@ class BestEffortFlags:
     best_effort_requests: int = 0
     """Best-effort requests beside the others, all there from the start."""
     best_effort_input_len: int | None = None
-    """Prompt tokens of each best-effort request; by default as many as the others have."""
+    """Prompt tokens of each best-effort request; by default --input-len."""
     best_effort_output_len: int | None = None
-    """Output tokens of each best-effort request; by default as many as the others have."""
+    """Output tokens of each best-effort request; by default --output-len."""
     duration_s: float | None = None
     """End the run after so many seconds; tokens of unfinished requests count in the figures by class.
     By default it ends with its last request."""
