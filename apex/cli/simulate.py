@@ -264,7 +264,7 @@ class Simulate(SystemsCommand):
         model = model_origins().get(machine.model_name, self.model)
         if self.weights == "int4":
             model = "A-4-BIT-CHECKPOINT-OF-IT"
-        print(f"\n{choice.sentence} {binding(choice.record, records)}")
+        print(f"\nSIMULATED: {choice.sentence} {binding(choice.record, records)}")
         if line := self._in_4_bits(machine):
             print(line)
         print(serve_line(model, choice.record, options, strategy))

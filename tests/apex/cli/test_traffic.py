@@ -78,7 +78,7 @@ def test_a_machine_is_asked_what_it_does_with_a_workload(capsys, tmp_path):
     placed = {r["weights_gpu_gib"] for r in records if r["system"] == served.system}
     assert served.model == "Qwen/Qwen2.5-7B-Instruct" and served.engine.weights_gpu_memory in placed
     choice, smaller, _ = out.splitlines()[-3:]
-    assert choice.startswith("Choose ") and "What binds at 2 requests a second" in choice
+    assert choice.startswith("SIMULATED: Choose ") and "What binds at 2 requests a second" in choice
     assert smaller.startswith("A 4-bit checkpoint (AWQ or GPTQ) takes 5.6 GB") and "see --weights int4" in smaller
     with (tmp_path / "plot" / "service.csv").open() as file:
         rows = list(csv.DictReader(file))
