@@ -8,8 +8,8 @@ stream at the same time. There are two metrics, both by one clock:
   are ready at once and queue for one event loop, so most of this time is waiting for other streams' tokens. The main
   columns count tokens of steps in which all streams are open. One column counts all tokens, also those of steps in
   which requests are still being accepted.
-- Per-token latency as docs/metrics.md defines it: a request's latency over its tokens. It is an average over a stream,
-  and includes the wait for acceptance, the scheduler and the engine's bookkeeping.
+- Per-token latency as docs/serving/metrics.md defines it: a request's latency over its tokens. It is an average over a
+  stream, and includes the wait for acceptance, the scheduler and the engine's bookkeeping.
 
 At pace 0 (flat out) the next step begins as soon as the server keeps up. There both metrics must stay within 2 ms at
 the 99th percentile. The other paces run a step every few milliseconds, as on real hardware, and show the cost of a

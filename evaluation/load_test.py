@@ -4,7 +4,7 @@
     python evaluation/load_test.py --start "apex=python -m apex serve MODEL" --concurrency 1 8 64
 
 Every token is timed at the client. Results are like those of other experiments: a record per request, metrics
-(docs/metrics.md), and provenance with all flags of the servers started here.
+(docs/serving/metrics.md), and provenance with all flags of the servers started here.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Serve(ConfigFile):
 
     where serve.yaml holds lines such as `model: /models/llama-3.1-8b` and `num-gpu-blocks: 500`. The first start with a
     model measures the machine: SmolLM2 on two cores is ready after about 30 s, later after 7 s. A page at / shows what
-    the engine is doing. Ctrl-C lets running requests finish, then stops. See docs/serving.md.
+    the engine is doing. Ctrl-C lets running requests finish, then stops. See docs/serving/server.md.
     """
 
     model: ModelName

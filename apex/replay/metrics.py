@@ -2,7 +2,7 @@
 
 Times are seconds from the start of a replay. Percentiles interpolate linearly between order statistics. Only
 completed requests count, except in ``failed`` and in the metrics of a class. A metric that does not apply is None.
-docs/metrics.md explains them in prose.
+docs/serving/metrics.md explains them in prose.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def simulated_engine() -> Engine:
 
 
 def test_the_documentation_names_every_metric() -> None:
-    documented = set(re.findall(r"`((?:vllm|apex):\w+)`", (REPO / "docs/serving.md").read_text()))
+    documented = set(re.findall(r"`((?:vllm|apex):\w+)`", (REPO / "docs/serving/metrics.md").read_text()))
     service = FakeService()
     families = Metrics(service, MODEL).families(service.report_now())
     assert documented == {family.name for family in families if ":" in family.name}

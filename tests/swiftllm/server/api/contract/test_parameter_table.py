@@ -1,4 +1,4 @@
-"""The table of parameters in docs/serving.md names each field that requests may have, and says what becomes of it."""
+"""The parameters in docs/serving/server.md: each field that requests may have is there, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from swiftllm.server.protocol import NOT_IMPLEMENTED, ChatRequest, CompletionReq
 
 def rows() -> list[tuple[set[str], str]]:
     """The names in the first column of each row, and its second column."""
-    text = (REPO_ROOT / "docs" / "serving.md").read_text()
-    table = text.split("### Parameters\n")[1].split("\n\n**Sampling.**")[0]
+    text = (REPO_ROOT / "docs/serving/server.md").read_text()
+    table = text.split("### Parameters\n")[1].split("\n\n### Sampling\n")[0]
     cells = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
     return [(set(re.findall("`([a-z_]+)`", names)), " ".join(said)) for names, *said in cells]
 
