@@ -1,12 +1,16 @@
-"""The documents hold together: links and anchors lead somewhere, and files that they name exist."""
+"""The documents hold together: links and anchors lead somewhere, files that they name exist, and commands parse."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from apex.cli.commands import COMMANDS
+from apex.cli.options import parse_command
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -16,6 +20,7 @@ CODE_BLOCK = re.compile(r"^```.*?^```$|(?:^ {4}[^\n]*\n)+", re.DOTALL | re.MULTI
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # A file or folder below one of the repository's own folders; `git show COMMIT:path` names one of the past.
 FILE = re.compile(rf"(?<![\w:/.-])(?:{'|'.join((*PACKAGES, 'docs'))})/[\w./*-]*[\w*](?:\.\w+|/)")
+COMMAND = re.compile(rf"^ {{4}}(?:\.venv/bin/)?apex ({'|'.join(COMMANDS)})\b([^#<\n]*)", re.MULTILINE)
 BARE_FILE = re.compile(r"`([\w.-]+\.(?:py|sh|yaml|cpp|h))`")
 
 
@@ -48,6 +53,12 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     missing = [name for name in FILE.findall(LINK.sub("]", text)) if not any(ROOT.glob(name.rstrip("/")))]
     names = {path.name for path in [*source_files(), *ROOT.glob("*.py")]}
     assert not missing and set(BARE_FILE.findall(text)) <= names, missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_that_a_page_shows_parse(page: Path) -> None:
+    for verb, arguments in COMMAND.findall(re.sub(r"\\\n +", "", page.read_text())):
+        parse_command(COMMANDS[verb], f"apex {verb}", shlex.split(arguments))
 
 
 def test_pages_that_the_code_names_exist() -> None:
