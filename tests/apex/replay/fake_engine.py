@@ -14,7 +14,7 @@ LATENCY_SENSITIVE = ServiceClass.LATENCY_SENSITIVE
 class FakeStats:
     iterations: int = 0
     output_tokens: int = 0
-    prefill_tokens: int = 0
+    prompt_tokens: int = 0
     gpu_batch_busy_s: float = 0.0
     cpu_busy_s: float = 0.0
     preemptions: int = 0
