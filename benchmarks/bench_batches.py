@@ -42,7 +42,7 @@ from benchmarks.pacpu_cases import (
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.folder import FlatRecord, ResultFolder
 from evaluation.results.paths import RESULTS_DIR
-from evaluation.results.rows import rows_table
+from evaluation.results.tables import rows_table
 from swiftllm.machine import cpu_model
 from swiftllm.runtime.cpu_tuning import use_fastest_attention
 

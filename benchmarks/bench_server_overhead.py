@@ -40,6 +40,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and not __package__:  # run as a file
+    import here
+
 import numpy as np
 
 from apex.cli.options import parse_options
@@ -148,8 +151,6 @@ def stream_all(port: int, num_streams: int, output_len: int) -> list[ClientStrea
 
 # -- the benchmark -----------------------------------------------------------------------------------------------------
 
-if __name__ == "__main__" and not __package__:  # run as a file
-    import here
 
 LIMIT_MS = 2.0
 NUM_LAYERS = 4

@@ -23,8 +23,8 @@ from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device import FIRST_PAUSE_S, NvidiaDriver, open_device
 from swiftllm.ops.library import LibraryLinear, LibraryProducts, installed_version
 from swiftllm.ops.matrices import Experts, ExpertWeights, QuantisedMatrix, Router
-from swiftllm.ops.select import select_ops
 from swiftllm.runtime.cpu_tuning import read_limit, use_fastest_attention
+from swiftllm.runtime.execution_context import select_ops
 from swiftllm.runtime.torch_backend import TorchBackend
 
 ROUNDS = 9

@@ -44,7 +44,8 @@ from evaluation.plots.style import FigureText, save_figure
 from evaluation.results.folder import FlatRecord, markdown_table, median_record
 from evaluation.results.paths import REPO_ROOT, RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
-from evaluation.results.rows import LATENCY_COLUMNS, bases, distinct, frame_of, grouped, over, rows_table, with_columns
+from evaluation.results.rows import bases, distinct, frame_of, grouped, over, with_columns
+from evaluation.results.tables import LATENCY_COLUMNS, rows_table
 from evaluation.run import Point, PointResult, one_line_errors, print_failure
 from evaluation.study import Study
 from swiftllm.files import write_atomically

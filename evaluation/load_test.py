@@ -36,7 +36,7 @@ from evaluation.measure.server import Server, ServerCommand, connect_server, lau
 from evaluation.options import HttpOptions, TraceDir, parse_urls
 from evaluation.results.paths import RESULTS_DIR, model_folder
 from evaluation.results.provenance import model_identity
-from evaluation.results.rows import rows_table
+from evaluation.results.tables import rows_table
 from evaluation.run import Point, one_line_errors
 from evaluation.study import Study
 

@@ -22,7 +22,8 @@ from evaluation.options import RunOptions, StudyOptions, assignments, experiment
 from evaluation.results.folder import FlatRecord, ResultFolder, read_json
 from evaluation.results.progress import print_line
 from evaluation.results.provenance import machine_identity
-from evaluation.results.rows import Columns, bases, frame_of, grouped, over, rows_table, with_columns
+from evaluation.results.rows import bases, frame_of, grouped, over, with_columns
+from evaluation.results.tables import Columns, rows_table
 from evaluation.run import (
     Derive,
     Point,

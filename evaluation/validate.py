@@ -38,7 +38,8 @@ from evaluation.measure.live_systems import (
 from evaluation.plots.style import FAINT, FigureText, legend, save_figure, sheet, system_colour, tidy_axes
 from evaluation.results.folder import FlatRecord, to_json
 from evaluation.results.paths import RESULTS_DIR
-from evaluation.results.rows import frame_of, rows_table
+from evaluation.results.rows import frame_of
+from evaluation.results.tables import rows_table
 from evaluation.run import Point, PointResult, Run, one_line_errors
 from evaluation.studies.papers import FigureOptions, small_points
 from evaluation.study import Study

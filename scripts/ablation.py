@@ -22,7 +22,8 @@ from evaluation.plots.style import FigureText, show_figure
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import model_folder
 from evaluation.results.provenance import model_identity
-from evaluation.results.rows import Columns, distinct, grouped, is_simulated, rows_table, write_tables
+from evaluation.results.rows import distinct, grouped, is_simulated
+from evaluation.results.tables import Columns, rows_table, write_tables
 from evaluation.run import Run, RunPoint, identity
 from evaluation.studies.ablation import (
     RATE,

@@ -39,9 +39,8 @@ from swiftllm.model.weight_memory import CHUNK_BYTES
 from swiftllm.model.weights import dummy_weights
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
-from swiftllm.ops.select import select_ops
 from swiftllm.runtime.cpu_tuning import read_limit
-from swiftllm.runtime.execution_context import resolve_dtype, resolve_kernel, resolve_residual_dtype
+from swiftllm.runtime.execution_context import resolve_dtype, resolve_kernel, resolve_residual_dtype, select_ops
 from swiftllm.runtime.memory import CPU_TIER_SHARE, HOST_HEADROOM_BYTES, embedding_bytes, stage_bytes
 from swiftllm.runtime.memory_estimate import estimate_memory
 

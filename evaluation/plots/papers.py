@@ -45,7 +45,8 @@ from evaluation.plots.notes import (
 from evaluation.plots.style import FAINT, INK, FigureText, system_colour
 from evaluation.results.claims import Claim, place_of
 from evaluation.results.folder import PREDICTED, FlatRecord, read_records, records_file, span_of
-from evaluation.results.rows import Columns, card_of, comparisons, distinct, grouped, is_simulated, label_of, rows_table
+from evaluation.results.rows import card_of, comparisons, distinct, grouped, is_simulated, label_of
+from evaluation.results.tables import Columns, rows_table
 from evaluation.studies.papers import Assumption, varied_in
 
 # -- APEX's figures ---------------------------------------------------------------------------------------------------

@@ -22,17 +22,8 @@ from evaluation.plots.charts import Bar, Cell, LinePanel, Plane, Series, heat_ma
 from evaluation.plots.notes import known_notes, span_text
 from evaluation.plots.style import FigureText, system_colour, times
 from evaluation.results.folder import FlatRecord
-from evaluation.results.rows import (
-    LATENCY_COLUMNS,
-    Columns,
-    bases,
-    distinct,
-    frame_of,
-    grouped,
-    over,
-    rows_table,
-    with_columns,
-)
+from evaluation.results.rows import bases, distinct, frame_of, grouped, over, with_columns
+from evaluation.results.tables import LATENCY_COLUMNS, Columns, rows_table
 from evaluation.run import Point
 from evaluation.study import RATE, Rows, Study, Table, command
 

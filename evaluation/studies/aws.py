@@ -17,7 +17,8 @@ from evaluation.options import RunOptions, experiment_settings
 from evaluation.plots.notes import neo_notes, trace_note
 from evaluation.results.claims import AGREES, ratios_by_point
 from evaluation.results.folder import FlatRecord, markdown_lines
-from evaluation.results.rows import grouped, rows_table
+from evaluation.results.rows import grouped
+from evaluation.results.tables import rows_table
 from evaluation.run import Point, Run
 from evaluation.study import Study, command
 from swiftllm.config import EngineConfig

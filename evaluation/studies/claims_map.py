@@ -29,7 +29,8 @@ from evaluation.results.claims import (
     where_of,
 )
 from evaluation.results.folder import FlatRecord, markdown_table
-from evaluation.results.rows import distinct, grouped, rows_table
+from evaluation.results.rows import distinct, grouped
+from evaluation.results.tables import rows_table
 from evaluation.run import Point, Run
 from evaluation.study import RATE, Study, command
 from swiftllm.files import write_atomically

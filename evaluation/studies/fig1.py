@@ -20,7 +20,8 @@ from evaluation.plots.charts import LinePanel, Series, line_figure
 from evaluation.plots.style import FAINT, INK, FigureText, show_figure, system_colour
 from evaluation.results.folder import FlatRecord
 from evaluation.results.provenance import OtherWork
-from evaluation.results.rows import distinct, grouped, is_simulated, rows_table
+from evaluation.results.rows import distinct, grouped, is_simulated
+from evaluation.results.tables import rows_table
 from evaluation.run import Point, PointResult, Run, identity
 from evaluation.study import Study, command
 from swiftllm.kv.tensors import host_tensor

@@ -36,17 +36,8 @@ from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import model_folder
 from evaluation.results.progress import print_line
 from evaluation.results.provenance import model_identity
-from evaluation.results.rows import (
-    Columns,
-    bases,
-    distinct,
-    frame_of,
-    grouped,
-    label_of,
-    over,
-    rows_table,
-    with_columns,
-)
+from evaluation.results.rows import bases, distinct, frame_of, grouped, label_of, over, with_columns
+from evaluation.results.tables import Columns, rows_table
 from evaluation.run import Point, PointResult, identity
 from evaluation.study import Rows, Study, command, places_of
 from swiftllm.config import EngineConfig

@@ -23,7 +23,8 @@ from evaluation.plots.style import FigureText, panel_title, sheet, show_figure, 
 from evaluation.results.claims import load_claims, print_claims
 from evaluation.results.folder import FlatRecord, ResultFolder
 from evaluation.results.paths import RESULTS_DIR
-from evaluation.results.rows import grouped, rows_table
+from evaluation.results.rows import grouped
+from evaluation.results.tables import rows_table
 from evaluation.run import one_line_errors
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import sysconfig
+import warnings
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -15,7 +20,54 @@ from swiftllm.machine import allowed_cores, count_physical, cpu_flags, cpu_model
 from swiftllm.model.config import stored_dtype
 from swiftllm.model.folder import tell
 from swiftllm.ops.cpu import CpuOps, torch_threads
-from swiftllm.ops.select import select_ops
+from swiftllm.ops.interface import Ops
+from swiftllm.ops.library import LibraryProducts, installed_version
+
+# -- operations for a device -------------------------------------------------------------------------------------------
+# The choice of operations for a device, made here only.
+
+BFLOAT16_CAPABILITY = 80
+TRITON_CAPABILITY = 75
+
+
+def select_ops(
+    device: torch.device, dtype: torch.dtype, cpu_kernel: str | None = None, library: LibraryProducts | None = None
+) -> Ops:
+    """The fastest operations for a device. ``cpu_kernel``: pacpu's kernel for decodes on a CPU. ``library``: what
+    chooses 4-bit products; by default, where it is installed, one that measures."""
+    if device.type == "cpu":
+        return CpuOps(cpu_kernel)
+    gpu = torch.cuda.get_device_properties(device)
+    capability = 10 * gpu.major + gpu.minor
+    if dtype is torch.bfloat16 and capability < BFLOAT16_CAPABILITY:
+        raise ValueError(f"{gpu.name} (sm_{capability}) has no bfloat16: use dtype='float16'")
+    if why := why_no_triton(capability):
+        warnings.warn(f"decode attention gathers the KV cache of the whole batch with torch: {why}", stacklevel=2)
+        return Ops()
+    from swiftllm.ops.triton.ops import LEAST_SHARED_BYTES, TritonOps
+
+    shared_bytes = getattr(gpu, "shared_memory_per_multiprocessor", LEAST_SHARED_BYTES)  # older torch does not tell
+    if library is None and dtype.itemsize == 2 and installed_version() is not None:
+        library = LibraryProducts()
+    return TritonOps(device, capability, gpu.multi_processor_count, library, shared_bytes)
+
+
+def why_no_triton(capability: int) -> str | None:
+    """Why the Triton kernels cannot run on a GPU of this compute capability (75 for sm_75); None if they can."""
+    if capability < TRITON_CAPABILITY:
+        return f"the Triton kernels are checked from sm_{TRITON_CAPABILITY} on, and this GPU is sm_{capability}"
+    if find_spec("triton") is None:
+        return "Triton is not installed: type `pip install triton`"
+    # Triton compiles a launcher in C for every kernel.
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler: install gcc, or set CC"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists():
+        return f"Triton needs Python's headers, and there is no {header}: install python3-dev"
+    return None
+
+
+# -- the context and its cores -----------------------------------------------------------------------------------------
 
 # -- dividing the cores ------------------------------------------------------------------------------------------------
 # Ways of dividing this machine's cores between the GPU batch and the CPU attention worker.
@@ -106,7 +158,7 @@ def core_divisions(config: EngineConfig, *, without_gpu: bool) -> list[CoreDivis
 # long for it: a layer takes less.
 SWITCH_INTERVAL_S = 0.001
 
-BFLOAT16_CAPABILITY = 8  # major number of the compute capability from which on NVIDIA's GPUs have bfloat16
+BFLOAT16_MAJOR = 8  # major number of the compute capability from which on NVIDIA's GPUs have bfloat16
 FAST_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
@@ -159,7 +211,7 @@ def _gpu_dtype(model: str, device: torch.device) -> torch.dtype:
     if stored_dtype(model) != "bfloat16":
         return torch.float16
     about = torch.cuda.get_device_properties(device)
-    if about.major >= BFLOAT16_CAPABILITY:
+    if about.major >= BFLOAT16_MAJOR:
         return torch.bfloat16
     tell(
         f"{model} was trained in bfloat16, which sm_{about.major}{about.minor} does not compute: it runs in float16, "

@@ -27,7 +27,7 @@ from swiftllm.ops.library import (
     largest_difference,
 )
 from swiftllm.ops.matrices import MXFP4_GROUP, ClampedSwiGLU, ExpertWeights, QuantisedMatrix, choose_experts
-from swiftllm.ops.select import TRITON_CAPABILITY, select_ops, why_no_triton
+from swiftllm.runtime.execution_context import TRITON_CAPABILITY, select_ops, why_no_triton
 from swiftllm.sampling.sampler import Sampler
 from tests.reference.paged_attention import attend_chunk, chunk_attention, paged_attention, store_new_tokens
 from tests.reference.tolerances import TOLERANCES, assert_close

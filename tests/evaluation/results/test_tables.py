@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evaluation.results.rows import as_csv, as_latex, write_tables
+from evaluation.results.tables import as_csv, as_latex, write_tables
 
 ROWS = [{"system": "a_b", "rate": 1234.5678, "share": 0.5}, {"system": "50% & more", "rate": None}]
 COLUMNS = [("system", "system", "s"), ("tokens/s\nof all", "rate", ".1f"), ("share #1", "share", ".0%")]

@@ -23,9 +23,9 @@ from swiftllm.ops import library
 from swiftllm.ops.interface import Ops
 from swiftllm.ops.library import LibraryLinear, LibraryProducts, library_tensors
 from swiftllm.ops.matrices import ExpertWeights, QuantisedMatrix, add_slots
-from swiftllm.ops.select import select_ops
 from swiftllm.runtime import execution_context
 from swiftllm.runtime.cpu_tier import InlineWorker
+from swiftllm.runtime.execution_context import select_ops
 from swiftllm.runtime.graphs import ROW_BUCKETS
 from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.backend_driver import BackendDriver
@@ -318,7 +318,7 @@ def test_gpus_use_it_where_it_is_installed_and_faster(
     major, minor = capability
     gpu = SimpleNamespace(name="GPU", major=major, minor=minor, multi_processor_count=40)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr("swiftllm.ops.select.why_no_triton", lambda capability: None)
+    monkeypatch.setattr("swiftllm.runtime.execution_context.why_no_triton", lambda capability: None)
     monkeypatch.setattr(TritonOps, "_make_own_linear", lambda self, matrix, bias: own_linear(matrix, bias))
     fake = install_fake_humming(monkeypatch)
     clock = Clock(fake, slow_rows=() if is_faster else (16,))

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swiftllm.ops import select
 from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
-from swiftllm.ops.select import select_ops, why_no_triton
+from swiftllm.runtime import execution_context
+from swiftllm.runtime.execution_context import select_ops, why_no_triton
 
 GPU = torch.device("cuda")
 
@@ -20,7 +20,7 @@ def pretend_gpu(monkeypatch):
     def pretend(name: str, major: int, minor: int, triton_is_there: bool = True) -> None:
         gpu = SimpleNamespace(name=name, major=major, minor=minor, multi_processor_count=40)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-        monkeypatch.setattr(select, "find_spec", lambda name: triton_is_there or None)
+        monkeypatch.setattr(execution_context, "find_spec", lambda name: triton_is_there or None)
 
     return pretend
 
@@ -60,7 +60,7 @@ def test_what_keeps_triton_away_is_said(pretend_gpu, gpu, reason):
 def test_what_triton_compiles_its_launchers_with_is_looked_for(pretend_gpu, monkeypatch, tmp_path):
     pretend_gpu("NVIDIA A10", 8, 6)
     assert why_no_triton(86) is None
-    monkeypatch.setattr(select.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(execution_context.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     assert f"no {tmp_path}/Python.h: install python3-dev" in why_no_triton(86)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -35,7 +35,7 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import swiftllm, apex, apex.cli, apex.build, swiftllm.llm, swiftllm.build
-from swiftllm.ops.select import why_no_triton
+from swiftllm.runtime.execution_context import why_no_triton
 print([name for name in sys.modules if name.startswith(("swiftllm.parallel", "ray"))])
 print(why_no_triton(90))
 """
