@@ -1,5 +1,8 @@
 """Triton kernels for 4-bit weights and for the FFN of experts."""
 
+# Ranges and tuples of Triton can be iterated only in compiled code, which their annotations do not say.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
