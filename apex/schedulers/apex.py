@@ -1,9 +1,9 @@
 """APEX (section 3.4, Algorithm 1): GPU-first placement, then the inequality decides how the CPU is used.
 
 Of the CPU requests, those *startable* have their last token and may start the next one in this plan. Those *in flight*
-are part of the way through the layers with a token, as members of CPU batches under way. The CPU attention of a layer
-*fits* if the GPU's work beside it takes as long, so that the GPU batch never waits for it. The GPU's time beside it is
-the CPU's *window*.
+are part of the way through the layers with a token, as members of CPU batches under way (the paper's "partial
+progress"). The CPU's *window* is the time of the GPU's work beside its attention of one layer. That attention *fits* if
+it takes no longer, so that the GPU batch never waits for it. Sections without another name are those of APEX's paper.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Apex(Hybrid):
             return gpu_only(builder, self.model, load)
         in_flight = [request for cpu_batch in under_way for request in cpu_batch.members]
         num_cpu, cpu_context = len(startable) + len(in_flight), startable.context_tokens + context_tokens(in_flight)
-        # Sizes of all CPU requests: pipelining would take along those in flight, too.
+        # Sizes of all CPU requests: where the plan pipelines, it includes those in flight.
         inequality = self._inequality(load, num_cpu, cpu_context)
         pays = inequality.holds
         predicted = {"inequality_left": inequality.left, "inequality_right": inequality.right}
@@ -56,7 +56,7 @@ class Apex(Hybrid):
         if self.config.pipelines and (pays or self.config.is_forced or only_way):
             if self._in_flight_fit(load, in_flight):
                 # The GPU batch waits for what pipelines, so requests in flight are waited for, too. Their remaining
-                # stages take the window of batch-1 (:meth:`_pipeline`), and end with the iteration.
+                # stages take the window of batch-1, which runs alone (:meth:`_pipeline`), and end with the iteration.
                 pipeline = self._pipeline(load, startable, in_flight)
                 # Both may be empty: where no request fits beside the GPU batch, pipelining would only wait.
                 if any(batch.size for batch in pipeline.batches):
@@ -93,7 +93,7 @@ class Apex(Hybrid):
         return pipelining_pays(gpu_rate, cpu_rate, linear_s, attention_s, window_s, model.stream_s)
 
     def _rates(self, load: GpuBatchLoad, num_cpu: int, cpu_context: int) -> tuple[float, float, float, float]:
-        """N_G and N_C in tokens of context per second, T_glinear and T_gatt of the decodes in seconds per layer."""
+        """N_G and N_C in tokens of context per second; T_glinear and T_gatt of the decodes in seconds per layer."""
         model = self.model
         attention_s = model.gpu_attention_s(load.decodes, load.decode_context)
         cpu_attention_s = model.cpu_attention_s(num_cpu, cpu_context)
@@ -107,8 +107,8 @@ class Apex(Hybrid):
         return overlap_rate(*rates, cpu_context, model.num_layers, model.stream_s)
 
     def _in_flight_fit(self, load: GpuBatchLoad, in_flight: Sequence[Request]) -> bool:
-        """Whether the CPU attention of all requests in flight fits beside the GPU batch; always if that is empty, since
-        nothing waits."""
+        """Whether the CPU attention of all requests in flight fits beside the GPU batch. It does if the GPU batch is
+        empty, since then nothing waits."""
         if not in_flight or not load.requests or self.config.disable_cpu_decode_limit:
             return True
         pipeline = Pipeline(self.model, load)
@@ -138,12 +138,12 @@ class Apex(Hybrid):
         return self.config.is_forced or startable.overdue is not None or is_large
 
     def _in_time(self, startable: CpuDecodes, in_flight: Sequence[Request], load: GpuBatchLoad) -> list[Request]:
-        """The CPU decodes to start: those left out longest, as many as the CPU attends to within an iteration.
+        """The CPU decodes to start: those left out longest, as many as the CPU attends to in time.
 
-        Section 6 reduces the number of CPU requests where the CPU is seen to take longer than the GPU: an attention
-        task that is a little late waits for the next iteration, and with it the CPU. The predicted times are corrected
-        by those of iterations. Prompts make an iteration longer, but not those in which the CPU batch goes on: they do
-        not count.
+        A CPU batch that overlaps advances by one layer an iteration. So the CPU attention of one layer, for them and
+        for those in flight, must take no longer than a whole iteration. Section 6 reduces the number of CPU requests
+        where it does: an attention task that ends a little late joins an iteration later, and the CPU is idle until
+        then. Prompts of this iteration do not count: the CPU batch also goes on in later iterations, without them.
         """
         if self.config.disable_cpu_request_limit or not load.decodes:
             return startable.requests

@@ -5,11 +5,13 @@ first Q, K and V. The GPU computes all stages. The attention of the GPU batch is
 CPU's, as an asynchronous task. A CPU batch joins a stage of the GPU batch, in the same matrix products, or runs it
 alone: on the GPU, in products of its own.
 
-The modes of a plan's CPU batches make its strategy (APEX section 3). A plan without CPU batches is GPU-only.
+A plan gives each CPU batch a mode, and the modes make its strategy (APEX section 3). In ``JOINED`` and ``ALONE``, NEO's
+batch-0 and batch-1, the GPU batch waits for the attention task. In ``OVERLAPPED`` and ``FREE_RUNNING`` it does not: a
+CPU batch whose task is late runs the stage later. ``OVERLAPPED`` joins one stage an iteration at most. A plan without
+CPU batches is GPU-only.
 
-A CPU batch is *under way* from the stage -1 of a token to that token: through one plan, or through many where nothing
-waits for its attention tasks. An attention task is *ready* once the host need not wait for it: a stage that is launched
-now reads its output.
+A CPU batch is *under way* from the first stage of a token (-1) until it has the token: in one plan where it is waited
+for, else in many. An attention task is *ready* once the host can launch the stage after it without waiting.
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ class Executor:
         backend, result, at_work = self.backend, _ResultSoFar(), self._at_work
         self._plan = plan
         start_s = backend.now()
-        # Also out of CPU batches that this plan does not name: below, only those named come to their attention tasks.
+        # This reaches CPU batches that the plan does not name, too. The loop below comes only to those it names.
         try:
             self._detach_leaving(plan, result)
         except HostDied as death:
@@ -140,8 +142,8 @@ class Executor:
             if gpu_batch is not None and stage < last:
                 with at_work.on(gpu_batch=True):
                     backend.gpu_attention(stage + 1, gpu_batch)
-            # After the GPU batch's attention has been launched: the GPU has work while the host waits for attention
-            # tasks here, and those of the CPU batches that have just joined get as much time (NEO section 3.2).
+            # This comes after the launch of the GPU batch's attention. The GPU has work while the host waits here. The
+            # CPU meanwhile attends for the CPU batches that have just joined (NEO section 3.2).
             for cpu_batch in cpu_batches:
                 if cpu_batch.stage <= last and cpu_batch.mode.runs_alone and self._runs_alone_now(cpu_batch, stage + 1):
                     self._run_alone(cpu_batch, result)
@@ -174,7 +176,7 @@ class Executor:
                 cpu_batch = self._cpu_batches[plan.cpu_batch_id] = CpuBatchRun(
                     self.backend.open_cpu_batch(plan.requests), request_ids
                 )
-        # Without a GPU batch waiting delays nothing, so it goes on to its token.
+        # Where there is no GPU batch, a wait delays nobody. So the CPU batch goes on until it has its token.
         cpu_batch.mode = JOINED if gpu_batch is None and plan.mode.joins else plan.mode
         cpu_batch.stages_left = cpu_batch.mode.max_stages
         return cpu_batch
@@ -204,7 +206,7 @@ class Executor:
     def _advance(self, cpu_batches: Sequence[CpuBatchRun], end_s: float, result: _ResultSoFar) -> None:
         """Without a GPU batch: let CPU batches run their stages until ``end_s``, or until all have their tokens.
 
-        It ends late by one attention task at most, since at least one CPU batch runs a stage. Attention tasks are
+        The time is looked at after each stage, so it ends late by one attention task at most. Attention tasks are
         waited for in the order in which the worker serves them, so that no CPU batch stays behind.
         """
         queue = sorted(cpu_batches, key=attrgetter("submission"))

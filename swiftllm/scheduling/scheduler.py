@@ -11,7 +11,7 @@ from swiftllm.scheduling.state import SchedulerState, SchedulingRules
 from swiftllm.scheduling.validation import can_hold
 
 # -- the plan builder --------------------------------------------------------------------------------------------------
-# The plan builder of a plan: what the next iteration contains so far, and the token budget left.
+# It holds what the next iteration contains so far, and the token budget left.
 
 
 class PlanBuilder:
@@ -152,7 +152,8 @@ class Scheduler:
 
 
 # -- parts of schedulers -----------------------------------------------------------------------------------------------
-# Parts of schedulers: functions that add requests of one service class to a plan builder, in order of arrival.
+# Functions that add requests of one service class to a plan builder, in order of arrival. They allocate and move blocks
+# at once, so a plan that is made is also run.
 
 
 def gpu_decodes(builder: PlanBuilder, service_class: ServiceClass) -> None:
