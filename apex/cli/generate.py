@@ -46,8 +46,9 @@ class Generate(ConfigFile):
     prompts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PROMPT ...")] = ()
     """Texts to complete; by default one per line of standard input."""
     system: SystemName = "apex"
-    """Scheduler: vllm and swiftllm use only the GPU; neo, fastdecode and apex use the CPU as in their papers. Where one
-    has targets, as omniserve has, prompts queue whatever these are."""
+    """Scheduler: vllm, swiftllm, sarathi and llumnix use only the GPU; neo, fastdecode, apex and omniserve use the CPU
+    as in their papers; adaptive takes the fastest of these ways. Where one has targets, as omniserve has, prompts queue
+    whatever these are."""
     chat: bool = False
     """Send each prompt as a user's message, in the model's chat template."""
     profile: ProfileFile = None

@@ -69,7 +69,8 @@ class Serve(ConfigFile):
     model: ModelName
     """A Hugging Face folder, or a name on its hub such as meta-llama/Llama-3.1-8B."""
     system: SystemName = "apex"
-    """Scheduler: vllm and swiftllm use only the GPU; neo, fastdecode and apex use the CPU as in their papers."""
+    """Scheduler: vllm, swiftllm, sarathi and llumnix use only the GPU; neo, fastdecode, apex and omniserve use the CPU
+    as in their papers; adaptive takes the fastest of these ways."""
     profile: ProfileFile = None
     """Profile table to use; by default the cached one, measured on the first start."""
     share: str | None = None
