@@ -213,7 +213,7 @@ class TimedEngine:
         self._last_layer = engine.backend.num_layers - 1
         self._pace_s = pace_s
         self._next_s = 0.0
-        engine.step, engine.backend.run_stage, engine.close = self.step, self.stage, self.close
+        engine.step, engine.backend.run_stage, engine.close = self.step, self.run_stage, self.close
 
     def run_stage(self, layer: int, batches: Sequence[Any]) -> Mapping[str, int]:
         tokens = self._stage(layer, batches)
