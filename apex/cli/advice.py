@@ -21,14 +21,14 @@ Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Choice:
+class SystemChoice:
     """The system to choose, by its record at the load at which it was judged, and the sentence that says why."""
 
     record: Record
     sentence: str
 
 
-def choose(records: Sequence[Record], *, by_goodput: bool) -> Choice | None:
+def choose(records: Sequence[Record], *, by_goodput: bool) -> SystemChoice | None:
     """The system with the highest goodput at any load; without targets, that with the most tokens/s at the last load.
 
     Of systems that are the same, the first one. None if no request was served.
@@ -48,7 +48,7 @@ def choose(records: Sequence[Record], *, by_goodput: bool) -> Choice | None:
     most = max(record[field] for record in best.values())
     if most == 0:
         fastest = min(judged, key=lambda r: r["ttft_s_p99"])
-        return Choice(
+        return SystemChoice(
             fastest,
             f"No request meets both targets at these loads: {fastest['system']} has its first tokens soonest, within "
             f"{fastest['ttft_s_p99']:.1f} s, and {fastest['tpot_s_p99'] or 0:.2f} s per token, {at(fastest)} (p99).",
@@ -61,7 +61,7 @@ def choose(records: Sequence[Record], *, by_goodput: bool) -> Choice | None:
     others = [f"{figure(r)} with {s}" for s, r in best.items() if s != chosen["system"]]
     against = f", against {', '.join(others)}" if others else ""
     sentence = f"Choose {chosen['system']}: it reaches {figure(chosen)} {unit} {at(chosen)}{against}."
-    return Choice(chosen, sentence)
+    return SystemChoice(chosen, sentence)
 
 
 def at(record: Record) -> str:

@@ -150,7 +150,7 @@ FORMATS = (
 
 
 @dataclass(frozen=True)
-class Item:
+class FileRequest:
     """An entry of a JSON file before its texts are counted: a length in tokens, or the text itself."""
 
     place: str
@@ -202,7 +202,7 @@ def read_file(path: Path, tokenizer: Path | None = None) -> tuple[tuple[TraceRow
     return by_arrival(path, rows), "; ".join(filter(None, (left_out, counted_by)))
 
 
-def _items(path: Path) -> list[Item]:
+def _items(path: Path) -> list[FileRequest]:
     """
     Raises:
         ValueError: see :func:`read_file`.
@@ -220,7 +220,9 @@ def _items(path: Path) -> list[Item]:
     return _each(path, lines, lambda place, line: _entry(place, json.loads(line)))
 
 
-def _each(path: Path, entries: Iterable[tuple[str, Any]], make: Callable[[str, Any], Item | None]) -> list[Item]:
+def _each(
+    path: Path, entries: Iterable[tuple[str, Any]], make: Callable[[str, Any], FileRequest | None]
+) -> list[FileRequest]:
     items = []
     for place, entry in entries:
         try:
@@ -232,23 +234,23 @@ def _each(path: Path, entries: Iterable[tuple[str, Any]], make: Callable[[str, A
     return [item for item in items if item is not None]
 
 
-def _entry(place: str, entry: Any) -> Item:
+def _entry(place: str, entry: Any) -> FileRequest:
     """A JSON object with lengths, or with texts."""
     if not isinstance(entry, dict):
         raise ValueError("it is no JSON object")
     if "conversations" in entry:  # ShareGPT: the first turn and its answer, as in `vllm bench serve`
         prompt, output, *_ = [*(str(turn["value"]) for turn in entry["conversations"][:2]), "", ""]
-        return Item(place, prompt, output)
+        return FileRequest(place, prompt, output)
     if "input_length" in entry:  # Mooncake
         lengths = _both(_whole(entry, "input_length"), _whole(entry, "output_length"))
         at_s = None if entry.get("timestamp") is None else float(entry["timestamp"]) / 1000
-        return Item(place, *lengths, at_s, tuple(map(int, entry.get("hash_ids", ()))))
+        return FileRequest(place, *lengths, at_s, tuple(map(int, entry.get("hash_ids", ()))))
     if "prompt" in entry:  # vLLM's custom data set
-        return Item(place, str(entry["prompt"]), _whole(entry, "output_tokens"))
+        return FileRequest(place, str(entry["prompt"]), _whole(entry, "output_tokens"))
     if "input_tokens" in entry:
         lengths = _both(_whole(entry, "input_tokens"), _whole(entry, "output_tokens"))
         at_s = None if entry.get("arrival_s") is None else float(entry["arrival_s"])
-        return Item(place, *lengths, at_s)
+        return FileRequest(place, *lengths, at_s)
     raise ValueError(f"it has none of the known forms, which are {FORMATS}")
 
 
@@ -265,7 +267,7 @@ def _both(given: int, out: int) -> tuple[int, int]:
     return given, out
 
 
-def _bench_result(path: Path, result: Mapping[str, Any]) -> list[Item]:
+def _bench_result(path: Path, result: Mapping[str, Any]) -> list[FileRequest]:
     """The requests of a result that `vllm bench serve --save-result --save-detailed` wrote."""
     if not {"input_lens", "output_lens"} <= result.keys():
         raise ValueError(f"{path}: it has no lengths of single requests: save it with --save-detailed")
@@ -274,16 +276,16 @@ def _bench_result(path: Path, result: Mapping[str, Any]) -> list[Item]:
     if not len(given) == len(out) == len(start_times):
         raise ValueError(f"{path}: input_lens, output_lens and start_times are not of one length")
 
-    def item(place: str, values: tuple[Any, Any, Any]) -> Item:
+    def item(place: str, values: tuple[Any, Any, Any]) -> FileRequest:
         lengths = {"input_lens": values[0], "output_lens": values[1]}
         at_s = None if values[2] is None else float(values[2])
-        return Item(place, _whole(lengths, "input_lens"), _whole(lengths, "output_lens"), at_s)
+        return FileRequest(place, _whole(lengths, "input_lens"), _whole(lengths, "output_lens"), at_s)
 
     entries = enumerate(zip(given, out, start_times, strict=True), start=1)
     return _each(path, ((f"request {number}", values) for number, values in entries), item)
 
 
-def _counted(path: Path, items: Sequence[Item], tokenizer: Path | None) -> tuple[list[Item], str]:
+def _counted(path: Path, items: Sequence[FileRequest], tokenizer: Path | None) -> tuple[list[FileRequest], str]:
     """The entries with the tokens of their texts, and who counted them."""
     if tokenizer is None:
         raise ValueError(
