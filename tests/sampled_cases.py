@@ -58,7 +58,7 @@ WHOLE_FILES = (
     "tests/apex/simulator/test_tensor_parallel.py",
     "tests/evaluation/test_grid.py",
     "tests/evaluation/test_places.py",
-    "tests/evaluation/groundtruth/test_run_files.py",
+    "tests/evaluation/validation/test_run_files.py",
     "tests/evaluation/results/test_claims.py",
     "tests/evaluation/results/test_kinds.py",
     "tests/evaluation/results/test_overview.py",

@@ -228,7 +228,7 @@ HOST_FIGURES = ("memory_gb", "cores", "core_share", "peak_bandwidth_gb_s", "pcie
 POWER_FIGURES = ("board_watts", "process_nm")
 """From which the share of a card's FLOPS is predicted that large GEMMs reach; optional, and with them ``has_hbm``."""
 POWER_ERRORS = "each of nine cards left out in turn: median error of its GEMMs 5.2%, of the worst card 10.7%"
-"""As ``python -m evaluation.calibration.cards`` prints them."""
+"""As ``python -m evaluation.validation.cards`` prints them."""
 GEMM_TILE_TOKENS = 128
 """Above so many tokens GEMMs compute whole tiles. Measured tables show it, and the prediction from power needs it."""
 LINK_FIGURES = ("all_reduce_gb_s", "all_reduce_latency_us")

@@ -19,10 +19,11 @@ from apex.workloads.catalogue import Origin, TraceRow
 from apex.workloads.requests import Lengths, WorkloadSpec, load_prompt_tokens
 from evaluation import validate
 from evaluation.drivers import SimulatedHardware, SimulatedTask, build_simulated_engine, run_simulated_point
-from evaluation.measure import live_systems
-from evaluation.measure.live_systems import ProfiledMachine, mean_table, operation_error
+from evaluation.measure.live_systems import ProfiledMachine
 from evaluation.results.folder import SUMMARY_FIELDS
 from evaluation.run import Point
+from evaluation.validation import this_machine
+from evaluation.validation.this_machine import mean_table, operation_error
 from swiftllm.core.request import ServiceClass
 from swiftllm.scheduling.validation import SchedulerLimits
 from swiftllm.systems import systems
@@ -152,9 +153,9 @@ def test_validation_of_a_machine_that_keeps_to_its_profile_finds_no_error(
         return engine
 
     machine = ProfiledMachine(make_table(), 4, limits, "float16", "Imaginary card")
-    monkeypatch.setattr(validate, "build_profiled", build)
-    monkeypatch.setattr(live_systems, "measure_machine", lambda config: machine)
-    monkeypatch.setattr(validate, "operation_errors", lambda config: [operation_error("linear", [0.1, -0.3, 0.2])])
+    monkeypatch.setattr(this_machine, "build_profiled", build)
+    monkeypatch.setattr(this_machine, "measure_machine", lambda config: machine)
+    monkeypatch.setattr(this_machine, "operation_errors", lambda config: [operation_error("linear", [0.1, -0.3, 0.2])])
     options = validate.Options(model=model, num_requests=6, repeats=2, results_dir=tmp_path)
     assert validate.main(options) == 0
     folder = tmp_path / "validate" / "latest"
@@ -201,6 +202,6 @@ def test_errors_of_repeats_do_not_cancel(capsys):
         return {**row, "simulated_output_tokens_per_s": 100.0, "simulated_error": error}
 
     rows = [record(80.0, 0.25), record(100.0, 0.0), record(400.0, -0.75), record(1.0, None, "apex")]
-    validate.print_comparison(validate.comparison(rows), Console(width=120))
+    this_machine.print_comparison(this_machine.comparison(rows), Console(width=120))
     printed = capsys.readouterr().out
     assert "-75.0% to +25.0%" in printed and "mean absolute error of all runs: neo 33.3%" in printed

@@ -11,7 +11,7 @@ import pytest
 from apex.perf.model import ExpertTimes, PerfModel, decode_bound, flat_from_tokens, touched_experts
 from apex.simulator.predicted_machine import predict_machine
 from apex.source_tree import configs_folder
-from evaluation.calibration.experts import FITTED, LEFT_OUT, errors, fit, read_rows
+from evaluation.validation.experts import FITTED, LEFT_OUT, errors, fit, read_rows
 
 MOE = ("a10", "dual-xeon-6342", "qwen3-30b-a3b", "float16")
 

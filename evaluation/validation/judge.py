@@ -35,12 +35,10 @@ from apex.simulator.hardware_files import (
     read_operators,
 )
 from apex.simulator.predicted_profile import ITEMSIZES, all_gather_s, all_reduce_s, hardware_profile, with_all_reduces
-from evaluation.groundtruth.runs import RUNS, RealRun, RunModel, RunRequest, find_model, find_run, read_run
 from evaluation.plots.style import FigureText, save_figure, sheet, tidy_axes
 from evaluation.results.folder import ResultFolder
+from evaluation.validation.runs import RUNS, RealRun, RunModel, RunRequest, find_model, find_run, read_run
 from swiftllm.core.request import Tier
-
-# -- judging -----------------------------------------------------------------------------------------------------------
 
 # -- terms of the machine ---------------------------------------------------------------------------------------------
 

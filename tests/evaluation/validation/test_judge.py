@@ -10,7 +10,7 @@ import pytest
 
 from apex.replay.records import RequestRecord
 from apex.simulator.hardware_files import known_models, load_link, load_model_config
-from evaluation.groundtruth.judge import (
+from evaluation.validation.judge import (
     Judged,
     Outcome,
     all_terms,
@@ -25,8 +25,8 @@ from evaluation.groundtruth.judge import (
     table_of_operators,
     worse_than_recorded,
 )
-from evaluation.groundtruth.runs import MODELS, RunModel, find_model, read_run
-from tests.evaluation.groundtruth.folders import change_meta, write_run
+from evaluation.validation.runs import MODELS, RunModel, find_model, read_run
+from tests.evaluation.validation.folders import change_meta, write_run
 
 
 @pytest.mark.parametrize("name", recorded_errors())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from evaluation.validate import Options, command, main
-from tests.evaluation.groundtruth.folders import write_run
+from tests.evaluation.validation.folders import write_run
 
 
 def test_a_run_in_a_folder_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,7 +40,7 @@ def test_an_error_that_grew_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_run(tmp_path / "elsewhere")
-    monkeypatch.setattr("evaluation.groundtruth.judge.recorded_errors", lambda: {"elsewhere": {"ttft_mean_s": 0.0}})
-    monkeypatch.setattr("evaluation.groundtruth.judge.recorded_errors", lambda: {"elsewhere": {"ttft_mean_s": 0.0}})
+    monkeypatch.setattr("evaluation.validation.judge.recorded_errors", lambda: {"elsewhere": {"ttft_mean_s": 0.0}})
+    monkeypatch.setattr("evaluation.validation.judge.recorded_errors", lambda: {"elsewhere": {"ttft_mean_s": 0.0}})
     assert main(Options(run=(str(folder),), results_dir=tmp_path / "results")) == 1
     assert "worse than recorded: ttft_mean_s" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from apex.simulator.hardware_files import (
     read_figures,
 )
 from apex.simulator.predicted_profile import gemm_s, how_known, linear_curve, sheet_linear_s
-from evaluation.calibration.cards import SIZES, CardTable, card_tables, fit, leave_one_out, own_share
+from evaluation.validation.cards import SIZES, CardTable, card_tables, fit, leave_one_out, own_share
 
 LLAMA = LayerShape(4096, 14336, 32, 8, 128)
 

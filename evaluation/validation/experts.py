@@ -1,6 +1,6 @@
 """Fits the time of an FFN of experts to measured rows, and tells the error on rows left out.
 
-``python -m evaluation.calibration.experts`` prints both for ``moe.csv`` of the run of Qwen3-30B-A3B (vLLM 0.19,
+``python -m evaluation.validation.experts`` prints both for ``moe.csv`` of the run of Qwen3-30B-A3B (vLLM 0.19,
 bfloat16, on an RTX PRO 6000; configs/groundtruth/ORIGIN.txt). Rows with 8 experts came from its L2 cache: left out.
 """
 

@@ -10,15 +10,20 @@ import numpy as np
 import pytest
 
 from apex.simulator.hardware_files import HARDWARE_DIR, load_gpu, read_measured_layer
-from evaluation.calibrate import Options, attention_errors, held_out, layer_errors, main, transfer_errors, write_curves
-from evaluation.calibration.tables import (
+from evaluation.calibrate import Options, main
+from evaluation.validation.calibration import (
     ATTENTION_TABLES,
     ELEMENTWISE,
     GEMMS,
     LAYER_TABLES,
+    attention_errors,
     compact_curve,
     fit_terms,
+    held_out,
+    layer_errors,
     read_layer_tables,
+    transfer_errors,
+    write_curves,
 )
 
 TABLES = Path(os.environ.get("APEX_CALIBRATION_TABLES", "no tables"))

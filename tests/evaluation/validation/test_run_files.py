@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from apex.simulator.hardware_files import read_operators
-from evaluation.groundtruth.runs import find_run, known_runs, read_run
-from tests.evaluation.groundtruth.folders import write_run
+from evaluation.validation.runs import find_run, known_runs, read_run
+from tests.evaluation.validation.folders import write_run
 
 
 def read(folder: Path) -> None:

@@ -1,1 +1,0 @@
-"""Fits the calibrated hardware files to measured tables."""

@@ -1,1 +1,0 @@
-"""Real runs of other servers, and the simulator's predictions of them."""
