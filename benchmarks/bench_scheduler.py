@@ -25,9 +25,9 @@ import numpy as np
 from rich.progress import track
 
 from apex.cli.options import parse_options
+from apex.perf.model import Curve, ProfileTable, Surface
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
-from benchmarks.bench_simulator import NUM_LAYERS, example_table
 from evaluation.results.folder import ResultFolder, flat_record
 from evaluation.results.paths import RESULTS_DIR
 from evaluation.results.provenance import git_state
@@ -37,6 +37,7 @@ from swiftllm.machine import cpu_model
 from swiftllm.systems import find_system, systems
 
 LIMIT_MS = 1.0
+NUM_LAYERS = 32
 WARM_UP_ITERATIONS = 1200
 ROUNDS = 8
 ITERATIONS = 50  # per round
@@ -91,6 +92,23 @@ class Stopwatch:
             return result
 
         return timed
+
+
+def example_table() -> ProfileTable:
+    """Times similar to those of an 8B model on an A10-class card; only their proportions matter."""
+
+    def over_context(token_s: float) -> Surface:
+        return Surface((1, 2), (Curve((0, 1000), (1e-6, 1000 * token_s)), Curve((0, 1000), (1e-6, 2000 * token_s))))
+
+    return ProfileTable(
+        identity={},
+        linear=Curve((1, 128, 512), (8e-4, 9e-4, 3e-3)),
+        ends=Curve((1, 256), (1e-3, 2e-3)),
+        swap=Curve((1, 32), (2e-4, 6e-3)),
+        prefill_attention=Surface((1, 512), (Curve((0, 1024), (1e-5, 3e-5)), Curve((0, 1024), (3e-4, 9e-4)))),
+        gpu_attention=over_context(7e-9),
+        cpu_attention=over_context(4e-8),
+    )
 
 
 def running_engine(system: str, mix: Mix) -> Engine:

@@ -57,7 +57,7 @@ def make_environment(folder: Path, body: str) -> Path:
 
 
 def test_before_setup_every_script_names_the_command(bare_python: Path, tmp_path: Path) -> None:
-    assert {("evaluation/reproduce_fig5.py",), ("benchmarks/bench_gpu_batch.py",), *NEED_NO_PACKAGE} <= {*COMMANDS}
+    assert {("evaluation/reproduce_fig5.py",), ("benchmarks/bench_batches.py",), *NEED_NO_PACKAGE} <= {*COMMANDS}
     for command, done in run_all(bare_python, tmp_path / "none", "--help"):
         assert "Traceback" not in done.stderr, (command, done.stderr)
         if command in NEED_NO_PACKAGE:

@@ -15,7 +15,7 @@ from evaluation.results.paths import REPO_ROOT
 from evaluation.results.rows import MEASURED, kind_of
 
 
-@pytest.mark.parametrize("name", ["bench_scheduler", "bench_simulator"])
+@pytest.mark.parametrize("name", ["bench_scheduler", "bench_batches"])
 def test_an_argument_it_does_not_know_is_refused(name):
     command = [sys.executable, f"benchmarks/{name}.py", "--no-such-option"]
     result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=False)
@@ -29,12 +29,10 @@ def test_an_argument_it_does_not_know_is_refused(name):
             f"benchmarks.bench_{name}"
             for name in (
                 "batches",
-                "gpu_batch",
                 "pacpu",
                 "remote",
                 "scheduler",
                 "server_overhead",
-                "simulator",
             )
         ),
         *(f"evaluation.reproduce_{name}" for name in ("fig5", "fig6", "fig7", "neo")),
