@@ -50,13 +50,16 @@ EngineFactory = Callable[[str, EngineConfig], "Engine"]
 
 @dataclass(frozen=True)
 class TorchTask:
-    """What a torch point runs. ``values`` are summary fields known beforehand (swept variables)."""
+    """What a point runs on this machine: an engine, or a server with its model, pools and limits. ``values`` are
+    summary fields known beforehand (swept variables)."""
 
     system: str
     engine: EngineConfig
     lengths: Lengths
     values: Mapping[str, Any]
     stall_timeout_s: float = STALL_TIMEOUT_S
+    program: Path | None = None
+    """The ``vllm`` command that serves the system in place of an engine."""
     duration_s: float | None = None
     """Seconds after which the measurement is cut; None runs until all requests have ended."""
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
 from apex.perf.model import ProfileTable
-from apex.workloads.requests import Lengths, load_prompt_tokens
+from apex.workloads.requests import load_prompt_tokens
 from evaluation.drivers import (
     EngineFactory,
     HttpTask,
@@ -56,9 +56,11 @@ class ProfiledMachine:
     limits: SchedulerLimits
     dtype: str
     device: str
+    start_s: float = 0.0
+    """Seconds that its backend took to start."""
 
 
-def simulated_twin(task: TorchTask | LaunchedTask, machine: ProfiledMachine) -> SimulatedTask:
+def simulated_twin(task: TorchTask, machine: ProfiledMachine) -> SimulatedTask:
     """What a measured point runs, for the simulator, on the times of ``machine``."""
     engine = task.engine
     model = Path(engine.model).name
@@ -131,22 +133,7 @@ REQUEST_TIMEOUT_S = 24 * 3600.0
 """A request waits as long as the replay takes: all come at once."""
 
 
-@dataclass(frozen=True)
-class LaunchedTask:
-    """What a server's point runs. ``program`` is the ``vllm`` command; ``engine`` holds the model, pools and limits.
-
-    ``values`` are summary fields that are known beforehand.
-    """
-
-    system: str
-    program: Path
-    engine: EngineConfig
-    lengths: Lengths
-    values: Mapping[str, Any]
-    stall_timeout_s: float
-
-
-def server_command(task: LaunchedTask) -> ServerCommand:
+def server_command(task: TorchTask) -> ServerCommand:
     from evaluation.measure.vllm import vllm_command  # the HTTP client is needed only here
 
     engine = task.engine
@@ -166,7 +153,7 @@ def run_launched_point(point: Point, running: LaunchedServer, label: str, consol
     Raises:
         ServerNotReady, ServerEnded, NothingServed: the server died or served nothing.
     """
-    task: LaunchedTask = point.task
+    task: TorchTask = point.task
     engine, model = task.engine, Path(task.engine.model)
     http = HttpTask(
         running.server,
@@ -231,7 +218,7 @@ class EngineHere:
             limit_s = task.stall_timeout_s + HANG_GRACE_S
             return measure(self.engine, task, label, console, lambda: still_alive(limit_s))
 
-    def profile(self, config: EngineConfig) -> tuple[ProfiledMachine, float]:
+    def profile(self, config: EngineConfig) -> ProfiledMachine:
         with explained(config):
             return profile_of(config)
 
@@ -250,7 +237,7 @@ class EngineInChild:
     def run_point(self, point: Point, label: str, console: Console) -> PointResult:
         return self.child.call(_run_there, point, label, console.is_terminal, limit_s=READY_TIMEOUT_S)
 
-    def profile(self, config: EngineConfig) -> tuple[ProfiledMachine, float]:
+    def profile(self, config: EngineConfig) -> ProfiledMachine:
         return self.child.call(EngineHere().profile, config, limit_s=PROFILE_TIMEOUT_S)
 
     def stop(self) -> None:
@@ -268,7 +255,7 @@ def _run_there(point: Point, label: str, on_terminal: bool) -> PointResult:
 class VllmServer:
     """A vLLM server with the model and pools of a point."""
 
-    def __init__(self, task: LaunchedTask, log: Path, console: Console) -> None:
+    def __init__(self, task: TorchTask, log: Path, console: Console) -> None:
         from evaluation.measure.server import launched_server  # the HTTP client is needed only here
 
         self.stack = contextlib.ExitStack()
@@ -295,7 +282,7 @@ class LiveSystems:
         self.make_engine = make_engine
         self.held: Held | None = None
         self.session: Hashable = None
-        self.profiles: dict[EngineConfig, tuple[ProfiledMachine, float]] = {}
+        self.profiles: dict[EngineConfig, ProfiledMachine] = {}
 
     def __enter__(self) -> LiveSystems:
         return self
@@ -325,12 +312,12 @@ class LiveSystems:
             raise
 
     def _start(self, point: Point) -> Held:
-        if not isinstance(point.task, LaunchedTask):
+        if point.task.program is None:
             return self.make_engine()
         return VllmServer(point.task, self.logs / f"{'-'.join(map(str, point.session))}.log", self.console)
 
-    def profile(self, config: EngineConfig) -> tuple[ProfiledMachine, float]:
-        """The profile of this machine for an engine configuration, and the seconds its engine took to start."""
+    def profile(self, config: EngineConfig) -> ProfiledMachine:
+        """The profile of this machine for an engine configuration."""
         if config not in self.profiles:
             self.stop()
             self.console.print("profiling this machine ...", highlight=False, markup=False)
@@ -342,11 +329,11 @@ class LiveSystems:
         return self.profiles[config]
 
 
-def profile_of(config: EngineConfig) -> tuple[ProfiledMachine, float]:
-    """The cached profile of this machine, else measured now, and the seconds that the backend took to start.
+def profile_of(config: EngineConfig) -> ProfiledMachine:
+    """The cached profile of this machine, else measured now.
 
-    These seconds are those of the first start with this profile. A plan rests on them, and so does the identity of the
-    run that it describes.
+    Its seconds to start are those of the first start with this profile. A plan rests on them, and so does the identity
+    of the run that it describes.
     """
     from apex.build import open_backend
     from apex.perf.machine_profile import load_or_measure, profile_identity, profile_path  # loads torch
@@ -355,13 +342,13 @@ def profile_of(config: EngineConfig) -> tuple[ProfiledMachine, float]:
     start = time.monotonic()
     backend = open_backend(config)
     with closed_on_failure(backend):
-        start_s = time.monotonic() - start
+        start_s = round(time.monotonic() - start, 3)
         table, limits = load_or_measure(config, backend), scheduler_limits(config, backend)
-        machine = ProfiledMachine(table, backend.num_layers, limits, backend.dtype_name, backend.device_name)
         profile = profile_path(profile_identity(config, backend))
     backend.close()
     first_start = profile.with_name(f"{profile.stem}-{config.load_format}.start")
     if is_kept(first_start):
-        return machine, float(first_start.read_text())
-    keep(first_start, f"{start_s:.3f}\n")
-    return machine, round(start_s, 3)
+        start_s = float(first_start.read_text())
+    else:
+        keep(first_start, f"{start_s:.3f}\n")
+    return ProfiledMachine(table, backend.num_layers, limits, backend.dtype_name, backend.device_name, start_s)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -15,9 +15,16 @@ from rich.progress import track
 from apex.cli.output import number, table
 from evaluation.drivers import SimulatedTask, TorchTask, run_simulated_point
 from evaluation.grid import Grid, Place, clip_lengths, lengths_of, setting_of
-from evaluation.measure.live_systems import LaunchedTask, LiveSystems, ProfiledMachine, simulated_twin
+from evaluation.measure.live_systems import LiveSystems, ProfiledMachine, simulated_twin
 from evaluation.measure.processes import ChildEnded
-from evaluation.planning.setting import LocalSetting, local_setting, on_hosts_here, panels_for_rehearsal, panels_here
+from evaluation.planning.setting import (
+    LocalSetting,
+    Paper,
+    local_setting,
+    on_hosts_here,
+    panels_for_rehearsal,
+    panels_here,
+)
 from evaluation.results.progress import format_s, print_line
 from evaluation.results.provenance import cpu_kernels, fingerprint, source_hash
 from evaluation.run import Point, plain, processes
@@ -33,22 +40,14 @@ from swiftllm.machine import (
     usable_cores,
 )
 
-if TYPE_CHECKING:
-    from evaluation.measure.live_systems import LaunchedTask
-    from evaluation.studies.figures import PaperFigure
-
-
 # -- numbers of requests ----------------------------------------------------------------------------------------------
 
 FEWEST_REQUESTS = 16
 """Fewer requests than this say little about throughput."""
-PILOT_REQUESTS = (16, 64)
-"""Requests of the largest panel in two pilot simulations, from which the time of more requests is extrapolated."""
-CORRECTIONS = 10
+STRIDE = 4
+"""Times as many requests as fit are tried next: a simulation of few takes little time."""
 CLOSE = 0.05
 """Numbers of requests that differ by this share or less are not told apart: each try is a simulation."""
-FARTHEST = 8
-"""Times as many requests as fit are tried at most: farther lines mislead where time grows faster than requests."""
 
 
 class TooLittleTime(ValueError):
@@ -75,92 +74,71 @@ def counts_within(
     def seconds_at(requests: int) -> float:
         return seconds_of(counts_at(requests / largest, most))
 
-    low, guess = (min(largest, pilot) for pilot in PILOT_REQUESTS)  # numbers of requests of the largest panel
-    low_s = seconds_at(low)
-    if low_s > limit_s:
+    fits = min(largest, FEWEST_REQUESTS)  # of the largest panel, as all numbers here
+    if (fewest_s := seconds_at(fits)) > limit_s:
         raise TooLittleTime(
             f"{limit_s / 3600:.2g} hours are too few: {FEWEST_REQUESTS} requests per point take "
-            f"{math.ceil(low_s / 36) / 100:.2f} hours; give more --hours, or fewer --workloads or --systems"
+            f"{math.ceil(fewest_s / 36) / 100:.2f} hours; give more --hours, or fewer --workloads or --systems"
         )
-    # ``low`` requests fit and ``high`` do not. The guess lies on the line through both, or while all that were tried
-    # fit, on the line through the last two.
-    high, high_s = largest + 1, math.inf  # all fit, as far as is known
-    for _ in range(CORRECTIONS):
-        guess = min(high - 1, FARTHEST * low, guess)
-        if guess - low <= CLOSE * low:
-            break
-        guess_s = seconds_at(guess)
-        before, before_s = low, low_s
-        if guess_s > limit_s:
-            high, high_s = guess, guess_s
+    too_many, guess = None, min(STRIDE * fits, largest)
+    while guess - fits > CLOSE * fits:
+        if seconds_at(guess) <= limit_s:
+            fits = guess
         else:
-            low, low_s = guess, guess_s
-        if high <= largest:
-            guess = low + int((high - low) * (limit_s - low_s) / (high_s - low_s))
-        elif low_s > before_s:
-            guess = low + int((low - before) * (limit_s - low_s) / (low_s - before_s))
-        else:
-            guess = largest
-    return counts_at(low / largest, most)
+            too_many = guess
+        guess = math.isqrt(fits * too_many) if too_many else min(STRIDE * fits, largest)
+    return counts_at(fits / largest, most)
 
 
 # -- predictions ------------------------------------------------------------------------------------------------------
 
+PREDICTED = {"predicted_output_tokens_per_s": "output_tokens_per_s", "predicted_wall_s": "wall_s"}
+"""Fields of a measured row that its simulated twin gives, by what they are called in the twin's."""
 
-@dataclass(frozen=True)
-class Prediction:
-    """SIMULATED results of a point: output tokens/s, and seconds from its first request to its last token.
 
-    Both are None if the point could not be simulated; ``problem`` says why.
+def predict(
+    points: Sequence[Point], machines: Sequence[ProfiledMachine], jobs: int
+) -> tuple[list[Point], tuple[str, ...]]:
+    """The points with the SIMULATED results of their twins in their rows, and why there are none for some.
+
+    What is not in the cache is simulated in up to ``jobs`` processes.
     """
-
-    output_tokens_per_s: float | None
-    wall_s: float | None
-    problem: str | None = None
-
-
-def predict(points: Sequence[Point], machines: Sequence[ProfiledMachine], jobs: int, what: str) -> list[Prediction]:
-    """A prediction for each point on its machine, from the cache or simulated in up to ``jobs`` processes.
-
-    ``what`` names the work on the progress bar.
-    """
-    tasks = [simulated_twin(point.task, machine) for point, machine in zip(points, machines, strict=True)]
     source = source_hash()
-    files = [_cache_file(task, source) for task in tasks]
-    found: dict[Path, Prediction] = {file: _read(file) for file in set(files) if is_kept(file)}
-    left = {file: task for file, task in zip(files, tasks, strict=True) if file not in found}
-    for file, prediction in _simulate(left, jobs, what).items():
-        found[file] = prediction
-        if prediction.problem is None:
-            keep(file, json.dumps(asdict(prediction)) + "\n")
-    return [found[file] for file in files]
-
-
-def _simulate(tasks: Mapping[Path, SimulatedTask], jobs: int, what: str) -> dict[Path, Prediction]:
+    twins = {}
+    for point, machine in zip(points, machines, strict=True):
+        twin = simulated_twin(point.task, machine)
+        twins[point.key] = _cache_file(twin, source), twin
+    left = [file_and_twin for file_and_twin in twins.values() if not is_kept(file_and_twin[0])]
     console = Console(stderr=True)
-    bar = {"description": what, "total": len(tasks), "console": console, "disable": not console.is_terminal}
-    if min(jobs, len(tasks)) <= 1:
-        return {file: simulate(task) for file, task in track(tasks.items(), **bar)}
-    with processes(min(jobs, len(tasks))) as pool:
-        return dict(zip(tasks, track(pool.map(simulate, tasks.values()), **bar), strict=True))
+    bar = {"description": "predicting the plan", "total": len(left), "console": console}
+    bar["disable"] = not console.is_terminal
+    if min(jobs, len(left)) <= 1:
+        problems = [simulate(*one) for one in track(left, **bar)]
+    else:
+        with processes(min(jobs, len(left))) as pool:
+            problems = list(track(pool.map(simulate, *zip(*left, strict=True)), **bar))
+    predicted = []
+    for point in points:
+        file, _ = twins[point.key]
+        found = json.loads(file.read_text()) if is_kept(file) else dict.fromkeys(PREDICTED)
+        predicted.append(replace(point, task=replace(point.task, values={**point.task.values, **found})))
+    return predicted, tuple(sorted(set(filter(None, problems))))
 
 
-def simulate(task: SimulatedTask) -> Prediction:
+def simulate(file: Path, twin: SimulatedTask) -> str | None:
+    """Keep what a twin gives in a file; returns why it gives nothing, where that is so."""
     try:
-        values = run_simulated_point(Point("", "", "", task), "", Console(quiet=True)).values
+        values = run_simulated_point(Point("", "", "", twin), "", Console(quiet=True)).values
     except Exception as error:  # a point that cannot be predicted is measured all the same
-        return Prediction(None, None, f"{type(error).__name__}: {error}")
-    return Prediction(values["output_tokens_per_s"], values["wall_s"])
+        return f"{type(error).__name__}: {error}"
+    keep(file, json.dumps({name: values[field] for name, field in PREDICTED.items()}) + "\n")
+    return None
 
 
 def _cache_file(task: SimulatedTask, source: str) -> Path:
     """The file of a task's prediction. Its name is a hash of all that decides it, with the ``source`` code's hash."""
     decides = [plain(replace(task, values={})), source]
     return cache_dir() / "predictions" / f"{fingerprint(decides)}.json"
-
-
-def _read(file: Path) -> Prediction:
-    return Prediction(**json.loads(file.read_text()))
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -171,25 +149,19 @@ SERVER_START_S = 120.0
 
 
 @dataclass(frozen=True)
-class ProfiledSetting:
-    """A setting whose profile has been measured. ``start_s`` are the seconds that its engine took to start."""
-
-    local: LocalSetting
-    machine: ProfiledMachine
-    start_s: float
-
-
-@dataclass(frozen=True)
 class Plan:
-    """Points whose rows hold their predictions; ``start_s`` are the seconds that each session takes to start."""
+    """Points whose rows hold their predictions; ``start_s`` are the seconds that each session takes to start.
+
+    ``problems`` say why some have none.
+    """
 
     points: tuple[Point, ...]
-    predictions: tuple[Prediction, ...]
     start_s: Mapping[Hashable, float]
+    problems: tuple[str, ...] = ()
 
     @property
     def total_s(self) -> float:
-        return sum(prediction.wall_s or 0.0 for prediction in self.predictions) + sum(self.start_s.values())
+        return sum(point.task.values["predicted_wall_s"] or 0.0 for point in self.points) + sum(self.start_s.values())
 
 
 @dataclass(frozen=True)
@@ -197,7 +169,7 @@ class Planner:
     """Plans the measured points of a grid.
 
     Attributes:
-        settings: the grid's settings by name.
+        settings, machines: the grid's settings by name, and what was measured of this machine for each.
         vllm: the program that serves the system of this name. Where it is None, that system is our engine with vLLM's
             scheduling rules.
         stall_timeout_s: a point without progress for so long is abandoned.
@@ -206,7 +178,8 @@ class Planner:
     """
 
     grid: Grid
-    settings: Mapping[str, ProfiledSetting]
+    settings: Mapping[str, LocalSetting]
+    machines: Mapping[str, ProfiledMachine]
     vllm: Path | None
     stall_timeout_s: float
     row: tuple[str, ...]
@@ -221,32 +194,30 @@ class Planner:
         """The plan with these numbers of requests, a number for each panel."""
         panels = [{**panel, "num_requests": n} for panel, n in zip(self.grid.panels, counts, strict=True)]
         points = [self._point(place) for place in Grid(tuple(panels)).places()]
-        profiled = [self.settings[point.task.values["setting"]] for point in points]
-        predictions = predict(points, [setting.machine for setting in profiled], self.jobs, "predicting the plan")
+        machines = [self.machines[point.task.values["setting"]] for point in points]
         start_s: dict[Hashable, float] = {}
-        for point, setting in zip(points, profiled, strict=True):
-            start_s[point.session] = SERVER_START_S if is_server(point) else setting.start_s
-        return Plan(tuple(map(with_prediction, points, predictions)), tuple(predictions), start_s)
+        for point, machine in zip(points, machines, strict=True):
+            start_s[point.session] = SERVER_START_S if is_server(point) else machine.start_s
+        predicted, problems = predict(points, machines, self.jobs)
+        return Plan(tuple(predicted), start_s, problems)
 
     def _point(self, place: Place) -> Point:
         system, lengths = place["system"], lengths_of(place)
-        local = self.settings[setting_of(place).name].local
+        local = self.settings[setting_of(place).name]
         clipped, num_clipped = clip_lengths(lengths, local.engine.max_model_len)
         parts, words = [f"here-{place['panel']}", local.name], [local.title]
         key, group, label = point_names(parts, words, lengths, place)
         row = {name: {**place, "point": key}.get(name) for name in self.row}
         values = {**local.row(), **row, "num_clipped": num_clipped}
-        task: TorchTask | LaunchedTask
-        if system == VLLM and self.vllm is not None:
-            task = LaunchedTask(system, self.vllm, local.engine, clipped, values, self.stall_timeout_s)
-        else:
-            task = TorchTask(system, local.engine, clipped, {**values, "server": None}, self.stall_timeout_s)
+        program = self.vllm if system == VLLM else None
+        values |= {} if program else {"server": None}
+        task = TorchTask(system, local.engine, clipped, values, self.stall_timeout_s, program)
         return Point(key, group, label, task, session=(local.name, system))
 
     def describe(self, points: Sequence[Point]) -> dict[str, Any]:
         """Points and settings for the run's identity: everything that decides their numbers."""
         return {
-            "settings": {name: setting.local.identity for name, setting in self.settings.items()},
+            "settings": {name: setting.identity for name, setting in self.settings.items()},
             "cpu_kernels": cpu_kernels(),
             "points": [{"key": p.key, "system": p.task.system, **p.task.lengths.identity} for p in points],
         }
@@ -269,16 +240,7 @@ def plan_within(planners: Sequence[Planner], limit_s: float) -> list[Plan]:
 
 
 def is_server(point: Point) -> bool:
-    return isinstance(point.task, LaunchedTask)
-
-
-def with_prediction(point: Point, prediction: Prediction) -> Point:
-    """The point with its prediction in its row."""
-    predicted = {
-        "predicted_output_tokens_per_s": prediction.output_tokens_per_s,
-        "predicted_wall_s": prediction.wall_s,
-    }
-    return replace(point, task=replace(point.task, values={**point.task.values, **predicted}))
+    return point.task.program is not None
 
 
 def print_settings(settings: Iterable[LocalSetting], console: Console) -> None:
@@ -312,7 +274,7 @@ def print_plan(figure: str, plan: Plan, console: Console) -> None:
     """The points of a figure with their SIMULATED throughput and time, and the total."""
     titles = ("panel", "setting", "workload", "out", "req/s", "system", "requests", "SIMULATED tok/s", "time")
     lines = []
-    for point, prediction in zip(plan.points, plan.predictions, strict=True):
+    for point in plan.points:
         lengths, values, rate = point.task.lengths, point.task.values, point.task.lengths.spec.request_rate
         lines.append(
             (
@@ -323,8 +285,8 @@ def print_plan(figure: str, plan: Plan, console: Console) -> None:
                 "" if rate is None else f"{rate:g}",
                 f"{point.task.system} (server)" if is_server(point) else point.task.system,
                 str(lengths.spec.num_requests),
-                number(prediction.output_tokens_per_s, ".1f"),
-                "-" if prediction.wall_s is None else format_s(prediction.wall_s),
+                number(values["predicted_output_tokens_per_s"], ".1f"),
+                "-" if values["predicted_wall_s"] is None else format_s(values["predicted_wall_s"]),
             )
         )
     print_line(console, f"Plan of {figure}: points to measure")
@@ -332,7 +294,7 @@ def print_plan(figure: str, plan: Plan, console: Console) -> None:
     starts = f"{len(plan.start_s)} starts of engines and servers in {format_s(sum(plan.start_s.values()))}"
     predicted = f"predicted from this machine's own profile: {format_s(plan.total_s)} with {starts}"
     print_line(console, f"{len(plan.points)} points, {predicted}")
-    for problem in sorted({prediction.problem for prediction in plan.predictions if prediction.problem}):
+    for problem in plan.problems:
         print_line(console, f"not predicted: {problem}", "yellow")
 
 
@@ -354,12 +316,14 @@ def prepare(
     options: FigureOptions,
     live: LiveSystems,
     console: Console,
-    figure: PaperFigure,
+    paper: Paper,
+    row: tuple[str, ...],
     with_server: bool = True,
 ) -> Planner:
     """Choose the panels and settings that apply here, and measure the profiles that are not cached.
 
-    Without ``with_server`` no vLLM server is started, even if vLLM is installed.
+    Without ``with_server`` no vLLM server is started, even if vLLM is installed. ``row`` are fields of places for the
+    rows.
 
     Raises:
         NotApplicable: the figure has no panel for this machine.
@@ -368,7 +332,7 @@ def prepare(
     card = None if options.device == "cpu" else first_card()
     if card is None and options.device == "cuda":
         raise ValueError("--device cuda: nvidia-smi shows no GPU here")
-    here = panels_to_measure(grid, options, card, figure)
+    here = panels_to_measure(grid, options, card, paper)
     if options.scale:
         here = here.with_(scale=options.scale)
     here = with_output_lens(here, options.output_lens)
@@ -380,10 +344,10 @@ def prepare(
     vllm = vllm_here(systems, local, console) if with_server else None
     stall_timeout_s = max(STALL_TIMEOUT_S, options.stall_timeout_s)
     jobs = options.jobs or usable_cores()
-    return Planner(here, profile_settings(local, live), vllm, stall_timeout_s, figure.row, jobs)
+    return Planner(here, local, profile_settings(local, live), vllm, stall_timeout_s, row, jobs)
 
 
-def panels_to_measure(grid: Grid, options: FigureOptions, card: Card | None, figure: PaperFigure) -> Grid:
+def panels_to_measure(grid: Grid, options: FigureOptions, card: Card | None, paper: Paper) -> Grid:
     """The panels of the figure's grid that apply to this machine.
 
     Raises:
@@ -391,7 +355,7 @@ def panels_to_measure(grid: Grid, options: FigureOptions, card: Card | None, fig
     """
     if options.rehearse:
         return panels_for_rehearsal(grid)
-    return panels_here(on_hosts_here(grid, host_memory_bytes()), options.setting, card, figure.paper)
+    return panels_here(on_hosts_here(grid, host_memory_bytes()), options.setting, card, paper)
 
 
 def vllm_here(systems: Collection[str], local: Mapping[str, LocalSetting], console: Console) -> Path | None:
@@ -408,17 +372,16 @@ def vllm_here(systems: Collection[str], local: Mapping[str, LocalSetting], conso
     return program
 
 
-def profile_settings(local: dict[str, LocalSetting], live: LiveSystems) -> dict[str, ProfiledSetting]:
-    """The settings with this machine's profiles.
+def profile_settings(local: Mapping[str, LocalSetting], live: LiveSystems) -> dict[str, ProfiledMachine]:
+    """This machine's profile for the engine of each setting.
 
     Raises:
         ValueError: the engine of a setting does not start here.
     """
-    profiled: dict[str, ProfiledSetting] = {}
+    machines: dict[str, ProfiledMachine] = {}
     for name, setting in local.items():
         try:
-            machine, start_s = live.profile(setting.engine)
+            machines[name] = live.profile(setting.engine)
         except (InsufficientMemory, ChildEnded) as error:
             raise ValueError(f"the engine of setting {name} does not start here: {error}") from error
-        profiled[name] = ProfiledSetting(setting, machine, start_s)
-    return profiled
+    return machines

@@ -46,11 +46,14 @@ REHEARSAL_FASTER = 100.0
 """Factor for the request rates of a rehearsal."""
 
 
+Paper = Literal["apex", "neo"]
+
+
 class NotApplicable(ValueError):
     """The figure has no panel for this machine; the message says which it has."""
 
 
-def panels_here(grid: Grid, wanted: str | None, card: Card | None, paper: Literal["apex", "neo"]) -> Grid:
+def panels_here(grid: Grid, wanted: str | None, card: Card | None, paper: Paper) -> Grid:
     """The grid with the panels to measure on this machine.
 
     With ``wanted``, those of the same GPU as that setting, in that setting. Else those of the card's kind, and on a

@@ -29,7 +29,7 @@ from evaluation.planning.plan import (
     print_plan,
     print_settings,
 )
-from evaluation.planning.setting import NotApplicable, fetch_traces, panels_here
+from evaluation.planning.setting import NotApplicable, Paper, fetch_traces, panels_here
 from evaluation.plots.papers import RATE, draw_fig5, draw_fig6, draw_fig7, draw_neo, draw_sensitivity, print_results
 from evaluation.plots.style import show_figure
 from evaluation.results.claims import load_claims, print_claims
@@ -70,7 +70,7 @@ class PaperFigure:
     metric: str
     what: str
     backends: tuple[str, ...] = ("simulated",)
-    paper: Literal["apex", "neo"] = "apex"
+    paper: Paper = "apex"
     row: tuple[str, ...] = ROW
     derive: Derive = unchanged_rows
 
@@ -207,7 +207,7 @@ def plan_jobs(jobs: Sequence[FigureJob], options: FigureOptions, console: Consol
     if not planned:
         return {}
     planners = [job.measured for job in planned]
-    print_settings({name: s.local for planner in planners for name, s in planner.settings.items()}.values(), console)
+    print_settings({name: s for planner in planners for name, s in planner.settings.items()}.values(), console)
     if measured_requests(options) is None:
         plans = plan_within(planners, options.hours * 3600.0)
     else:
@@ -255,7 +255,7 @@ def make_job(
         section = experiment_settings(figure.name, options.config)["simulated"]
     if in_setting and not options.rehearse:
         with contextlib.suppress(NotApplicable):  # the measured half says so below
-            here = panels_to_measure(figure_grid(section, options), options, card, figure)
+            here = panels_to_measure(figure_grid(section, options), options, card, figure.paper)
             fetch_traces(here, options, console)  # first: predictions of the measured points have the same lengths
     points: list[Point] = []
     configuration: dict[str, Any] = {}
@@ -270,7 +270,9 @@ def make_job(
         chosen = replace(options, num_requests=measured_requests(options))
         try:
             if in_setting:
-                measured = prepare(figure_grid(section, chosen), chosen, live, console, figure, with_server)
+                measured = prepare(
+                    figure_grid(section, chosen), chosen, live, console, figure.paper, figure.row, with_server
+                )
             else:
                 here, configuration[backend] = small_points(figure.name, chosen)
                 points += here

@@ -81,9 +81,9 @@ class NamedMachine:
         self.simulated = simulated_profile(load_setting(setting), factor)
         self.profiled: list[EngineConfig] = []
 
-    def profile(self, config: EngineConfig) -> tuple[ProfiledMachine, float]:
+    def profile(self, config: EngineConfig) -> ProfiledMachine:
         self.profiled.append(config)
-        return replace(self.simulated(config), dtype=config.dtype), START_S
+        return replace(self.simulated(config), dtype=config.dtype, start_s=START_S)
 
 
 def live_point(system: str, engine: EngineConfig, key: str | None = None, session: Hashable = None) -> Point:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from evaluation import artifact
 from evaluation.planning import plan
-from evaluation.planning.plan import Prediction
+from evaluation.run import PointResult
 from evaluation.studies.figures import FigureJob
 from evaluation.studies.papers import FigureOptions
 from swiftllm.config import EngineConfig
@@ -37,12 +37,16 @@ INSTANCES = {
 }
 
 
+def at_once(*_: object) -> PointResult:
+    return PointResult({"output_tokens_per_s": 1.0, "wall_s": 1.0}, ())
+
+
 def figures_on(
     patch: pytest.MonkeyPatch, cache: Path, card: Card, total_gib: float, free_gib: float
 ) -> tuple[dict[str, FigureJob], str]:
     """The figures of `make artifact` on such a machine, and what was printed."""
     on_machine(patch, cache, card, free_gib, total_gib)
-    patch.setattr(plan, "predict", lambda points, *_: [Prediction(1.0, 1.0)] * len(points))  # all fit the hours
+    patch.setattr(plan, "run_simulated_point", at_once)  # all fit the hours
     console = Console(file=io.StringIO(), width=400)
     machine = NamedMachine("apex-t4" if card is T4 else "apex-a10")
     chosen = FigureOptions(hours=8.0, jobs=1, num_requests=20)
@@ -76,7 +80,7 @@ def test_no_planned_point_takes_more_host_memory_than_is_there(monkeypatch, tmp_
             assert engine.num_cpu_blocks * 16 >= engine.max_model_len, "the longest request fits"
     if nominal_gib == 16:
         told = {words for job in jobs.values() if job.measured for s in job.measured.settings.values()
-                for words in s.local.differences}  # fmt: skip
+                for words in s.differences}  # fmt: skip
         assert any("of KV cache in host memory instead of" in words for words in told)
 
 

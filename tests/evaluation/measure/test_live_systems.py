@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from evaluation.drivers import TorchTask
 from evaluation.measure import live_systems
-from evaluation.measure.live_systems import EngineHere, EngineInChild, LaunchedTask, LiveSystems
+from evaluation.measure.live_systems import EngineHere, EngineInChild, LiveSystems
 from evaluation.measure.processes import still_alive
 from evaluation.results.paths import REPO_ROOT
 from evaluation.run import Point, PointResult, by_session
@@ -32,9 +33,13 @@ QUIET = Console(file=io.StringIO())
 WAIT_S = 20.0
 
 
+class BrokenTask:
+    program = None
+
+
 def broken_point(session: str) -> Point:
     """Fails in its process before torch is loaded, and does not end the process."""
-    return Point("broken", "broken", "broken", "no task", session=session)
+    return Point("broken", "broken", "broken", BrokenTask(), session=session)
 
 
 class HangingTask:
@@ -42,6 +47,8 @@ class HangingTask:
 
     It has started a process, whose id it writes to ``told``.
     """
+
+    program = None
 
     def __init__(self, told: Path) -> None:
         self.told = told
@@ -185,13 +192,13 @@ def test_profiles_are_measured_once_for_each_engine(tmp_path, monkeypatch):
 
     def profile_of(config):
         asked.append(config)
-        return simulated_profile(load_setting("apex-t4"))(config), 3.0
+        return replace(simulated_profile(load_setting("apex-t4"))(config), start_s=3.0)
 
     monkeypatch.setattr(live_systems, "profile_of", profile_of)
     small, large = (EngineConfig("m", num_gpu_blocks=blocks) for blocks in (54, 80))
     with LiveSystems(tmp_path, QUIET, EngineHere) as live:
         first = live.profile(small)
-        assert live.profile(small) is first and live.profile(large)[1] == 3.0
+        assert live.profile(small) is first and live.profile(large).start_s == 3.0
     assert asked == [small, large]
 
 
@@ -212,7 +219,7 @@ def test_a_server_serves_its_session_and_never_beside_an_engine(tmp_path, monkey
 
         def profile(self, config):
             happened.append("profile")
-            return None, 0.0
+            return None
 
         def stop(self):
             happened.append("engine stopped")
@@ -229,7 +236,7 @@ def test_a_server_serves_its_session_and_never_beside_an_engine(tmp_path, monkey
     config = EngineConfig("m")
 
     def served(key: str, session: str) -> Point:
-        return Point(key, key, key, LaunchedTask("vllm", Path("vllm"), config, FEW, {}, 9.0), session=(session, "vllm"))
+        return Point(key, key, key, TorchTask("vllm", config, FEW, {}, 9.0, Path("vllm")), session=(session, "vllm"))
 
     with LiveSystems(tmp_path, QUIET, Engine) as live:
         for point in (served("1", "a"), served("2", "a"), served("3", "b")):
@@ -253,8 +260,8 @@ def test_a_plan_rests_on_the_first_start_of_an_engine(tmp_path, monkeypatch):
         str(make_tiny_llama(tmp_path / "tiny")), "cpu", "float32", num_gpu_blocks=16, num_cpu_blocks=64,
         max_num_batched_tokens=32, max_model_len=64, gpu_batch_threads=1, cpu_threads=1,
     )  # fmt: skip
-    (machine, start_s), (again, same_s) = live_systems.profile_of(config), live_systems.profile_of(config)
-    assert machine.table == again.table and start_s == same_s > 0.0
+    machine, again = live_systems.profile_of(config), live_systems.profile_of(config)
+    assert machine.table == again.table and machine.start_s == again.start_s > 0.0
     (stored,) = (tmp_path / "cache" / "profiles").glob("*.start")
     stored.write_text("7.5\n")
-    assert live_systems.profile_of(config)[1] == 7.5
+    assert live_systems.profile_of(config).start_s == 7.5

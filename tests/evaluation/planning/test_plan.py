@@ -59,7 +59,7 @@ def test_more_hours_give_more_requests_and_are_not_exceeded(on_card, card, setti
     for hours in (1.0, 4.0, 12.0):
         (plan,) = plan_within([job.measured], hours * 3600.0)
         assert 0.5 * hours * 3600.0 < plan.total_s <= hours * 3600.0
-        assert plan.total_s == pytest.approx(sum(p.wall_s for p in plan.predictions) + 2 * START_S)
+        assert plan.total_s == pytest.approx(sum(p.task.values["predicted_wall_s"] for p in plan.points) + 2 * START_S)
         chosen.append([point.task.lengths.spec.num_requests for point in plan.points])
     for fewer, more in ((chosen[0], chosen[1]), (chosen[1], chosen[2])):
         assert all(few < many for few, many in zip(fewer, more, strict=True))
@@ -94,7 +94,7 @@ def test_our_own_system_shares_the_hours_with_the_papers(on_card):
         job = job_on(NamedMachine("apex-t4", 350.0), systems=systems, **few)
         (plan,) = plan_within([job.measured], 3600.0)
         assert tuple(point.task.system for point in plan.points) == systems and plan.total_s <= 3600.0
-        assert all(prediction.problem is None for prediction in plan.predictions)
+        assert not plan.problems
         counts.append({point.task.lengths.spec.num_requests for point in plan.points})
     (without,), (with_own,) = counts
     assert 0.5 * without < with_own < without
@@ -105,10 +105,9 @@ def test_our_own_system_shares_the_hours_with_the_papers(on_card):
 def test_rows_hold_the_setting_and_the_prediction(on_card):
     on_card(T4)
     plan = job_on(NamedMachine("apex-t4"), workloads=("osc",), output_lens=(50.0,)).measured.plan_with([16])
-    for point, prediction in zip(plan.points, plan.predictions, strict=True):
+    for point in plan.points:
         values = point.task.values
-        assert values["predicted_output_tokens_per_s"] == prediction.output_tokens_per_s > 1.0
-        assert values["predicted_wall_s"] == prediction.wall_s > 1.0
+        assert values["predicted_output_tokens_per_s"] > 1.0 and values["predicted_wall_s"] > 1.0
         named = {name: values[name] for name in ("setting", "setting_title", "setting_origin", "weights", "server")}
         assert named == {
             "setting": "apex-t4", "setting_title": "T4 + Llama-2-7B", "setting_origin": "papers", "weights": "dummy",
@@ -117,7 +116,7 @@ def test_rows_hold_the_setting_and_the_prediction(on_card):
         assert values["max_model_len"] == 832 and values["cpu_kv_gb"] == pytest.approx(20.0, abs=0.1)
         longest = max(row.input_tokens + row.output_tokens for row in point.task.lengths.rows)
         assert longest <= 832 and "num_clipped" in values
-    swiftllm, apex = (prediction.output_tokens_per_s for prediction in plan.predictions)
+    swiftllm, apex = (point.task.values["predicted_output_tokens_per_s"] for point in plan.points)
     assert apex > 1.2 * swiftllm, "on the paper's machine apex is predicted to be faster"
 
 
@@ -125,11 +124,11 @@ def test_predictions_are_simulated_once(on_card, monkeypatch):
     on_card(T4)
     planner = job_on(NamedMachine("apex-t4"), workloads=("osc",), output_lens=(50.0,)).measured
     first = planner.plan_with([16])
-    monkeypatch.setattr(planning, "simulate", lambda task: pytest.fail("simulated again"))
+    monkeypatch.setattr(planning, "simulate", lambda *_: pytest.fail("simulated again"))
     assert planner.plan_with([16]) == first
     slower = job_on(NamedMachine("apex-t4", 2.0), workloads=("osc",), output_lens=(50.0,)).measured
-    monkeypatch.setattr(planning, "simulate", lambda task: planning.Prediction(None, None, "not now"))
-    assert {p.problem for p in slower.plan_with([16]).predictions} == {"not now"}, "another machine, the same result"
+    monkeypatch.setattr(planning, "simulate", lambda *_: "not now")
+    assert slower.plan_with([16]).problems == ("not now",), "another machine, the same result"
 
 
 def test_what_cannot_be_predicted_is_measured_all_the_same(on_card, monkeypatch):
@@ -143,7 +142,7 @@ def test_what_cannot_be_predicted_is_measured_all_the_same(on_card, monkeypatch)
     plan = planner.plan_with([16])
     assert len(plan.points) == 2 and plan.total_s == 2 * START_S
     assert {point.task.values["predicted_wall_s"] for point in plan.points} == {None}
-    assert {prediction.problem for prediction in plan.predictions} == {"RuntimeError: no such luck"}
+    assert plan.problems == ("RuntimeError: no such luck",)
     monkeypatch.undo()
 
 
@@ -167,8 +166,8 @@ def test_the_plan_is_printed_before_anything_runs(on_card, monkeypatch):
         r"NVIDIA A10G: 21\.8 GiB; weights 14\.96 GiB.* 1,650 KV blocks 3\.22 GiB of at most \d,\d\d\d", text
     )
     assert "SIMULATED tok/s" in text and "vllm (server)" in text
-    for prediction in plan.predictions:
-        assert f"{prediction.output_tokens_per_s:.1f}" in text
+    for point in plan.points:
+        assert f"{point.task.values['predicted_output_tokens_per_s']:.1f}" in text
     assert plan.start_s == {
         ("apex-a10", "vllm"): SERVER_START_S, ("apex-a10", "swiftllm"): START_S, ("apex-a10", "apex"): START_S
     }  # fmt: skip
@@ -246,7 +245,7 @@ def test_vllm_is_our_engine_where_none_is_installed(on_card, monkeypatch):
     console = quiet()
     job = job_on(NamedMachine("apex-t4"), console, workloads=("osc",), systems=SYSTEMS, output_lens=(50.0,))
     plan = job.measured.plan_with([16])
-    assert not any(hasattr(point.task, "program") for point in plan.points)
+    assert {point.task.program for point in plan.points} == {None}
     text = " ".join(console.file.getvalue().split())
     assert "no vLLM here (scripts/install_vllm.sh --gpu installs it): `vllm` is our engine" in text
 
