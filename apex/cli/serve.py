@@ -196,7 +196,7 @@ class AttentionHostCommand(ConfigFile):
       apex serve MODEL --attention-hosts 10.0.0.7:7300             # on the machine with the GPU
 
     It needs no GPU and no model. One engine at a time may use it. When the engine ends, its memory is free again for
-    the next one. Ctrl-C stops. See docs/distributed.md.
+    the next one. Ctrl-C stops. See docs/features/distributed.md.
     """
 
     listen: str = "127.0.0.1:7300"
