@@ -38,7 +38,11 @@ def register_scheduler(
 register_scheduler("neo", "NEO (MLSys'25): load-aware scheduling, asymmetric pipelining", Neo, ())
 register_scheduler("fastdecode", "FastDecode+ (in NEO): all decode attention on the CPU", FastDecode, ())
 register_scheduler("apex", "APEX: an inequality chooses pipelining or asynchronous overlap", Apex)
-register_scheduler("adaptive", "this project's: prompts beside decodes, lockstep or free-running CPU batches", Adaptive)
+register_scheduler(
+    "adaptive",
+    "this project's: the fastest by prediction of GPU-only, pipelining and free-running CPU batches",
+    Adaptive,
+)
 register_scheduler("omniserve", "OmniServe (SIGMOD'26): best-effort requests in the time that targets leave", OmniServe)
 register_scheduler(
     "omniserve-stepping",

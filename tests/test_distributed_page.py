@@ -1,4 +1,4 @@
-"""The recipes of docs/distributed.md: commands that parse, ports and paths that fit together."""
+"""The recipes of docs/features/distributed.md: commands that parse, ports and paths that fit together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swiftllm.server.app import create_app
 from swiftllm.server.settings import ServerSettings
 from tests.swiftllm.server.fake_service import FakeService
 
-PAGE = Path(__file__).resolve().parents[1].joinpath("docs/distributed.md").read_text()
+PAGE = Path(__file__).resolve().parents[1].joinpath("docs/features/distributed.md").read_text()
 
 
 def commands() -> list[list[str]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from apex.cli.options import (
+    SYSTEM_HELP,
     ConfigFile,
     EngineFlags,
     ModelName,
@@ -45,10 +46,9 @@ class Generate(ConfigFile):
     """A Hugging Face folder, or a name on its hub such as meta-llama/Llama-3.1-8B."""
     prompts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PROMPT ...")] = ()
     """Texts to complete; by default one per line of standard input."""
-    system: SystemName = "apex"
-    """Scheduler: vllm, swiftllm, sarathi and llumnix use only the GPU; neo, fastdecode, apex and omniserve use the CPU
-    as in their papers; adaptive takes the fastest of these ways. Where one has targets, as omniserve has, prompts queue
-    whatever these are."""
+    system: Annotated[
+        SystemName, tyro.conf.arg(help=f"{SYSTEM_HELP} Where one has targets, prompts queue whatever these are.")
+    ] = "apex"
     chat: bool = False
     """Send each prompt as a user's message, in the model's chat template."""
     profile: ProfileFile = None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -18,6 +20,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructTypeInfo
 
 from apex.cli.output import InputError, input_errors
+from apex.source_tree import CONFIGS
 from apex.strategy import StrategyConfig
 from apex.timeline.files import names_file, write_timeline
 from swiftllm.config import EngineConfig, check_at_least
@@ -84,6 +87,7 @@ Command = TypeVar("Command")
 # `--num-gpu-blocks 64`, not `--engine.num-gpu-blocks 64`; `--synchronous` without a `--no-synchronous`.
 MARKERS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 HIDDEN = get_args(tyro.conf.Suppress[int])[1]  # marks fields that are not options
+POSITIONAL = get_args(tyro.conf.Positional[int])[1]  # marks fields that have no flag
 
 
 @dataclass(frozen=True)
@@ -99,10 +103,13 @@ def parse_command(command: type[Command], prog: str, arguments: Sequence[str]) -
 
     Raises:
         SystemExit: with 0 after ``--help``, with 2 for arguments that cannot be parsed.
-        InputError: the file cannot be read, or an entry fits no option; the message names its line.
+        InputError: the file cannot be read, or an entry fits no option; the message names its line. Or a flag is one of
+            vLLM or SGLang; the message says what stands for it here.
     """
     path = config_path(arguments)
-    default = {} if path is None else {"default": with_values(command, read_config_file(path, command))}
+    values = {} if path is None else read_config_file(path, command)
+    check_foreign_flags(command, values, arguments)
+    default = {} if path is None else {"default": with_values(command, values)}
     return parse_options(command, prog, list(arguments), MARKERS, **default)
 
 
@@ -133,6 +140,9 @@ def read_config_file(path: Path, command: type) -> dict[str, Any]:
     for key, _ in node.value:
         where, name = f"{path}:{key.start_mark.line + 1}", key.value.replace("-", "_")
         if name not in types:
+            flag = f"--{name.replace('_', '-')}"
+            if flag in foreign_flags():
+                raise InputError(f"{where}: {foreign_answers([flag])}")
             raise InputError(
                 f"{where}: {unknown_name('option', key.value, [name.replace('_', '-') for name in types])}"
             )
@@ -190,6 +200,56 @@ def with_values(command: type[Command], values: Mapping[str, Any]) -> Command:
     return command(**given)
 
 
+# -- flags of vLLM and SGLang ------------------------------------------------------------------------------------------
+
+FLAG = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
+
+
+def flags(command: type, values: Mapping[str, Any]) -> Iterator[str]:
+    """The flags of a command and of its groups, as tyro makes them of the fields; ``values``: those of a file."""
+    marked = get_type_hints(command, include_extras=True)
+    for item, kind in shown_fields(command):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            yield from flags(kind, values)
+        elif POSITIONAL not in getattr(marked[item.name], "__metadata__", ()):
+            negative = values.get(item.name, item.default) is True
+            yield f"--{'no-' * negative}{item.name.replace('_', '-')}"
+
+
+@functools.cache
+def foreign_table() -> Mapping[str, Sequence[tuple[str, str, str]]]:
+    """Rows by subject: flags of vLLM, of SGLang, and what stands for them here."""
+    import yaml
+
+    return yaml.safe_load((CONFIGS / "foreign_flags.yaml").read_text())
+
+
+@functools.cache
+def foreign_flags() -> Mapping[str, str]:
+    """What stands here for each flag of vLLM and SGLang that has another name, or none; vLLM's rows come first."""
+    answers: dict[str, str] = {}
+    for engine in (0, 1):
+        for row in (row for rows in foreign_table().values() for row in rows):
+            others = [flag for flag in FLAG.findall(row[engine]) if flag not in FLAG.findall(row[2])]
+            answers |= {flag: row[2] for flag in others if flag not in answers}
+    return answers
+
+
+def foreign_answers(foreign: Sequence[str]) -> str:
+    """The message that answers these flags."""
+    width = max(map(len, foreign))
+    answers = [f"  {flag:{width}}  {foreign_flags()[flag]}" for flag in foreign]
+    return "\n".join(["no such flag; what stands for it here (docs/coming_from_vllm.md):", *answers])
+
+
+def check_foreign_flags(command: type, values: Mapping[str, Any], arguments: Sequence[str]) -> None:
+    """Refuse flags that are vLLM's or SGLang's and not the command's. The parser answers all other unknown ones."""
+    typed = [argument.partition("=")[0].replace("_", "-") for argument in arguments if argument.startswith("-")]
+    unknown = dict.fromkeys(flag for flag in typed if flag not in {*flags(command, values), "-h", "--help"})
+    if foreign := [flag for flag in unknown if flag in foreign_flags()]:
+        raise InputError(foreign_answers(foreign))
+
+
 def unknown_name(what: str, name: str, names: Sequence[str]) -> str:
     """The message for an unknown name, with the nearest known one."""
     near = difflib.get_close_matches(name.replace("_", "-"), names, n=1, cutoff=0.5)
@@ -207,6 +267,7 @@ if TYPE_CHECKING:
     SystemName = str
 else:
     SystemName = Literal[tuple(systems())]
+SYSTEM_HELP = f"Scheduler. {'; '.join(f'{system.name}: {system.summary}' for system in systems().values())}."
 ModelName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
 ProfileFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 OutputFile = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]

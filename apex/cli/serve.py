@@ -10,9 +10,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
 
 from apex.cli.options import (
+    SYSTEM_HELP,
     ConfigFile,
     EngineFlags,
     ModelName,
@@ -68,9 +71,7 @@ class Serve(ConfigFile):
 
     model: ModelName
     """A Hugging Face folder, or a name on its hub such as meta-llama/Llama-3.1-8B."""
-    system: SystemName = "apex"
-    """Scheduler: vllm, swiftllm, sarathi and llumnix use only the GPU; neo, fastdecode, apex and omniserve use the CPU
-    as in their papers; adaptive takes the fastest of these ways."""
+    system: Annotated[SystemName, tyro.conf.arg(help=SYSTEM_HELP)] = "apex"
     profile: ProfileFile = None
     """Profile table to use; by default the cached one, measured on the first start."""
     share: str | None = None
@@ -196,7 +197,7 @@ class AttentionHostCommand(ConfigFile):
       apex serve MODEL --attention-hosts 10.0.0.7:7300             # on the machine with the GPU
 
     It needs no GPU and no model. One engine at a time may use it. When the engine ends, its memory is free again for
-    the next one. Ctrl-C stops. See docs/distributed.md.
+    the next one. Ctrl-C stops. See docs/features/distributed.md.
     """
 
     listen: str = "127.0.0.1:7300"

@@ -1,1 +1,1 @@
-"""Figures of one's own: a file of Python and an experiment file each (docs/artifact.md)."""
+"""Figures of one's own: a file of Python and an experiment file each (docs/reproduce/artifact.md)."""

@@ -1,4 +1,4 @@
-"""The example of a figure of one's own, as docs/artifact.md shows it."""
+"""The example of a figure of one's own, as docs/reproduce/artifact.md shows it."""
 
 from __future__ import annotations
 

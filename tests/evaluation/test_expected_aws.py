@@ -11,7 +11,7 @@ from evaluation.options import experiment_settings
 from evaluation.studies.aws import HOURS, Options, appendix, expectations, points
 
 PRICES = experiment_settings("aws")["usd_per_hour"]
-ARTIFACT = Path(__file__).parents[2] / "docs/artifact.md"
+ARTIFACT = Path(__file__).parents[2] / "docs/reproduce/artifact.md"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""docs/options.md: the options of all `apex` commands, read from their parsers."""
+"""docs/serving/options.md: the options of all `apex` commands, read from their parsers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from apex.cli.options import HINTS, MARKERS
 from evaluation.validate import Options
 from tests.golden import help
 
-PATH = help.ROOT / "docs/options.md"
+PATH = help.ROOT / "docs/serving/options.md"
 BAR = r"\|"  # within a cell of a table
 PREFACE = """# Options
 

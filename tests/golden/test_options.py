@@ -1,4 +1,4 @@
-"""docs/options.md lists every option of every `apex` command, as the command is now."""
+"""docs/serving/options.md lists every option of every `apex` command, as the command is now."""
 
 import re
 
