@@ -12,7 +12,7 @@ RUN := $(if $(VENV),$(VENV)/bin/python,$(or $(PYTHON),python3))
 export VENV PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fig5 validate artifact test lint
+.PHONY: help setup fig5 validate artifact test lint docs
 
 help:   ## list the targets
 	@sed -n 's/^\([a-z0-9]*\): .*##/  make \1\t/p' $(MAKEFILE_LIST)
@@ -32,6 +32,10 @@ artifact: setup  ## run all figures that apply to this machine and write the rep
 
 lint: setup  ## check style and types: ruff and pyright (about a minute)
 	$(RUN) scripts/lint.py
+
+docs: setup  ## build the site of the documents into build/site
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
+	@echo "open build/site/index.html"
 
 # A room is a folder of tests, two levels deep at most; `make test` without one runs all, after the
 # linters where these are installed.

@@ -1,9 +1,12 @@
-"""The documents hold together: links and anchors lead somewhere, files that they name exist, and commands parse."""
+"""The documents hold together: links and anchors lead somewhere, files that they name exist, commands parse, and a site
+is built of them."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from apex.cli.commands import COMMANDS
 from apex.cli.options import parse_command
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "examples/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PACKAGES = ("swiftllm", "apex", "pacpu", "evaluation", "configs", "scripts", "benchmarks", "tests", "examples")
 
 CODE_BLOCK = re.compile(r"^```.*?^```$|(?:^ {4}[^\n]*\n)+", re.DOTALL | re.MULTILINE)
@@ -65,3 +68,20 @@ def test_pages_that_the_code_names_exist() -> None:
     for path in source_files():
         for name in re.findall(r"(?<![\w:/.-])docs/[\w/-]+\.md", path.read_text(errors="replace")):
             assert (ROOT / name).exists(), f"{path.relative_to(ROOT)} names {name}"
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """Strict: every page is in the navigation, and every link and anchor leads somewhere in the site, too."""
+    for package in ("mkdocs", "material"):
+        pytest.importorskip(package, reason=f"{package} is not installed: `make setup` installs it")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert (tmp_path / "site/index.html").exists() and (tmp_path / "site/examples/custom_scheduler.py").exists()
+
+
+def test_the_navigation_names_every_page() -> None:
+    named = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    in_docs = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    beside = {"index.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"}  # of docs/hooks.py
+    assert named == in_docs | beside

@@ -121,7 +121,7 @@ def transfer_s(num_bytes: float, gb_s: float, latency_s: float) -> float:
 # Up to ``MOST_QUANTISED_ROWS`` rows a kernel multiplies codes. It reads them at a share of the rate at which 16-bit
 # weights are read, the figure ``int4_read_fraction``, and multiplies at a share of the rate at which a library
 # multiplies many rows, the figure ``int4_multiply_fraction``. With more rows the matrix is written out in 16 bits
-# first. For a T4 that stands for the optional library (docs/features/weight_streaming.md).
+# first. For a T4 that stands for the optional library (docs/features/quantisation.md).
 #
 # On a CPU the times are divided by figures measured on one core, ``cpu_int4_gain_<rows>``.
 

@@ -43,7 +43,7 @@ class Options(RunOptions):
     needed): ratios, minutes and dollars for each instance.
 
     Instances, workloads and prices come from configs/experiments/aws.yaml. Results go to results/aws/<run>/, with the
-    table of docs/reproduce/artifact.md in expected.md.
+    table of docs/reproduce/aws.md in expected.md.
     """
 
 
@@ -97,7 +97,7 @@ def expectations(rows: Sequence[FlatRecord], usd_per_hour: dict[str, Any]) -> li
 
 
 def appendix(lines: Sequence[FlatRecord]) -> str:
-    """The table of docs/reproduce/artifact.md."""
+    """The table of docs/reproduce/aws.md."""
     heads = [
         "instance",
         "workload, output",

@@ -11,7 +11,7 @@ from evaluation.options import experiment_settings
 from evaluation.studies.aws import HOURS, Options, appendix, expectations, points
 
 PRICES = experiment_settings("aws")["usd_per_hour"]
-ARTIFACT = Path(__file__).parents[2] / "docs/reproduce/artifact.md"
+PAGE = Path(__file__).parents[2] / "docs/reproduce/aws.md"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_ratios_minutes_and_dollars() -> None:
     assert appendix([line]).splitlines()[2] == "| g5.xlarge | livebench, 534 | 3.00 | 1.50 | 2.00 | 4.00 | 8.05 |"
 
 
-def test_the_artifact_page_has_a_line_for_each_instance_and_workload(tasks) -> None:
-    page = ARTIFACT.read_text()
+def test_the_page_has_a_line_for_each_instance_and_workload(tasks) -> None:
+    page = PAGE.read_text()
     for task in tasks:
         assert f"| {task.values['instance'].replace('-', '.', 1)} | {task.lengths.spec.name}, " in page

@@ -94,4 +94,4 @@ def code(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    return text.replace("|", BAR).replace("<", r"\<")
+    return text.replace("|", BAR).replace("<", "&lt;")

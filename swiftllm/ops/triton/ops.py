@@ -153,7 +153,7 @@ QUANTISED_SHARED_BYTES = {16: 25 << 10, 32: 33 << 10, 64: 43 << 10}
 LEAST_SHARED_BYTES = 64 << 10  # of a multiprocessor: sm_75
 # With more rows than this, writing the matrix out in full and multiplying it by a library is faster: reading and
 # writing it are then a small part of the work. Where that begins was not measured (benchmarks/bench_gpu.py does). By
-# bytes and operations it is at 640 rows of an A10, 700 of an A100 and 960 of an H100 (docs/features/weight_streaming.md).
+# bytes and operations it is at 640 rows of an A10, 700 of an A100 and 960 of an H100 (docs/features/quantisation.md).
 MOST_QUANTISED_ROWS = 512
 MOST_SUMMED_ROWS = 4  # without tensor cores: by multiply-adds, each code is unpacked once for all rows
 SUMMED_COLUMNS_TILE = 32  # 64 would spill

@@ -106,7 +106,7 @@ def test_times_of_16_bit_weights_know_nothing_of_the_assumption() -> None:
 
 
 def test_4_bit_weights_on_a_cpu_take_what_was_measured() -> None:
-    """Gains of docs/features/weight_streaming.md; beyond 128 rows the last one."""
+    """Gains of docs/features/quantisation.md; beyond 128 rows the last one."""
     host = load_host("g4dn-4xlarge")
     plain = cpu_linear_curve(host, SHAPE.gemm_weights, 2)
     ours = with_quantised_weights_on_cpu(plain, host)
