@@ -13,7 +13,7 @@ import torch
 from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.core.request import Tier
 from swiftllm.kv.block_pool import LayerGroups
-from swiftllm.machine import GIB
+from swiftllm.machine import GIB, spread_over_nodes
 from swiftllm.model.config import ModelConfig
 
 # -- the format of a tier ----------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class KVPools:
             shape, dtype = formats[tier].pool_shape(model, plan.num_blocks[tier], plan.block_size), formats[tier].dtype
             if tier in self._on_device:
                 return torch.empty(shape, dtype=dtype, device=device)
-            return host_tensor(shape, dtype)
+            return spread_tensor(shape, dtype)
 
         self.tensors = {tier: pool(tier) for tier in (Tier.GPU, Tier.CPU)}
         self.layers = {tier: [tensor[i] for i in self.groups.place_of] for tier, tensor in self.tensors.items()}
@@ -152,8 +152,8 @@ class KVPools:
     def write(self, num_blocks: int, num_threads: int, progress: Callable[[float, str], None]) -> None:
         """Zero the first ``num_blocks`` blocks of each tier. Takes seconds, since the first write maps the pages.
 
-        Those of host memory are written by ``num_threads`` threads of pacpu in turn, so that they lie on the NUMA nodes
-        of all threads that will read them.
+        Those of host memory are written by ``num_threads`` threads of pacpu in turn: where :func:`spread_tensor` may
+        not spread them, they so lie on the NUMA nodes of all threads that will read them.
         """
         from pacpu import zero  # simulations use formats, and do without native code
 
@@ -165,6 +165,13 @@ class KVPools:
             else:
                 zero(layer, num_threads=num_threads)
         self.num_written = num_blocks
+
+
+def spread_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A :func:`host_tensor` whose pages lie on all NUMA nodes in turn: any thread may read any block."""
+    tensor = host_tensor(shape, dtype)
+    spread_over_nodes(tensor.data_ptr(), tensor.nbytes)
+    return tensor
 
 
 def host_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -83,7 +83,8 @@ class ModelConfig:
     score_multiplier: float = 1.0
     """On attention scores, beside ``head_dim ** -0.5``."""
     residual_scale: float = 1.0
-    """A power of two by which ``o`` and ``down`` are multiplied when they are read."""
+    """A power of two by which what is added to residuals is multiplied when the weights are read: ``o`` and ``down``,
+    and the norms behind them where there are any."""
     logits_multiplier: float = 1.0
     is_wrapped: bool = False
     """Whether the checkpoint has a part for images, which is not read, beside the text model."""
@@ -205,7 +206,7 @@ class ModelConfig:
                 default_eos_token_ids=_eos_token_ids((path, {} if "eos_token_id" in (text or raw) else row.defaults)),
             )
             if row.residual_scale != 1.0:
-                config = _with_residual_scale(config, row.residual_scale)
+                config = config.with_residual_scale(row.residual_scale)
             if "residual_multiplier" in row.own:
                 config = _with_multipliers(config, fields)
         except Unsupported as what:
@@ -246,6 +247,19 @@ class ModelConfig:
     def qkv_size(self) -> int:
         """Rows of the fused QKV matrix."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def head_norm_eps(self) -> float:
+        """``rms_norm_eps`` for Q and K, which are not scaled as residuals are."""
+        return self.rms_norm_eps / self.residual_scale**2
+
+    def with_residual_scale(self, scale: float) -> ModelConfig:
+        """The model with another :attr:`residual_scale`. Norms give the same to the bit, if ``rms_norm_eps`` is
+        multiplied by the square of what residuals are multiplied by, as long as no element leaves the range of its
+        dtype."""
+        factor = scale / self.residual_scale
+        multiplier, eps = self.embedding_multiplier * factor, self.rms_norm_eps * factor**2
+        return replace(self, embedding_multiplier=multiplier, residual_scale=scale, rms_norm_eps=eps)
 
     @property
     def has_swiglu_limit(self) -> bool:
@@ -330,13 +344,6 @@ def _layers_without_rotary(fields: Mapping[str, Any]) -> frozenset[int]:
     if has_rotary is None:
         return frozenset(layers[interval - 1 :: interval])
     return frozenset(layer for layer in layers if not has_rotary[layer])
-
-
-def _with_residual_scale(config: ModelConfig, scale: float) -> ModelConfig:
-    """Residuals times a power of two. Norms give the same to the bit, if ``rms_norm_eps`` is multiplied by its square,
-    as long as no element leaves the range of its dtype."""
-    eps = config.rms_norm_eps * scale**2
-    return replace(config, embedding_multiplier=scale, residual_scale=scale, rms_norm_eps=eps)
 
 
 def _with_multipliers(config: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:

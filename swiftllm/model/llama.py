@@ -135,7 +135,7 @@ class LlamaModel:
         heads = qkv.view(len(qkv), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         q_and_k = heads[:, : config.num_heads + config.num_kv_heads]  # neighbours: one call for both
         if weights.head_norms is not None:
-            self.ops.norm_heads_(q_and_k, weights.head_norms, config.rms_norm_eps)
+            self.ops.norm_heads_(q_and_k, weights.head_norms, config.head_norm_eps)
         if weights.rotates:
             self.ops.rotary_(q_and_k, rotary_rows)
         return heads

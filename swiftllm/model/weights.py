@@ -45,7 +45,8 @@ STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(bias|blocks|sca
 EVERY_OTHER = slice(0, None, 2), slice(1, None, 2)
 IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
-TO_RESIDUAL = ("o_proj", "down_proj")
+TO_RESIDUAL = ("o_proj", "down_proj", "post_self_attn_layernorm", "post_mlp_layernorm")
+"""Modules whose outputs are added to residuals, or normed by the next of them before."""
 FINAL_NORM = "model.norm.weight"
 EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -24,7 +24,7 @@ from swiftllm.model.stages import LoadedWeights, StageWeights, read_weights
 from swiftllm.model.weights import LlamaWeights, ModelPart
 from swiftllm.ops.interface import Linear, Ops
 from swiftllm.parallel.communication import Group
-from swiftllm.runtime.execution_context import ExecutionContext
+from swiftllm.runtime.execution_context import ExecutionContext, read_model_config
 from swiftllm.runtime.memory import check_weights
 from swiftllm.runtime.torch_backend import LoadedModel
 
@@ -109,7 +109,8 @@ class ShardedWeights(LoadedWeights):
 
 def load_rank(config: EngineConfig, hardware: Device, group: Group) -> LoadedModel:
     """The part of the model that is this rank's, all of it on its device."""
-    processors, model = ExecutionContext(config, hardware), ModelConfig.from_folder(config.model)
+    processors = ExecutionContext(config, hardware)
+    model = read_model_config(config.model, processors.dtype)
     shard = Shard(model, group.rank, group.size)
     device, dtype, free_bytes = hardware.torch_device, processors.dtype, hardware.free_bytes()
     if device.type == "cpu":  # a host's memory is that of all ranks

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import pacpu
-from swiftllm.kv.tensors import host_tensor
+from swiftllm.kv.tensors import spread_tensor
 from swiftllm.machine import GIB, available_host_bytes, cpu_model, usable_cores
 from swiftllm.remote.protocol import (
     HANDSHAKE_S,
@@ -191,7 +191,7 @@ class AttentionHost:
                 f"there is memory for {num_blocks:,} KV blocks ({memory_bytes / GIB:.2f} GiB) and {needed:,} are "
                 "needed: give this host more memory"
             )
-        return host_tensor((shape.num_layers, num_blocks, *shape.block), shape.kv_format.dtype)
+        return spread_tensor((shape.num_layers, num_blocks, *shape.block), shape.kv_format.dtype)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import pacpu
 from swiftllm.config import CpuKVDtype, EngineConfig
 from swiftllm.device import Device
 from swiftllm.machine import allowed_cores, count_physical, cpu_flags, cpu_model, usable_cores
-from swiftllm.model.config import stored_dtype
+from swiftllm.model.config import ModelConfig, stored_dtype
 from swiftllm.model.folder import tell
 from swiftllm.ops.cpu import CpuOps, torch_threads
 from swiftllm.ops.interface import Ops
@@ -160,6 +160,9 @@ SWITCH_INTERVAL_S = 0.001
 
 BFLOAT16_MAJOR = 8  # major number of the compute capability from which on NVIDIA's GPUs have bfloat16
 FAST_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+FLOAT16_RESIDUAL_SCALE = 2.0**-8
+"""The outputs of layers may be 256 times as large as float16's range. Elements of ``o`` and ``down`` below 2^-9 are
+rounded, to multiples of 2^-16."""
 
 
 class ExecutionContext:
@@ -215,8 +218,8 @@ def _gpu_dtype(model: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16
     tell(
         f"{model} was trained in bfloat16, which sm_{about.major}{about.minor} does not compute: it runs in float16, "
-        "whose numbers end at 65,504, with residuals in float32. If a request fails because of logits that are not "
-        "finite, give --dtype float32"
+        "whose numbers end at 65,504, with residuals in float32 and the outputs of layers scaled. If a request fails "
+        "because of logits that are not finite, give --dtype float32"
     )
     return torch.float16
 
@@ -225,6 +228,14 @@ def resolve_residual_dtype(model: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of residuals, in which the outputs of all layers are added up: float32 where a checkpoint in bfloat16
     runs in float16, since it may reach numbers that float16 does not have; else that of the other activations."""
     return torch.float32 if dtype is torch.float16 and stored_dtype(model) == "bfloat16" else dtype
+
+
+def read_model_config(model: str, dtype: torch.dtype) -> ModelConfig:
+    """The configuration of a model that is computed in ``dtype``. Where residuals are float32 because float16 ends too
+    early for them, what layers add to them is scaled, since a product of ``down`` may itself be beyond 65,504."""
+    config = ModelConfig.from_folder(model)
+    is_scaled = resolve_residual_dtype(model, dtype) is not dtype
+    return config.with_residual_scale(FLOAT16_RESIDUAL_SCALE) if is_scaled else config
 
 
 def default_kernel(cpu_kv_dtype: CpuKVDtype, dtype: torch.dtype) -> str:

@@ -23,7 +23,7 @@ from swiftllm.model.placement import Placement, all_resident
 from swiftllm.model.stages import LoadedWeights, open_weights
 from swiftllm.ops.interface import concatenate
 from swiftllm.runtime.cpu_tier import AttentionTask, CpuTier, InlineWorker, LocalCpuTier, MakeWorker, TaskRunner
-from swiftllm.runtime.execution_context import CoreDivision, ExecutionContext, device_name
+from swiftllm.runtime.execution_context import CoreDivision, ExecutionContext, device_name, read_model_config
 from swiftllm.runtime.graphs import LayerGraphs
 from swiftllm.runtime.kv_transfers import KVTransfers, Pacer
 from swiftllm.runtime.memory import check_weights, plan_blocks
@@ -465,7 +465,7 @@ def open_torch_backend(
     """
     hardware = hardware or open_device(config.device)
     processors = ExecutionContext(config, hardware)
-    model = ModelConfig.from_folder(config.model)
+    model = read_model_config(config.model, processors.dtype)
     check_kv(config, model)
     placement = placement or all_resident(model.num_layers)
     host_bytes = None if hardware.torch_device.type == "cpu" else available_host_bytes()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from swiftllm import machine
+from swiftllm.kv.tensors import host_tensor
 from swiftllm.machine import cores_of_ranks, count_physical, describe_cores, node_of_device, numa_nodes, parse_cores
 
 
@@ -96,3 +99,27 @@ def test_a_bound_process_keeps_all_its_threads_on_its_cores_until_it_is_unbound(
     environment = {**os.environ, "PYTHONPATH": str(Path(machine.__file__).parents[1])}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert run.stdout == "kept\n", run.stderr
+
+
+def policy_of(tensor: torch.Tensor) -> str:
+    """The memory policy of the mapping that begins with a tensor, such as ``interleave:0-1``."""
+    lines = (line.split() for line in Path("/proc/self/numa_maps").read_text().splitlines())
+    return next(policy for begin, policy, *_ in lines if int(begin, 16) == tensor.data_ptr())
+
+
+@pytest.mark.skipif(
+    platform.machine() not in machine.MBIND_CALLS or not Path("/proc/self/numa_maps").exists(),
+    reason="this system does not tell the policy of its memory",
+)
+def test_memory_is_spread_over_the_nodes_of_a_thread_s_cores(tmp_path: Path) -> None:
+    """This machine may have one node: of those that it is told, the kernel keeps the ones that there are."""
+    own = describe_cores(os.sched_getaffinity(0))
+    two = tree(tmp_path / "two", {0: own, 1: own, 2: "9000-9001"})
+    size = 64 << 20
+    spread, left = host_tensor((size,), torch.uint8), host_tensor((size,), torch.uint8)
+    machine.spread_over_nodes(spread.data_ptr(), size, two)
+    if policy_of(spread) == "default":
+        pytest.skip("this system forbids mbind")
+    assert policy_of(spread) in ("interleave:0", "interleave:0-1") and not spread.any()
+    machine.spread_over_nodes(left.data_ptr(), size, tree(tmp_path / "one", {0: own, 1: "9000"}))
+    assert policy_of(left) == "default"

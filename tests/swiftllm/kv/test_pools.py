@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,15 @@ def test_beside_a_gpu_they_zero_the_cpu_tier_alone(model_dir: Path, zeroed) -> N
         pools = write(model_dir, 20, on_gpu=True)
     assert zeroed == [(layer.data_ptr(), layer[:20].nbytes, 3) for layer in pools.tensors[Tier.CPU]]
     assert not pools.tensors[Tier.CPU][:, :20].any()
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_all_pages_of_host_memory_lie_on_all_nodes_in_turn(model_dir: Path, monkeypatch, has_gpu: bool) -> None:
+    """Those of blocks that are not written before serving, too."""
+    spread: list[tuple[int, int]] = []
+    monkeypatch.setattr("swiftllm.kv.tensors.spread_over_nodes", lambda *mapping: spread.append(mapping))
+    config = EngineConfig(str(model_dir), dtype="float32", num_gpu_blocks=4, num_cpu_blocks=9, max_model_len=32)
+    with fake_gpu(0) if has_gpu else nullcontext():
+        pools = open_torch_backend(config).kv_pools
+    on_host = [pools.tensors[tier] for tier in ((Tier.CPU,) if has_gpu else (Tier.GPU, Tier.CPU))]
+    assert spread == [(tensor.data_ptr(), tensor.nbytes) for tensor in on_host]
