@@ -20,7 +20,7 @@ from swiftllm.machine import GIB
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import FFN_ELEMENTS_AT_ONCE, LlamaModel
 from swiftllm.model.weights import fused_matrices
-from swiftllm.ops.interface import MASK_ELEMENTS_AT_ONCE, ChunkLens, ContextBlocks
+from swiftllm.ops.interface import MASK_ELEMENTS_AT_ONCE, ChunkLens, ContextBlocks, StateChunk, StateRows
 from swiftllm.runtime.cpu_tier import MAX_STAGED_BYTES
 from swiftllm.runtime.graphs import BLOCK_BUCKETS, ROW_BUCKETS
 from swiftllm.runtime.kv_transfers import SNAPSHOTS
@@ -207,7 +207,10 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     model.weights.enter(-1)
     residual = model.embed(zeros(rows, dtype=torch.int64))
     rotary_rows = model.rotary_table[:1].expand(rows, -1, -1).contiguous()
-    q, k, v = model.split_qkv(model.first_stage(residual, rotary_rows))
+    state_rows = None
+    if sizes.linear is not None:
+        state_rows = StateRows((StateChunk(-1, rows, is_first=False),), zeros(0, dtype=torch.int64))
+    q, k, v = model.split_qkv(model.first_stage(residual, rotary_rows, state_rows=state_rows))
     goes_to_host = device.type != "cpu" and config.num_cpu_blocks != 0
     on_their_way = [torch.cat([k, v], dim=1) for _ in range(SNAPSHOTS if goes_to_host else 0)]
     attention_out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -217,7 +220,7 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
         ops.prefill_attention(q, *own, lens(rows, rows), attention_out, scale, window)
     if sizes.num_layers > 1:
         model.weights.enter(0)
-        model.stage(0, attention_out, residual, rotary_rows)
+        model.stage(0, attention_out, residual, rotary_rows, state_rows=state_rows)
 
     tokens = max(sizes.tokens_reached(chunk, context))
     gathered = [zeros(2, sizes.num_kv_heads, tokens, sizes.head_dim) for _ in range(2 if goes_to_host else 1)]
