@@ -131,11 +131,9 @@ def _about_states(config: EngineConfig, backend: TorchBackend) -> list[str]:
     each = backend.model_config.state_bytes(backend.dtype.itemsize)
     if not each:
         return []
-    total = f"{config.max_num_seqs * each / GIB:.2f} GiB"
-    return [
-        f"Linear attention: states of {config.max_num_seqs:,} requests (max_num_seqs), {total} on the device; no prefix "
-        "is cached"
-    ]
+    slots = config.max_num_seqs
+    held = f"states of {slots:,} requests (max_num_seqs), {slots * each / GIB:.2f} GiB on the device"
+    return [f"Linear attention: {held}; no prefix is cached"]
 
 
 def _about_ranks(config: EngineConfig, backend: TorchBackend) -> list[str]:

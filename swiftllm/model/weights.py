@@ -240,9 +240,11 @@ class Folding:
 
 def whole_orders(config: ModelConfig, linear: LinearSizes, of_head: torch.Tensor | None) -> dict[str, torch.Tensor]:
     """Modules whose outputs have another order here than in a checkpoint: int64, which of its outputs is the first, and
-    so on. Gates of attention's output stand before all of Q, in a checkpoint head by head behind Q; and the outputs that
-    a checkpoint has :attr:`~LinearSizes.by_key_head` are those of all heads, part by part. ``of_head``: the order of the
-    elements of a head of Q."""
+    so on. ``of_head``: the order of the elements of a head of Q.
+
+    Gates of attention's output stand before all of Q; a checkpoint has them head by head behind Q. The outputs that it
+    has :attr:`~LinearSizes.by_key_head` are those of all heads, part by part.
+    """
     q, gates = torch.arange(2 * config.num_heads * config.head_dim).view(config.num_heads, 2, config.head_dim).unbind(1)
     orders = {"q_proj": torch.cat([gates, q if of_head is None else q[:, of_head]]).flatten()}
     if linear.by_key_head:

@@ -218,11 +218,12 @@ def check_weights(
     placement: Placement | None = None,
     *,
     host_bytes: int | None = None,
+    max_num_seqs: int = 0,
 ) -> None:
-    """Check that the weights fit, before any is loaded.
+    """Check that the weights fit, before any is loaded, and beside them the states of linear attention.
 
     ``placement``: by default all are on the device. ``host_bytes``: available host memory, if weights may be placed
-    there.
+    there. ``max_num_seqs``: requests that have a state.
 
     Raises:
         InsufficientMemory: the weights alone exceed the device's free memory; the message says what to do.
@@ -234,6 +235,13 @@ def check_weights(
         needed += int(placed.gpu_bytes(sizes)) - sum(sizes)
     if placement is not None and placement.embedding_on_host:
         needed -= embedding_bytes(model, dtype)
+    each = model.state_bytes(dtype.itemsize)
+    if needed <= free_bytes < needed + max_num_seqs * each:
+        raise InsufficientMemory(
+            f"the states of max_num_seqs = {max_num_seqs} requests take {_gib(max_num_seqs * each)}, and beside the "
+            f"weights {_gib(free_bytes - needed)} is available: set max_num_seqs to {(free_bytes - needed) // each} or "
+            "less, so that K and V have room too"
+        )
     if needed <= free_bytes:
         return
     if placed is not None:

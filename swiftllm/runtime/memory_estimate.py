@@ -113,7 +113,8 @@ def activation_bytes(
     context: int,
     on_host: bool,
 ) -> int:
-    """Bytes at the peak of :func:`~swiftllm.runtime.memory_estimate.widest_iteration`, and of buffers that stay.
+    """Bytes at the peak of :func:`~swiftllm.runtime.memory_estimate.widest_iteration`, and of buffers that stay, states
+    of linear attention among them.
 
     ``itemsize`` is of activations, ``residual_itemsize`` of residuals. ``rows`` is the most tokens of a GPU batch,
     ``requests`` the most requests, ``context`` the tokens of the longest. The terms follow that function and the model;
@@ -153,7 +154,13 @@ def activation_bytes(
     logits = sampled * model.vocab_size
     at_once = min(logits, max(CPU_LOGITS if on_host else GPU_LOGITS, model.vocab_size))
     sampling = held + attended + logits * itemsize + at_once * BYTES_PER_LOGIT
-    peak = max(own_attention, crossing, long_attention, decoding, sampling)
+    mixing = 0
+    if (linear := model.linear) is not None:
+        projected = (linear.conv_channels + linear.values_size) * itemsize
+        heads = 4 * (4 * linear.num_value_heads * linear.key_dim + 3 * linear.values_size)  # in float32
+        mixing = held + hidden + rows * (projected + max(projected, 4 * linear.conv_channels) + heads)
+    peak = max(own_attention, crossing, long_attention, decoding, sampling, mixing)
+    peak += requests * model.state_bytes(itemsize)
     return peak + context * rotary + (0 if on_host else _graph_buffers(model, itemsize, residual_itemsize, requests))
 
 

@@ -486,7 +486,14 @@ def open_torch_backend(
     check_kv(config, model)
     placement = placement or all_resident(model.num_layers)
     host_bytes = None if hardware.torch_device.type == "cpu" else available_host_bytes()
-    check_weights(model, processors.dtype, hardware.free_bytes(), placement, host_bytes=host_bytes)
+    check_weights(
+        model,
+        processors.dtype,
+        hardware.free_bytes(),
+        placement,
+        host_bytes=host_bytes,
+        max_num_seqs=config.max_num_seqs,
+    )
     weights = open_weights(config, model, processors.dtype, processors.ops, placement, hardware, processors.host_ops)
     loaded = LoadedModel(config, processors, model, model, weights, placement)
     plan = plan_blocks(config, loaded.bytes_per_block, available_host_bytes(), loaded.free_bytes)
