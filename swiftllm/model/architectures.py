@@ -397,8 +397,9 @@ def linear_layers_before(fields: Mapping[str, Any]) -> int:
     before = types.index(FULL) if FULL in types else 0
     period = [LINEAR] * before + [FULL]
     if not before or types != period * (num_layers // len(period)) or len(types) != num_layers:
+        told = sorted(set(types))
         raise Unsupported(
-            f"{num_layers} layers with layer_types={types} (as many layers of {LINEAR} must come before each of {FULL})"
+            f"{num_layers} layers with layer_types={told} (one of {FULL} must end each so many of {LINEAR})"
         )
     return before
 

@@ -186,6 +186,14 @@ class StateChunk(NamedTuple):
     num_rows: int
     is_first: bool
 
+    def read(self, pool: torch.Tensor) -> torch.Tensor:
+        """The state in a pool ``[slots, ...]``."""
+        return torch.zeros_like(pool[0]) if self.is_first or self.slot < 0 else pool[self.slot]
+
+    def write(self, pool: torch.Tensor, state: torch.Tensor) -> None:
+        if self.slot >= 0:
+            pool[self.slot] = state
+
 
 @dataclass(frozen=True)
 class StateRows:
@@ -197,6 +205,21 @@ class StateRows:
     chunks: tuple[StateChunk, ...]
     decode_slots: torch.Tensor
     """int64 ``[decodes]``, on the device."""
+    has_padding: bool = False
+    """Whether there may be slots of -1 among ``decode_slots``."""
+
+    def read(self, pool: torch.Tensor) -> torch.Tensor:
+        """A copy of the states that decodes continue: ``[decodes, ...]``."""
+        if not self.has_padding:
+            return pool[self.decode_slots]
+        states = pool[self.decode_slots.clamp(min=0)]  # not times 0: what nobody has written may be NaN
+        return states.masked_fill_(self.decode_slots.view(-1, *[1] * (states.ndim - 1)) < 0, 0)
+
+    def write(self, pool: torch.Tensor, states: torch.Tensor) -> None:
+        slots = self.decode_slots
+        if self.has_padding:  # the host waits for these
+            slots, states = slots[slots >= 0], states[slots >= 0]
+        pool[slots] = states
 
     @property
     def first_decode(self) -> int:
@@ -326,14 +349,14 @@ class Ops:
         width, taps = weight.shape[1], weight.float().t()
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         for own, chunk in rows.slices():
-            read = torch.cat([read_state(inputs, chunk).t(), x[own]])
+            read = torch.cat([chunk.read(inputs).t(), x[own]])
             terms = [read[tap : tap + chunk.num_rows].float() * taps[tap] for tap in range(width)]
             out[own] = F.silu(sum(terms[1:], terms[0]))
-            write_state(inputs, chunk, read[chunk.num_rows :].t())
+            chunk.write(inputs, read[chunk.num_rows :].t())
         if len(rows.decode_slots):
-            read = torch.cat([read_states(inputs, rows.decode_slots), x[rows.first_decode :, :, None]], 2)
+            read = torch.cat([rows.read(inputs), x[rows.first_decode :, :, None]], 2)
             out[rows.first_decode :] = F.silu((read.float() * weight.float()).sum(2))
-            write_states(inputs, rows.decode_slots, read[:, :, 1:])
+            rows.write(inputs, read[:, :, 1:])
         return out
 
     def delta_rule(
@@ -366,14 +389,14 @@ class Ops:
         q, v = q * q.shape[-1] ** -0.5, v.float()
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
         for own, chunk in rows.slices():
-            state = read_state(states, chunk)
+            state = chunk.read(states)
             out[own], state = delta_chunk(q[own], k[own], v[own], log_decay[own], beta[own], state)
-            write_state(states, chunk, state)
+            chunk.write(states, state)
         if len(rows.decode_slots):
             own = slice(rows.first_decode, None)
-            state = read_states(states, rows.decode_slots)
+            state = rows.read(states)
             out[own], state = delta_step(q[own], k[own], v[own], log_decay[own], beta[own], state)
-            write_states(states, rows.decode_slots, state)
+            rows.write(states, state)
         return out
 
     def norm_and_gate(self, x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float) -> torch.Tensor:
@@ -581,31 +604,10 @@ def multiply(
 
 
 # -- states of linear attention ----------------------------------------------------------------------------------------
-# States of linear attention are rows of a pool ``[slots, ...]``: how they are read and written, and what tokens make of
-# them, step by step or many tokens at once.
+# What tokens make of the states of linear attention, step by step or many tokens at once.
 
 DELTA_ROWS = 64
 """Of a chunk that are computed at once: products of rows with each other grow with it, and those with states shrink."""
-
-
-def read_state(pool: torch.Tensor, chunk: StateChunk) -> torch.Tensor:
-    return torch.zeros_like(pool[0]) if chunk.is_first or chunk.slot < 0 else pool[chunk.slot]
-
-
-def write_state(pool: torch.Tensor, chunk: StateChunk, state: torch.Tensor) -> None:
-    if chunk.slot >= 0:
-        pool[chunk.slot] = state
-
-
-def read_states(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """``[len(slots), ...]``; not by a product with 0, since what nobody has written may be NaN."""
-    states = pool[slots.clamp(min=0)]
-    return states.masked_fill_(slots.view(-1, *[1] * (states.ndim - 1)) < 0, 0)
-
-
-def write_states(pool: torch.Tensor, slots: torch.Tensor, states: torch.Tensor) -> None:
-    is_there = slots >= 0
-    pool[slots[is_there]] = states[is_there]
 
 
 def of_length_1(x: torch.Tensor) -> torch.Tensor:
