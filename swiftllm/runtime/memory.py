@@ -15,7 +15,7 @@ from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Placement
 from swiftllm.model.quantisation import AWQ, MXFP4, QuantisationScheme
 from swiftllm.model.weight_memory import packed_bytes
-from swiftllm.model.weights import LlamaWeights, fused_matrices
+from swiftllm.model.weights import LlamaWeights, fused_matrices, linear_matrices
 from swiftllm.ops.matrices import MXFP4_GROUP
 
 # -- bytes of weights --------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class WeightSizes:
         if model.has_swiglu_limit:
             scheme: QuantisationScheme | None = QuantisationScheme(MXFP4, MXFP4_GROUP)
         else:
-            inputs = [matrix.in_features for matrix in fused_matrices(model)]
+            inputs = [matrix.in_features for matrix in (*fused_matrices(model), *linear_matrices(model))]
             group_size = next((size for size in GROUP_SIZES if all(n % size == 0 for n in inputs)), None)
             scheme = None if group_size is None else QuantisationScheme(AWQ, group_size)
         four_bit = None

@@ -19,7 +19,7 @@ from swiftllm.kv.tensors import KVFormat, cpu_format
 from swiftllm.machine import GIB
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import FFN_ELEMENTS_AT_ONCE, LlamaModel
-from swiftllm.model.weights import fused_matrices
+from swiftllm.model.weights import fused_matrices, linear_matrices
 from swiftllm.ops.interface import MASK_ELEMENTS_AT_ONCE, ChunkLens, ContextBlocks, StateChunk, StateRows
 from swiftllm.runtime.cpu_tier import MAX_STAGED_BYTES
 from swiftllm.runtime.graphs import BLOCK_BUCKETS, ROW_BUCKETS
@@ -171,10 +171,11 @@ def _written_out(model: ModelConfig, itemsize: int, hidden: int, gate_up: int, q
     """
     beside = {"qkv": qkv, "o": hidden, "gate_up": gate_up, "down": hidden + gate_up // 2}
     written_out = [
-        sum(matrix.out_features) * matrix.in_features * itemsize + beside[matrix.name]
-        for matrix in fused_matrices(model)
+        sum(matrix.out_features) * matrix.in_features * itemsize
+        + beside.get(matrix.name, hidden // model.hidden_size * sum(matrix.out_features))
+        for matrix in (*fused_matrices(model), *linear_matrices(model))
         if matrix.is_quantised
-        if model.experts is None or matrix.name in ("qkv", "o")  # experts' codes are multiplied as they are
+        if model.experts is None or matrix.name not in ("gate_up", "down")  # experts' codes are multiplied as they are
     ]
     return max(written_out, default=0)
 
