@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pacpu
 from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
+from swiftllm.kv.block_pool import StateSlots
 from swiftllm.kv.kv_cache_manager import KVCacheManager
+from swiftllm.machine import GIB
 from swiftllm.model.placement import Placement
 from swiftllm.model.tokenizer import Tokenizer
 from swiftllm.remote.protocol import KVShape, parse_address, shared_secret
@@ -80,11 +82,13 @@ def this_machine(system: System, config: EngineConfig, backend: TorchBackend) ->
     limits, hosts = scheduler_limits(config, backend), backend.attention_hosts
     host_blocks = () if hosts is None else hosts.num_blocks
     groups = backend.layer_groups
-    cached = system.caching_tiers(config) if groups.are_exact else ()
+    states = None if backend.model_config.linear is None else StateSlots(config.max_num_seqs)
+    cached = system.caching_tiers(config) if groups.are_exact and states is None else ()
     sizes = backend.num_gpu_blocks, backend.num_cpu_blocks, backend.block_size
-    kv = KVCacheManager(*sizes, host_blocks, cached, groups)
+    kv = KVCacheManager(*sizes, host_blocks, cached, groups, states)
     kv.host_pools.fetcher = hosts
     backend.block_tables = kv.block_tables
+    backend.state_slots = None if states is None else states.of_request
     tokenizer = Tokenizer.from_folder(config.model, backend.model_config.vocab_size)
     description = {
         "model": config.model,
@@ -100,7 +104,11 @@ def this_machine(system: System, config: EngineConfig, backend: TorchBackend) ->
         "cpu_kv_dtype": backend.cpu_kv_format.name,
         "cpu_kv_bytes_per_block": backend.cpu_kv_bytes_per_block,
         "prefix_cache": [tier.value for tier in cached],
-        "kv_cache": backend.kv_plan.describe(limits.max_model_len, groups) + _about_ranks(config, backend),
+        "kv_cache": [
+            *backend.kv_plan.describe(limits.max_model_len, groups),
+            *_about_states(config, backend),
+            *_about_ranks(config, backend),
+        ],
         "cpu_kernel": backend.cpu_kernel,
         "cpu_isa": pacpu.isa(),
         "gpu_batch_threads": backend.cores.gpu_batch_threads,
@@ -117,6 +125,15 @@ def this_machine(system: System, config: EngineConfig, backend: TorchBackend) ->
         tokenizer=tokenizer,
         hosts=hosts,
     )
+
+
+def _about_states(config: EngineConfig, backend: TorchBackend) -> list[str]:
+    each = backend.model_config.state_bytes(backend.dtype.itemsize)
+    if not each:
+        return []
+    slots = config.max_num_seqs
+    held = f"states of {slots:,} requests (max_num_seqs), {slots * each / GIB:.2f} GiB on the device"
+    return [f"Linear attention: {held}; no prefix is cached"]
 
 
 def _about_ranks(config: EngineConfig, backend: TorchBackend) -> list[str]:

@@ -114,6 +114,8 @@ class Workbench:
         self.layer_groups = backend.layer_groups
         self.max_model_len = max_model_len
         self.tables: dict[str, list[int]] = {}
+        self.slots: dict[str, int] = {}
+        self._states = None if backend.model_config.linear is None else backend.model.states
         self._synchronize = torch.cuda.synchronize if backend.device.type == "cuda" else lambda: None
         self._random = random.Random(0)
         self._prompts = random.Random(0)  # of its own: block tables do not depend on tokens
@@ -124,11 +126,19 @@ class Workbench:
     def in_use(self) -> Iterator[None]:
         """Give the backend the synthetic block tables meanwhile, and drop them afterwards."""
         saved, self.backend.block_tables = self.backend.block_tables, self.tables
+        slots = self.backend.state_slots if self._states is not None else None
+        if self._states is not None:
+            self.backend.state_slots = self.slots
+            for pool in (self._states.recurrent, self._states.conv):  # at random: equal rows pick equal experts
+                pool.normal_(std=0.1, generator=torch.Generator(pool.device).manual_seed(0))
         try:
             yield
         finally:
             self.backend.block_tables = saved
             self.tables.clear()
+            if self._states is not None:
+                self.backend.state_slots = slots
+                self.slots.clear()
 
     # -- the GPU batch
     # ---------------------------------------------------------------------------------------------------
@@ -314,6 +324,8 @@ class Workbench:
         request = Request(f"profile-{len(self.tables)}", prompt, SamplingParams(max_tokens=1), tier=tier)
         count = self.layer_groups.blocks_for(tokens)
         pool = self._pool(tier, count)
+        if self._states is not None:  # of more requests than there are slots some share one
+            self.slots[request.request_id] = len(self.slots) % self._states.recurrent.shape[1]
         self.tables[request.request_id] = self._random.sample(pool, count) if count <= len(pool) else []
         return request
 

@@ -272,6 +272,8 @@ class LayerShape:
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> LayerShape:
+        if config.linear is not None:
+            raise ValueError("times of models with linear attention are not predicted: measure them")
         experts = () if config.experts is None else (config.experts.num_experts, config.experts.per_token)
         heads = config.num_heads, config.num_kv_heads, config.head_dim
         return cls(config.hidden_size, config.intermediate_size, *heads, *experts)

@@ -209,6 +209,36 @@ class BlockOrder:
         return block
 
 
+class StateSlots:
+    """The slots of states of linear attention. A request has one from its start until it gives its blocks back,
+    whichever tier these are in."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self.of_request: dict[str, int] = {}
+        self.free_all()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, request_id: str) -> None:
+        self.of_request[request_id] = self._free.pop()
+
+    def free(self, request_id: str) -> None:
+        """Free the slot of a request; no effect if it has none."""
+        if (slot := self.of_request.pop(request_id, None)) is not None:
+            self._free.append(slot)
+
+    def free_all(self) -> None:
+        self._free = list(range(self._num_slots))[::-1]
+        self.of_request.clear()
+
+    def check(self) -> None:
+        """Assert that each slot is free or of one request."""
+        assert sorted([*self._free, *self.of_request.values()]) == list(range(self._num_slots)), "a slot is lost"
+
+
 class BlockPool:
     """Allocates the block ids ``first``..``first + num_blocks - 1`` of one tier, or of one host's part of the CPU tier.
 

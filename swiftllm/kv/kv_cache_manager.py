@@ -21,7 +21,7 @@ from itertools import chain, islice
 
 from swiftllm.core.plan import Swap
 from swiftllm.core.request import Request, Tier
-from swiftllm.kv.block_pool import BlockPool, HostPools, LayerGroups
+from swiftllm.kv.block_pool import BlockPool, HostPools, LayerGroups, StateSlots
 
 # -- block hashes ------------------------------------------------------------------------------------------------------
 # Hashes of full KV blocks: two blocks have one hash only if they hold K and V of the same tokens at the same place.
@@ -89,11 +89,15 @@ class KVCacheManager:
         host_blocks: Sequence[int] = (),
         cached_tiers: Collection[Tier] = (),
         groups: LayerGroups | None = None,
+        state_slots: StateSlots | None = None,
     ) -> None:
         """``host_blocks``: the blocks of each other host; their ids follow those of this host. ``cached_tiers``: where
-        prefixes are cached. ``groups``: by default one whose layers attend to all tokens."""
+        prefixes are cached. ``groups``: by default one whose layers attend to all tokens. ``state_slots``: of requests'
+        states, in models with linear attention."""
         self.groups = groups or LayerGroups(block_size)
+        self.state_slots = state_slots
         assert self.groups.are_exact or not cached_tiers, "blocks of a ring are overwritten"
+        assert state_slots is None or not cached_tiers, "K and V are worth nothing without the state after them"
         self.block_size = block_size
         self.hashes = BlockHashes(block_size) if cached_tiers else None
         self.host_pools = HostPools((num_cpu_blocks, *host_blocks), caches=Tier.CPU in cached_tiers)
@@ -192,6 +196,8 @@ class KVCacheManager:
             self._swap(None, tier.other, list(there.values()), [table[i] for i in there])
             source.free(list(there.values()))  # may be reused in this plan: by swaps that come after this one
         pool.num_tables += 1
+        if self.state_slots is not None:
+            self.state_slots.take(request.request_id)
         self.block_tables[request.request_id] = table
         found = len(here) + len(there)
         request.num_kv_slots, request.num_hashed = self._slots_for(num_tokens), found
@@ -290,11 +296,15 @@ class KVCacheManager:
             pool = self.pool_of(request)
             pool.free(self.block_tables.pop(request.request_id))
             pool.num_tables -= 1
+        if self.state_slots is not None:
+            self.state_slots.free(request.request_id)
         request.num_kv_slots = request.num_hashed = 0
 
     def free_all_blocks(self) -> None:
         """Free all blocks of both tiers, and drop all block tables and hashes."""
         self.block_tables.clear()
+        if self.state_slots is not None:
+            self.state_slots.free_all()
         for pool in self.block_pools.values():
             pool.free_all()
 
@@ -452,6 +462,9 @@ class KVCacheManager:
         for pool in (self._gpu_pool, *self.host_pools.pools):
             held += pool.check()
         assert held == Counter(chain.from_iterable(self.block_tables.values())), "a block is lost"
+        if self.state_slots is not None:
+            self.state_slots.check()
+            assert self.state_slots.of_request.keys() == self.block_tables.keys(), "a state without blocks"
 
 
 def out_of_blocks(requests: Sequence[Request]) -> list[Request]:

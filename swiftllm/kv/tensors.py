@@ -89,6 +89,11 @@ def check_kv(config: EngineConfig, model: ModelConfig) -> None:
             f"prefix_cache_tiers={tiers} needs a model that keeps all K and V, and this one's attention windows let "
             "them be overwritten: drop it"
         )
+    if model.linear is not None and config.enable_prefix_caching and tiers != "auto":
+        raise ValueError(
+            f"prefix_cache_tiers={tiers} needs a model that keeps K and V in all layers, and this one has linear "
+            "attention: drop it"
+        )
 
 
 def tier_formats(config: EngineConfig, dtype: torch.dtype) -> Mapping[Tier, KVFormat]:

@@ -41,7 +41,7 @@ CHANGES_OUTPUT = re.compile(
     "multiplier|scal|softcap|clip|window|rope|rotary|norm|expert|router|bias|sink|activation|_act$|layer_types|mup|"
     "parallel|alibi|swiglu"
 )
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 WITHOUT_EFFECT = ("max_window_layers",)  # where no window is used
 
 
@@ -73,6 +73,9 @@ class Architecture:
     """Whether each head has a sink: one more score, of a token whose V is 0."""
     residual_scale: float = 1.0
     """See :attr:`~swiftllm.model.config.ModelConfig.residual_scale`."""
+    linear: Literal["by part", "by key head"] | None = None
+    """Whether most layers have linear attention, which a full one completes: how a checkpoint orders the outputs of
+    their projections, Q, K, V and gate of all heads one after the other or those of each key head."""
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -91,6 +94,21 @@ GLM = {
     "attention_bias": True,
     "eos_token_id": [151329, 151336, 151338],
 }
+QWEN_LINEAR = {
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "eos_token_id": None,
+}
+SHARED_EXPERT = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", BIASES),
@@ -213,6 +231,51 @@ ARCHITECTURES = {
         ignored=TRAINS_ROUTERS,
         windows="all",
     ),
+    "Qwen3NextForCausalLM": Architecture(
+        "qwen3_next",
+        {
+            **QWEN_LINEAR,
+            **SHARED_EXPERT,
+            "num_key_value_heads": 2,
+            "num_experts": 512,
+            "num_local_experts": None,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+            "mlp_only_layers": None,
+            "decoder_sparse_step": 1,
+        },
+        mlp_bias=False,
+        norms_heads=True,
+        expert_size="moe_intermediate_size",
+        ignored=TRAINS_ROUTERS,
+        rope_kinds=("default",),
+        linear="by key head",
+    ),
+    "Qwen3_5ForCausalLM": Architecture(
+        "qwen3_5_text",
+        {**QWEN_LINEAR, "num_key_value_heads": 4},
+        mlp_bias=False,
+        norms_heads=True,
+        rope_kinds=("default",),
+        linear="by part",
+    ),
+    "Qwen3_5MoeForCausalLM": Architecture(
+        "qwen3_5_moe_text",
+        {
+            **QWEN_LINEAR,
+            **SHARED_EXPERT,
+            "num_key_value_heads": 2,
+            "num_experts": 256,
+            "num_local_experts": None,
+            "num_experts_per_tok": 8,
+        },
+        mlp_bias=False,
+        norms_heads=True,
+        expert_size="moe_intermediate_size",
+        ignored=TRAINS_ROUTERS,
+        rope_kinds=("default",),
+        linear="by part",
+    ),
     "MixtralForCausalLM": Architecture(
         "mixtral",
         {
@@ -260,7 +323,11 @@ ARCHITECTURES = {
         residual_scale=2.0**-8,  # residuals reach hundreds of thousands, too much for float16
     ),
 }
-WRAPPERS = {"Mistral3ForConditionalGeneration": ("MistralForCausalLM", "Ministral3ForCausalLM")}
+WRAPPERS = {
+    "Mistral3ForConditionalGeneration": ("MistralForCausalLM", "Ministral3ForCausalLM"),
+    "Qwen3_5ForConditionalGeneration": ("Qwen3_5ForCausalLM",),
+    "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeForCausalLM",),
+}
 """Models of text and images whose text part is one of these; the first where the part does not say."""
 SUPPORTED = f"supported are {', '.join((*ARCHITECTURES, *WRAPPERS))} with SiLU"
 
@@ -306,6 +373,8 @@ def recognise(raw: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
         raise Unsupported(f"hidden_act={fields['hidden_act']!r}")
     if fields.get("mlp_only_layers") or fields.get("decoder_sparse_step", 1) != 1:
         raise Unsupported("a model of which some layers only have experts")
+    if not fields.get("attn_output_gate", True):
+        raise Unsupported("attn_output_gate=False")
     if fields.get("swiglu_alpha", SWIGLU_ALPHA) != SWIGLU_ALPHA:
         raise Unsupported(f"swiglu_alpha={fields['swiglu_alpha']}")
     read = {*row.defaults, *row.ignored, *SIZES, *WITHOUT_EFFECT}
@@ -313,6 +382,26 @@ def recognise(raw: Mapping[str, Any]) -> tuple[Architecture, dict[str, Any]]:
         if name not in read and CHANGES_OUTPUT.search(name) and not _is_neutral(value):
             raise Unsupported(f"{name}={value!r} in {names[0]}")
     return row, fields
+
+
+def linear_layers_before(fields: Mapping[str, Any]) -> int:
+    """How many layers of linear attention come before each of full attention.
+
+    Raises:
+        Unsupported: not everywhere as many, or none, or the last layer has linear attention.
+    """
+    num_layers, types = int(fields["num_hidden_layers"]), fields["layer_types"]
+    if types is None:
+        interval = int(fields["full_attention_interval"])
+        types = [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
+    before = types.index(FULL) if FULL in types else 0
+    period = [LINEAR] * before + [FULL]
+    if not before or types != period * (num_layers // len(period)) or len(types) != num_layers:
+        told = sorted(set(types))
+        raise Unsupported(
+            f"{num_layers} layers with layer_types={told} (one of {FULL} must end each so many of {LINEAR})"
+        )
+    return before
 
 
 def layer_windows(row: Architecture, fields: Mapping[str, Any]) -> tuple[int | None, ...] | None:

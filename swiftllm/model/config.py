@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swiftllm.model.architectures import SUPPORTED, Unsupported, layer_windows, recognise, text_part
+from swiftllm.model.architectures import (
+    SUPPORTED,
+    Unsupported,
+    layer_windows,
+    linear_layers_before,
+    recognise,
+    text_part,
+)
 from swiftllm.model.checkpoint import EMBEDDING, HEAD, are_equal, vocabulary_matrices
 from swiftllm.model.folder import FILE as GENERATION
 from swiftllm.model.folder import generation_config, is_there, read_object, tell
@@ -30,6 +37,8 @@ class ExpertSizes:
     swiglu_limit: float | None = None
     """None: SiLU without biases. Otherwise experts are those of gpt-oss: router and experts have biases, SwiGLU is
     clamped, and a checkpoint has stacks ``[num_experts, in, out]`` in which outputs of gate and up alternate."""
+    shared_size: int | None = None
+    """Of the FFN of one more expert, which is computed for every row and times a gate; None: there is none."""
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> ExpertSizes:
@@ -42,7 +51,60 @@ class ExpertSizes:
         if limit is not None and not float(limit) > 0:
             raise ValueError(f"swiglu_limit={limit}")
         normalises = bool(fields.get("norm_topk_prob", True))
-        return cls(*sizes, normalises, None if limit is None else float(limit))
+        shared = fields.get("shared_expert_intermediate_size")
+        return cls(*sizes, normalises, None if limit is None else float(limit), None if shared is None else int(shared))
+
+
+@dataclass(frozen=True)
+class LinearSizes:
+    """Of a model in which layers of linear attention (gated delta rule) come before each layer of full attention.
+
+    Such a layer keeps no K and V but a state of one size, which each token rewrites: for each value head a matrix
+    ``[key_dim, value_dim]``, and the last inputs of a convolution. A key head has as many value heads as any other.
+    """
+
+    layers_before: int
+    """Each layer of full attention."""
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    """Inputs that the convolution reads for a row, the row's own included."""
+    by_key_head: bool = False
+    """Whether a checkpoint has Q, K, V and gate of a key head side by side, not those of all heads."""
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any], by_key_head: bool) -> LinearSizes:
+        """Raises: ValueError: a number makes no sense. Unsupported: see :func:`linear_layers_before`."""
+        heads = int(fields["linear_num_key_heads"]), int(fields["linear_num_value_heads"])
+        dims = int(fields["linear_key_head_dim"]), int(fields["linear_value_head_dim"])
+        width = int(fields["linear_conv_kernel_dim"])
+        if min(*heads, *dims) < 1 or heads[1] % heads[0] or width < 2:
+            raise ValueError(
+                f"linear attention of {heads[1]} value heads on {heads[0]} key heads x {dims}, and {width}"
+            )
+        return cls(linear_layers_before(fields), *heads, *dims, width, by_key_head)
+
+    @property
+    def keys_size(self) -> int:
+        """Elements of the keys of a row."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values_size(self) -> int:
+        """Elements of the values of a row."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Queries, keys and values, which the convolution reads."""
+        return 2 * self.keys_size + self.values_size
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of a request's state in one layer: float32 matrices, and inputs of ``itemsize`` bytes an element."""
+        matrices = 4 * self.num_value_heads * self.key_dim * self.value_dim
+        return matrices + self.conv_channels * (self.conv_width - 1) * itemsize
 
 
 @dataclass(frozen=True)
@@ -50,6 +112,7 @@ class ModelConfig:
     """A decoder of the Llama family. Sizes are elements; ``max_position_embeddings`` is tokens."""
 
     num_layers: int
+    """Of attention with a KV cache; see ``linear`` for others."""
     hidden_size: int
     intermediate_size: int
     """Of the FFN; of one expert in models with experts."""
@@ -100,6 +163,9 @@ class ModelConfig:
     other rotary frequencies for longer requests (LongRoPE)."""
     default_eos_token_ids: tuple[int, ...] = ()
     """What transformers takes where no file names a token that ends an output."""
+    linear: LinearSizes | None = None
+    """Of the layers of linear attention, if there are any. Such a model's norms have weights 1 + w, except those of
+    linear attention's heads, and a gate for each head of full attention, which stands before Q."""
 
     def end_tokens(self, of_tokenizer: int | None) -> tuple[int, ...]:
         """Tokens that end an output: all that the folder names, the tokenizer's included."""
@@ -157,6 +223,11 @@ class ModelConfig:
                 raise ValueError(f"hidden_size={hidden_size} is no multiple of num_attention_heads={num_heads}")
             resolved_head_dim = hidden_size // num_heads if head_dim is None else int(head_dim)
             rope = _rope_parameters(fields)
+            linear = None if row.linear is None else LinearSizes.from_fields(fields, row.linear == "by key head")
+            if linear is not None:
+                fields["layer_types"] = None  # layers of full attention are left
+                for name in ("mrope_section", "mrope_interleaved"):  # of images; tokens of text turn as ever
+                    rope.pop(name, None)
             rotary_dim = resolved_head_dim
             if "partial_rotary_factor" in row.own:
                 rotary_dim = int(rotary_dim * float(rope.pop("partial_rotary_factor")))
@@ -173,7 +244,7 @@ class ModelConfig:
                 if rope_scaling.original_max_position < num_positions:
                     num_positions, named_positions = rope_scaling.original_max_position, num_positions
             config = cls(
-                num_layers=int(fields["num_hidden_layers"]),
+                num_layers=int(fields["num_hidden_layers"]) // (1 if linear is None else linear.layers_before + 1),
                 hidden_size=hidden_size,
                 intermediate_size=int(fields[row.expert_size or "intermediate_size"]),
                 num_heads=num_heads,
@@ -204,6 +275,7 @@ class ModelConfig:
                 has_sinks=row.has_sinks,
                 named_positions=named_positions,
                 default_eos_token_ids=_eos_token_ids((path, {} if "eos_token_id" in (text or raw) else row.defaults)),
+                linear=linear,
             )
             if row.residual_scale != 1.0:
                 config = config.with_residual_scale(row.residual_scale)
@@ -232,7 +304,10 @@ class ModelConfig:
                     f"{path}: {row.model_type} in {quantisation.describe()} is not supported; {SUPPORTED_SCHEMES}"
                 )
             o_inputs = () if quantisation.experts_only else (config.num_heads * config.head_dim,)
-            for in_features in (config.hidden_size, *o_inputs, config.intermediate_size):
+            others = () if config.linear is None else (config.linear.values_size,)
+            if config.experts is not None and config.experts.shared_size is not None:
+                others += (config.experts.shared_size,)
+            for in_features in (config.hidden_size, *o_inputs, config.intermediate_size, *others):
                 try:
                     quantisation.group_size_of(in_features)
                 except ValueError as error:
@@ -244,9 +319,30 @@ class ModelConfig:
         return config
 
     @property
+    def num_gates(self) -> int:
+        """Heads of gates of attention's output, which stand before Q."""
+        return 0 if self.linear is None else self.num_heads
+
+    @property
+    def num_projected_heads(self) -> int:
+        """Heads of gates, Q, K and V."""
+        return self.num_gates + self.num_heads + 2 * self.num_kv_heads
+
+    @property
     def qkv_size(self) -> int:
-        """Rows of the fused QKV matrix."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        """Rows of the fused QKV matrix, gates included."""
+        return self.num_projected_heads * self.head_dim
+
+    @property
+    def linear_layers_before(self) -> int:
+        """Layers of linear attention before each layer of full attention."""
+        return 0 if self.linear is None else self.linear.layers_before
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of a request's state in all layers of linear attention; ``itemsize`` is of activations."""
+        if self.linear is None:
+            return 0
+        return self.num_layers * self.linear.layers_before * self.linear.state_bytes(itemsize)
 
     @property
     def head_norm_eps(self) -> float:
@@ -274,7 +370,13 @@ class ModelConfig:
         ffn = 3 * self.intermediate_size
         if self.experts is not None:
             ffn = self.experts.num_experts * (ffn + 1)  # and a row of the router
+            if self.experts.shared_size is not None:
+                ffn += 3 * self.experts.shared_size + 1
         layer = attention + (ffn + num_norms) * self.hidden_size
+        if (linear := self.linear) is not None:
+            projections = linear.conv_channels + 2 * linear.values_size + 2 * linear.num_value_heads
+            own = projections * self.hidden_size + linear.conv_width * linear.conv_channels
+            layer += linear.layers_before * (own + (ffn + num_norms) * self.hidden_size)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
 
@@ -292,6 +394,8 @@ class ModelConfig:
             ValueError: heads, KV heads or FFN do not divide, or groups of quantised inputs do not (the message names
                 the numbers that work).
         """
+        if self.linear is not None and ranks > 1:
+            raise ValueError(f"tensor_parallel={ranks} is not supported for models with linear attention: take 1")
         common = math.gcd(self.num_heads, self.num_kv_heads, self.intermediate_size)
         works = [n for n in range(1, common + 1) if common % n == 0]
         what = f"{self.num_heads} heads, {self.num_kv_heads} KV heads and FFN of {self.intermediate_size}"

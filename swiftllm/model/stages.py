@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from swiftllm.config import EngineConfig
 from swiftllm.device import Device
@@ -18,6 +19,7 @@ from swiftllm.model.weights import (
     EMBEDDING,
     NONE_ON_HOST,
     LayerWeights,
+    LinearLayerWeights,
     LinearTensors,
     LlamaWeights,
     ModelPart,
@@ -49,6 +51,24 @@ class FfnWeights:
 
 
 @dataclass(frozen=True)
+class LinearAttentionWeights:
+    """A layer of linear attention; :class:`~swiftllm.model.weights.LinearLayerWeights` has the shapes."""
+
+    norm: torch.Tensor
+    in_proj: Linear
+    in_proj_ba: Linear
+    conv: torch.Tensor
+    """``[conv_channels, conv_width]``"""
+    decay: torch.Tensor
+    """float32 ``[num_value_heads]``: what a state loses a token, as a logarithm, times a number of the token."""
+    dt_bias: torch.Tensor
+    head_norm: torch.Tensor
+    out_proj: Linear
+    ffn_norm: torch.Tensor
+    mlp: Experts
+
+
+@dataclass(frozen=True)
 class StageWeights:
     """A stage: tokens are embedded or a layer is completed, then comes a norm and one more matrix.
 
@@ -70,6 +90,8 @@ class StageWeights:
     """float32 ``[num_heads]`` of the next layer's attention, in models that have them."""
     in_one_call: Crossing | None = None
     """All of the above but the embedding, where the operations have it."""
+    linear_layers: tuple[LinearAttentionWeights, ...] = ()
+    """Layers of linear attention, which come before ``norm``."""
 
 
 def make_linear(ops: Ops, weight: Matrix, bias: torch.Tensor | None) -> Linear:
@@ -106,16 +128,36 @@ def make_stage(
     def take(name: str) -> Linear:
         return make_layers_linear(*linears.pop(name))
 
+    def make_mlp(layer: LayerWeights, prefix: str = "") -> Experts:
+        if layer.router is None or config.experts is None:
+            return partial(_dense, ops, take(f"{prefix}gate_up"), take(f"{prefix}down"))
+        experts = make_experts(_take_experts(layer, layer.router, config.experts, linears, prefix))
+        if layer.shared_gate is None:
+            return experts
+        shared = partial(_dense, ops, take(f"{prefix}shared_gate_up"), take(f"{prefix}shared_down"))
+        return partial(_with_shared, experts, shared, layer.shared_gate)
+
+    def make_linear_attention(layer: LinearLayerWeights, prefix: str) -> LinearAttentionWeights:
+        in_proj, in_proj_ba, out_proj = (take(f"{prefix}{name}") for name in ("in_proj", "in_proj_ba", "out_proj"))
+        conv, a_log, dt_bias, head_norm = layer.conv, layer.a_log, layer.dt_bias, layer.head_norm
+        assert conv is not None and a_log is not None and dt_bias is not None and head_norm is not None
+        own = conv.squeeze(1), -a_log.exp(), dt_bias, head_norm, out_proj
+        return LinearAttentionWeights(
+            layer.input_norm, in_proj, in_proj_ba, *own, layer.post_norm, make_mlp(layer, prefix)
+        )
+
     layers, ffn, dense = weights.layers, None, None
     if stage >= 0:
         layer = layers[stage]
         o = take("o")
-        if layer.router is None or config.experts is None:
+        if layer.router is None:
             dense = take("gate_up"), take("down")
             mlp = partial(_dense, ops, *dense)
         else:
-            mlp = make_experts(_take_experts(layer, layer.router, config.experts, linears))
+            mlp = make_mlp(layer)
         ffn = FfnWeights(o, layer.post_norm, mlp, layer.o_norm, layer.down_norm)
+    following = weights.linear_layers[stage + 1] if stage + 1 < len(layers) else ()
+    linear_layers = tuple(make_linear_attention(layer, f"linear.{n}.") for n, layer in enumerate(following))
     sinks = layers[stage + 1].sinks if stage + 1 < len(layers) else None
     rotates = stage + 1 not in config.layers_without_rotary
     if stage + 1 < len(layers):
@@ -127,7 +169,7 @@ def make_stage(
         head_norms, rotated_heads = None, 0
     embed = partial(ops.embed, embedding=weights.embedding) if stage < 0 else None
     in_one_call = None
-    if ffn is not None and dense is not None and not config.norms_outputs:
+    if ffn is not None and dense is not None and not config.norms_outputs and config.linear is None:
         gate_up, down = dense
         parts = CrossingParts(
             ffn.o,
@@ -142,7 +184,7 @@ def make_stage(
             config.rms_norm_eps,
         )
         in_one_call = ops.make_crossing(parts)
-    return StageWeights(embed, ffn, norm, projection, head_norms, rotates, sinks, in_one_call)
+    return StageWeights(embed, ffn, norm, projection, head_norms, rotates, sinks, in_one_call, linear_layers)
 
 
 def _dense(
@@ -151,10 +193,21 @@ def _dense(
     return down(ops.silu_and_mul(gate_up(rows)))
 
 
+def _with_shared(
+    experts: Experts,
+    shared: Callable[[torch.Tensor], torch.Tensor],
+    gate: torch.Tensor,
+    rows: torch.Tensor,
+    num_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The experts of rows, and one more that all rows go to, times its gate."""
+    return experts(rows, num_rows).addcmul_(torch.sigmoid(F.linear(rows, gate)), shared(rows))
+
+
 def _take_experts(
-    layer: LayerWeights, router: torch.Tensor, sizes: ExpertSizes, linears: dict[str, LinearTensors]
+    layer: LayerWeights, router: torch.Tensor, sizes: ExpertSizes, linears: dict[str, LinearTensors], prefix: str
 ) -> ExpertWeights:
-    (gate_up, gate_up_bias), (down, down_bias) = linears.pop("gate_up"), linears.pop("down")
+    (gate_up, gate_up_bias), (down, down_bias) = (linears.pop(f"{prefix}{name}") for name in ("gate_up", "down"))
     activation = None if sizes.swiglu_limit is None else ClampedSwiGLU(sizes.swiglu_limit, SWIGLU_ALPHA)
     how = sizes.per_token, sizes.normalises, layer.router_bias, gate_up_bias, down_bias, activation
     return ExpertWeights(router, gate_up, down, *how)

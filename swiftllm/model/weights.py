@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from swiftllm.model.checkpoint import StoredTensor, WeightsError, read_tensors
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.config import LinearSizes, ModelConfig
 from swiftllm.model.folder import tell
 from swiftllm.model.quantised_weights import (
     IN,
@@ -43,7 +43,15 @@ BARE = ("layers.", "embed_tokens.", "norm.")  # how names begin in a checkpoint 
 EXPERT_NAMES = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "router": "gate"}
 STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(bias|blocks|scales))?")
 EVERY_OTHER = slice(0, None, 2), slice(1, None, 2)
-IMAGE_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+IMAGE_PREFIXES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "visual.",
+    "model.visual.",
+)
+DRAFT_PREFIX = "mtp."  # of layers that guess several tokens ahead
 ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
 TO_RESIDUAL = ("o_proj", "down_proj", "post_self_attn_layernorm", "post_mlp_layernorm")
 """Modules whose outputs are added to residuals, or normed by the next of them before."""
@@ -76,6 +84,8 @@ def as_llama(config: ModelConfig, tensors: Iterable[tuple[str, StoredTensor]]) -
                 continue
             prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
             name = TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+        if config.linear is not None and name.startswith(DRAFT_PREFIX):
+            continue
         name = f"model.{name}" if name.startswith(BARE) else name
         if name == HEAD_NAME and config.tie_word_embeddings:
             name = EMBEDDING_NAME
@@ -202,10 +212,14 @@ class Folding:
         self._order = rotary_order(config.head_dim, config.rotary_dim or config.head_dim, config.interleaved_rotary)
         self._residual_scale = config.residual_scale
         self._logits_multiplier = config.logits_multiplier
+        self._whole_orders = {} if config.linear is None else whole_orders(config, config.linear, self._order)
+        self._adds_one = config.linear is not None
 
     def rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """Rows of tensor ``name``: whole heads of those that turn."""
         module = name.rsplit(".", 2)[-2]
+        if self._adds_one and name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight"):
+            rows = rows.float() + 1
         if name == FINAL_NORM and self._logits_multiplier != 1.0:
             rows = rows.float() * self._logits_multiplier
         return self._fold(module, rows)
@@ -215,13 +229,35 @@ class Folding:
         return self._fold(module.rpartition(".")[-1], matrix)
 
     def _fold(self, module: str, rows: Rows) -> Rows:
-        if module in ROTATED and self._order is not None:
+        order = self._whole_orders.get(module, self._order if module in ROTATED else None)
+        if order is not None:
             if isinstance(rows, StoredMatrix):
-                return rows.with_heads_ordered(self._order)
-            return rows.unflatten(0, (-1, len(self._order)))[:, self._order.to(rows.device)].flatten(0, 1)
+                return rows.with_heads_ordered(order)
+            return rows.unflatten(0, (-1, len(order)))[:, order.to(rows.device)].flatten(0, 1)
         if module in TO_RESIDUAL and self._residual_scale != 1.0:
             return rows.scaled(self._residual_scale) if isinstance(rows, StoredMatrix) else rows * self._residual_scale
         return rows
+
+
+def whole_orders(config: ModelConfig, linear: LinearSizes, of_head: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Modules whose outputs have another order here than in a checkpoint: int64, which of its outputs is the first, and
+    so on. ``of_head``: the order of the elements of a head of Q.
+
+    Gates of attention's output stand before all of Q; a checkpoint has them head by head behind Q. The outputs that it
+    has :attr:`~LinearSizes.by_key_head` are those of all heads, part by part.
+    """
+    q, gates = torch.arange(2 * config.num_heads * config.head_dim).view(config.num_heads, 2, config.head_dim).unbind(1)
+    orders = {"q_proj": torch.cat([gates, q if of_head is None else q[:, of_head]]).flatten()}
+    if linear.by_key_head:
+        per_key = linear.num_value_heads // linear.num_key_heads
+        values = per_key * linear.value_dim
+        for module, sizes in (
+            ("in_proj_qkvz", (linear.key_dim, linear.key_dim, values, values)),
+            ("in_proj_ba", (per_key, per_key)),
+        ):
+            of_heads = torch.arange(linear.num_key_heads * sum(sizes)).view(linear.num_key_heads, -1)
+            orders[module] = torch.cat([part.flatten() for part in of_heads.split(sizes, 1)])
+    return orders
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------
@@ -249,33 +285,72 @@ class FusedMatrix(NamedTuple):
     in_features: int
     has_bias: bool
     is_quantised: bool
+    comes_before: bool = False
+    """Whether it is used before the attention of its layer: QKV, and all matrices of the layers of linear attention
+    before that."""
 
     def stage(self, layer: int) -> int:
         """The stage that uses the matrix of a layer."""
-        return layer - 1 if self.name == "qkv" else layer
+        return layer - 1 if self.comes_before else layer
 
 
 def fused_matrices(config: ModelConfig) -> tuple[FusedMatrix, ...]:
-    """The matrices of each layer."""
+    """The matrices of each layer, of those of full attention where there are others."""
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv_sizes = q_size, kv_size, kv_size
-    hidden, ffn = config.hidden_size, config.intermediate_size
+    qkv_sizes, hidden = (config.num_gates * config.head_dim + q_size, kv_size, kv_size), config.hidden_size
+    of_attention = config.quantisation is not None and not config.quantisation.experts_only
+    qkv = ("q_proj", "k_proj", "v_proj")
+    return (
+        FusedMatrix("qkv", "self_attn", qkv, qkv_sizes, hidden, config.qkv_bias, of_attention, comes_before=True),
+        FusedMatrix("o", "self_attn", ("o_proj",), (hidden,), q_size, config.o_bias, of_attention),
+        *_ffn_matrices(config),
+    )
+
+
+def linear_matrices(config: ModelConfig) -> tuple[FusedMatrix, ...]:
+    """The matrices of each layer of linear attention."""
+    linear, hidden, is_quantised = config.linear, config.hidden_size, config.quantisation is not None
+    if linear is None:
+        return ()
+    heads, qkv, z = linear.num_value_heads, linear.conv_channels, linear.values_size
+    projections: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = (
+        (("in_proj_qkv", "in_proj_z"), (qkv, z)),
+        (("in_proj_b", "in_proj_a"), (heads, heads)),
+    )
+    if linear.by_key_head:
+        projections = (("in_proj_qkvz",), (qkv + z,)), (("in_proj_ba",), (2 * heads,))
+    (of_qkvz, qkvz), (of_ba, ba) = projections
+    block = "linear_attn"
+    matrices = (
+        FusedMatrix("in_proj", block, of_qkvz, qkvz, hidden, False, is_quantised),
+        FusedMatrix("in_proj_ba", block, of_ba, ba, hidden, False, False),
+        FusedMatrix("out_proj", block, ("out_proj",), (hidden,), z, False, is_quantised),
+        *_ffn_matrices(config),
+    )
+    return tuple(matrix._replace(comes_before=True) for matrix in matrices)
+
+
+def _ffn_matrices(config: ModelConfig) -> list[FusedMatrix]:
+    hidden, ffn, is_quantised = config.hidden_size, config.intermediate_size, config.quantisation is not None
     gate_up, down, of_ffn = ("gate_proj", "up_proj"), ("down_proj",), 1
+    shared = None
     if config.experts is not None:  # expert below expert
-        of_ffn = config.experts.num_experts
+        of_ffn, shared = config.experts.num_experts, config.experts.shared_size
         gate_up, down = (
             tuple(f"experts.{expert}.{module}" for expert in range(of_ffn) for module in modules)
             for modules in (gate_up, down)
         )
-    scheme = config.quantisation
-    is_quantised, of_attention = scheme is not None, scheme is not None and not scheme.experts_only
-    qkv = ("q_proj", "k_proj", "v_proj")
-    return (
-        FusedMatrix("qkv", "self_attn", qkv, qkv_sizes, hidden, config.qkv_bias, of_attention),
-        FusedMatrix("o", "self_attn", ("o_proj",), (hidden,), q_size, config.o_bias, of_attention),
+    matrices = [
         FusedMatrix("gate_up", "mlp", gate_up, (ffn, ffn) * of_ffn, hidden, config.mlp_bias, is_quantised),
         FusedMatrix("down", "mlp", down, (hidden,) * of_ffn, ffn, config.mlp_bias, is_quantised),
-    )
+    ]
+    if shared is not None:
+        of_shared = ("shared_expert.gate_proj", "shared_expert.up_proj")
+        matrices += [
+            FusedMatrix("shared_gate_up", "mlp", of_shared, (shared, shared), hidden, False, is_quantised),
+            FusedMatrix("shared_down", "mlp", ("shared_expert.down_proj",), (hidden,), shared, False, is_quantised),
+        ]
+    return matrices
 
 
 class ModelPart:
@@ -311,6 +386,8 @@ class LayerWeights:
     router: torch.Tensor | None = None
     """``[num_experts, hidden_size]``, in models with experts; it stays on the device, as its bias does."""
     router_bias: torch.Tensor | None = None
+    shared_gate: torch.Tensor | None = None
+    """``[1, hidden_size]`` of the expert that all rows go to, in models that have one."""
     sinks: torch.Tensor | None = None
     """float32 ``[num_heads]``, in models that have them."""
     qkv: Matrix | PackedTensor | None = None
@@ -322,12 +399,43 @@ class LayerWeights:
     gate_up_bias: torch.Tensor | PackedTensor | None = None
     down_bias: torch.Tensor | PackedTensor | None = None
 
+    shared_gate_up: Matrix | PackedTensor | None = None
+    """Of the expert that all rows go to, and ``shared_down``."""
+    shared_down: Matrix | PackedTensor | None = None
+
     def take(self, name: str) -> LinearTensors:
         """A matrix and its bias, which the layer lets go."""
-        taken = getattr(self, name), getattr(self, f"{name}_bias")
+        taken = getattr(self, name), getattr(self, f"{name}_bias", None)
         setattr(self, name, None)
         setattr(self, f"{name}_bias", None)
         return taken
+
+    def take_ffn(self) -> dict[str, LinearTensors]:
+        """Those of the FFN."""
+        shared = () if self.shared_gate is None else ("shared_gate_up", "shared_down")
+        return {name: self.take(name) for name in ("gate_up", "down", *shared)}
+
+
+@dataclass
+class LinearLayerWeights(LayerWeights):
+    """A layer of linear attention. Of the fields above it has norms and FFN; heads are value heads."""
+
+    conv: torch.Tensor | None = None
+    """``[conv_channels, 1, conv_width]``"""
+    a_log: torch.Tensor | None = None
+    """float32 ``[num_value_heads]``, as ``dt_bias`` is: how fast a state decays."""
+    dt_bias: torch.Tensor | None = None
+    head_norm: torch.Tensor | None = None
+    """``[value_dim]``"""
+    in_proj: Matrix | PackedTensor | None = None
+    """Rows of queries, keys, values and gates."""
+    in_proj_ba: Matrix | PackedTensor | None = None
+    """Two rows of each head: first all that tell how much of a value is written, then all that tell the decay."""
+    out_proj: Matrix | PackedTensor | None = None
+
+    def take_all(self) -> dict[str, LinearTensors]:
+        """All matrices, in the order of their use."""
+        return {name: self.take(name) for name in ("in_proj", "in_proj_ba", "out_proj")} | self.take_ffn()
 
 
 @dataclass
@@ -338,6 +446,8 @@ class LlamaWeights:
     lm_head: torch.Tensor
     final_norm: torch.Tensor
     layers: list[LayerWeights]
+    linear_layers: list[list[LinearLayerWeights]]
+    """Those of linear attention before each of the others."""
 
     @classmethod
     def empty(
@@ -357,34 +467,58 @@ class LlamaWeights:
         allocate = new if config.tie_word_embeddings else on_host.get(EMBEDDING, new)
         embedding = allocate((vocabulary, hidden), dtype=dtype)
         lm_head = embedding if config.tie_word_embeddings else new((vocabulary, hidden))
-        layers = []
-        for index in range(config.num_layers):
+        layers, linear_layers = [], []
+        for _ in range(config.num_layers):
             of_heads = [new(config.head_dim) if config.norms_heads else None for _ in "qk"]
             of_outputs = [new(hidden) if config.norms_outputs else None for _ in ("o", "down")]
-            layer = LayerWeights(new(hidden), new(hidden), *of_heads, *of_outputs)
+            layers.append(LayerWeights(new(hidden), new(hidden), *of_heads, *of_outputs))
+            if config.has_sinks:
+                layers[-1].sinks = new((config.num_heads,), dtype=torch.float32)
+            linear_layers.append([])
+            if (linear := config.linear) is not None:
+                for _ in range(linear.layers_before):
+                    layer = LinearLayerWeights(new(hidden), new(hidden), None, None)
+                    layer.conv = new((linear.conv_channels, 1, linear.conv_width))
+                    layer.a_log, layer.dt_bias = (new(linear.num_value_heads, dtype=torch.float32) for _ in range(2))
+                    layer.head_norm = new(linear.value_dim)
+                    linear_layers[-1].append(layer)
+        assert isinstance(embedding, torch.Tensor) and isinstance(lm_head, torch.Tensor)  # never in chunks
+        weights = cls(embedding, lm_head, new(hidden), layers, linear_layers)
+        for _, index, layer, matrices in weights.numbered_layers(config):
             if config.experts is not None:
                 layer.router = new((config.experts.num_experts, hidden))
                 if config.has_swiglu_limit:
                     layer.router_bias = new((config.experts.num_experts,))
-            if config.has_sinks:
-                layer.sinks = new((config.num_heads,), dtype=torch.float32)
-            layers.append(layer)
-            for matrix in fused_matrices(config):
+                if config.experts.shared_size is not None:
+                    layer.shared_gate = new((1, hidden))
+            for matrix in matrices:
                 allocate, rows = on_host.get(matrix.stage(index), new), sum(matrix.out_features)
                 if not matrix.is_quantised:
                     setattr(layer, matrix.name, allocate((rows, matrix.in_features), dtype=dtype))
                 if matrix.has_bias:
                     setattr(layer, f"{matrix.name}_bias", allocate((rows,), dtype=dtype))
-        assert isinstance(embedding, torch.Tensor) and isinstance(lm_head, torch.Tensor)  # never in chunks
-        return cls(embedding, lm_head, new(hidden), layers)
+        return weights
+
+    def numbered_layers(self, config: ModelConfig) -> Iterator[tuple[int, int, LayerWeights, tuple[FusedMatrix, ...]]]:
+        """Each layer in the order of a checkpoint, with its number there; the layer of full attention that it is or
+        comes before; and its matrices."""
+        number, of_linear, of_full = 0, linear_matrices(config), fused_matrices(config)
+        for index, (before, layer) in enumerate(zip(self.linear_layers, self.layers, strict=True)):
+            for linear in before:
+                yield number, index, linear, of_linear
+                number += 1
+            yield number, index, layer, of_full
+            number += 1
 
     def take_linears(self, stage: int) -> dict[str, LinearTensors]:
         """Matrices and biases of a stage by name, in the order of their use, but for the vocabulary's. The layers
         let them go."""
         taken = {}
         if stage >= 0:
-            taken = {name: self.layers[stage].take(name) for name in ("o", "gate_up", "down")}
+            taken = {"o": self.layers[stage].take("o"), **self.layers[stage].take_ffn()}
         if stage + 1 < len(self.layers):
+            for number, layer in enumerate(self.linear_layers[stage + 1]):
+                taken |= {f"linear.{number}.{name}": linear for name, linear in layer.take_all().items()}
             taken["qkv"] = self.layers[stage + 1].take("qkv")
         return taken
 
@@ -396,8 +530,8 @@ class LlamaWeights:
         }
         if not config.tie_word_embeddings:
             places[HEAD_NAME] = self.lm_head
-        for index, layer in enumerate(self.layers):
-            prefix = f"model.layers.{index}."
+        for number, _, layer, matrices in self.numbered_layers(config):
+            prefix = f"model.layers.{number}."
             places[prefix + "input_layernorm.weight"] = layer.input_norm
             places[prefix + "post_attention_layernorm.weight"] = layer.post_norm
             if layer.q_norm is not None and layer.k_norm is not None:
@@ -412,9 +546,16 @@ class LlamaWeights:
                 places[prefix + "mlp.gate.bias"] = layer.router_bias
             if layer.sinks is not None:
                 places[prefix + "self_attn.sinks"] = layer.sinks
-            for matrix in fused_matrices(config):
+            if layer.shared_gate is not None:
+                places[prefix + "mlp.shared_expert_gate.weight"] = layer.shared_gate
+            if isinstance(layer, LinearLayerWeights):
+                of_linear = {"conv1d.weight": layer.conv, "A_log": layer.a_log, "dt_bias": layer.dt_bias}
+                for name, tensor in {**of_linear, "norm.weight": layer.head_norm}.items():
+                    assert tensor is not None
+                    places[f"{prefix}linear_attn.{name}"] = tensor
+            for matrix in matrices:
                 for kind, name in (("weight", matrix.name), ("bias", f"{matrix.name}_bias")):
-                    tensor = getattr(layer, name)
+                    tensor = getattr(layer, name, None)
                     if isinstance(tensor, torch.Tensor | PackedTensor):
                         parts = zip(matrix.modules, tensor.split(matrix.out_features), strict=True)
                         places |= {f"{prefix}{matrix.block}.{module}.{kind}": part for module, part in parts}
@@ -438,9 +579,9 @@ class LlamaWeights:
         if config.quantisation is None:
             return []
         targets = []
-        for index, layer in enumerate(self.layers):
-            for matrix in filter(lambda matrix: matrix.is_quantised, fused_matrices(config)):
-                modules = [f"model.layers.{index}.{matrix.block}.{module}" for module in matrix.modules]
+        for number, index, layer, matrices in self.numbered_layers(config):
+            for matrix in filter(lambda matrix: matrix.is_quantised, matrices):
+                modules = [f"model.layers.{number}.{matrix.block}.{module}" for module in matrix.modules]
                 allocate = on_host.get(matrix.stage(index))
                 target = FusedTarget(
                     dict(zip(modules, matrix.out_features, strict=True)),
@@ -538,7 +679,7 @@ def dummy_weights(
         if name.endswith("norm.weight"):
             assert isinstance(tensor, torch.Tensor)
             tensor.fill_(1.0)
-        elif name.endswith(("bias", "sinks")):
+        elif name.endswith(("bias", "sinks", "A_log")):
             _zero(tensor, 0)
         else:
             slices = part.slices(name, shapes[name])
@@ -567,13 +708,13 @@ def _fill(
     slices: Sequence[slice],
 ) -> None:
     """Fill a matrix with the ``slices`` of one of ``shape``, which repeats ``noise`` from ``offset`` on row by row."""
-    period, (height, width) = len(noise), shape
+    period, height, width = len(noise), shape[0], math.prod(shape[1:])
     rows, columns = (range(height)[slices[0]], slices[1] if len(slices) > 1 else slice(None))
     step = max(1, period // width)
     for first in range(0, len(rows), step):
         count = min(step, len(rows) - first)
         numbers = noise.roll(offset - (rows.start + first) * width)[: count * width]
-        write_rows(target, first, numbers.view(count, width)[:, columns])
+        write_rows(target, first, numbers.view(count, *shape[1:])[:, columns])
     _zero(target, len(rows))
 
 

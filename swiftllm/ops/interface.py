@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -178,6 +179,60 @@ class ContextBlocks:
             block, token = block + blocks, token + tokens
 
 
+class StateChunk(NamedTuple):
+    """Rows of one request that follow each other, and the slot of its state. ``is_first``: the slot counts as zero."""
+
+    slot: int
+    num_rows: int
+    is_first: bool
+
+    def read(self, pool: torch.Tensor) -> torch.Tensor:
+        """The state in a pool ``[slots, ...]``."""
+        return torch.zeros_like(pool[0]) if self.is_first or self.slot < 0 else pool[self.slot]
+
+    def write(self, pool: torch.Tensor, state: torch.Tensor) -> None:
+        if self.slot >= 0:
+            pool[self.slot] = state
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """The slots of the states that rows continue: first chunks of prompts, then one decode a row.
+
+    Slot -1 is that of padding: it counts as zero, and is not written.
+    """
+
+    chunks: tuple[StateChunk, ...]
+    decode_slots: torch.Tensor
+    """int64 ``[decodes]``, on the device."""
+    has_padding: bool = False
+    """Whether there may be slots of -1 among ``decode_slots``."""
+
+    def read(self, pool: torch.Tensor) -> torch.Tensor:
+        """A copy of the states that decodes continue: ``[decodes, ...]``."""
+        if not self.has_padding:
+            return pool[self.decode_slots]
+        states = pool[self.decode_slots.clamp(min=0)]  # not times 0: what nobody has written may be NaN
+        return states.masked_fill_(self.decode_slots.view(-1, *[1] * (states.ndim - 1)) < 0, 0)
+
+    def write(self, pool: torch.Tensor, states: torch.Tensor) -> None:
+        slots = self.decode_slots
+        if self.has_padding:  # the host waits for these
+            slots, states = slots[slots >= 0], states[slots >= 0]
+        pool[slots] = states
+
+    @property
+    def first_decode(self) -> int:
+        return sum(chunk.num_rows for chunk in self.chunks)
+
+    def slices(self) -> Iterator[tuple[slice, StateChunk]]:
+        """The rows of each chunk."""
+        row = 0
+        for chunk in self.chunks:
+            yield slice(row, row + chunk.num_rows), chunk
+            row += chunk.num_rows
+
+
 class Ops:
     """Rows are tokens. A KV layer is ``[num_blocks, num_kv_heads, 2, block_size, head_dim]``, K at index 0, V at 1.
 
@@ -286,6 +341,68 @@ class Ops:
         gate, up = gate_up.float().chunk(2, -1)
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         return ((up + 1) * gate * torch.sigmoid(activation.alpha * gate)).to(gate_up.dtype)
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor, rows: StateRows) -> torch.Tensor:
+        """A causal convolution of each channel over the rows of a request, then SiLU: ``x [rows, channels]`` with
+        ``weight [channels, width]``. ``inputs [slots, channels, width - 1]`` has each state's last rows, and is
+        updated."""
+        width, taps = weight.shape[1], weight.float().t()
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for own, chunk in rows.slices():
+            read = torch.cat([chunk.read(inputs).t(), x[own]])
+            terms = [read[tap : tap + chunk.num_rows].float() * taps[tap] for tap in range(width)]
+            out[own] = F.silu(sum(terms[1:], terms[0]))
+            chunk.write(inputs, read[chunk.num_rows :].t())
+        if len(rows.decode_slots):
+            read = torch.cat([rows.read(inputs), x[rows.first_decode :, :, None]], 2)
+            out[rows.first_decode :] = F.silu((read.float() * weight.float()).sum(2))
+            rows.write(inputs, read[:, :, 1:])
+        return out
+
+    def delta_rule(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+        states: torch.Tensor,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        """The gated delta rule (Yang et al., 2024), in float32.
+
+        A token multiplies its state ``[key_dim, value_dim]`` by ``exp(log_decay)``, then adds the product of its key
+        and of ``beta`` times what its value differs from what the state has for that key. The result is what the state
+        then has for its query. Keys and queries are of length 1, the latter over ``sqrt(key_dim)``.
+
+        Args:
+            q, k: ``[rows, num_key_heads, key_dim]``, of any length.
+            v: ``[rows, num_value_heads, value_dim]``. As many value heads follow each other for each key head.
+            log_decay, beta: float32 ``[rows, num_value_heads]``.
+            states: float32 ``[slots, num_value_heads, key_dim, value_dim]``, which is updated.
+
+        Returns:
+            float32 ``[rows, num_value_heads, value_dim]``.
+        """
+        groups = v.shape[1] // k.shape[1]
+        q, k = (of_length_1(x.float()).repeat_interleave(groups, 1) for x in (q, k))
+        q, v = q * q.shape[-1] ** -0.5, v.float()
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        for own, chunk in rows.slices():
+            state = chunk.read(states)
+            out[own], state = delta_chunk(q[own], k[own], v[own], log_decay[own], beta[own], state)
+            chunk.write(states, state)
+        if len(rows.decode_slots):
+            own = slice(rows.first_decode, None)
+            state = rows.read(states)
+            out[own], state = delta_step(q[own], k[own], v[own], log_decay[own], beta[own], state)
+            rows.write(states, state)
+        return out
+
+    def norm_and_gate(self, x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float) -> torch.Tensor:
+        """:meth:`rms_norm` of heads ``x [rows, heads, dim]`` in float32, times SiLU of ``gate``, which has the same
+        shape; in the dtype of ``gate``."""
+        return (F.rms_norm(x, x.shape[-1:], weight.float(), eps) * F.silu(gate.float())).to(gate.dtype)
 
     def store_kv(
         self,
@@ -484,3 +601,56 @@ def multiply(
 ) -> torch.Tensor:
     """``x transposed + bias``, in ``out`` if that is given."""
     return torch.mm(x, transposed, out=out) if bias is None else torch.addmm(bias, x, transposed, out=out)
+
+
+# -- states of linear attention ----------------------------------------------------------------------------------------
+# What tokens make of the states of linear attention, step by step or many tokens at once.
+
+DELTA_ROWS = 64
+"""Of a chunk that are computed at once: products of rows with each other grow with it, and those with states shrink."""
+
+
+def of_length_1(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def delta_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of each state ``[rows, heads, key_dim, value_dim]``, which is overwritten; see :meth:`Ops.delta_rule`.
+    ``q, k [rows, heads, key_dim]`` have their length."""
+    states.mul_(log_decay.exp()[:, :, None, None])
+    written = (v - (k[:, :, None] @ states)[:, :, 0]) * beta[:, :, None]
+    states.addcmul_(k[:, :, :, None], written[:, :, None])
+    return (q[:, :, None] @ states)[:, :, 0], states
+
+
+def delta_chunk(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Consecutive tokens of one state ``[heads, key_dim, value_dim]``: results ``[rows, heads, value_dim]``, and the
+    state after them.
+
+    What token i writes depends on what those before it have written: ``u_i = beta_i (v_i - k_i S_i)``, where ``S_i``
+    is the first state, decayed, and ``sum of k_j^T u_j`` over earlier tokens j, decayed. That is a triangular system of
+    equations for all ``u`` of :data:`DELTA_ROWS` tokens (the WY form).
+    """
+    results = []
+    for first in range(0, len(q), DELTA_ROWS):
+        part = slice(first, first + DELTA_ROWS)
+        queries, keys, values = (x[part].transpose(0, 1) for x in (q, k, v))  # [heads, rows, dim]
+        since = log_decay[part].t().cumsum(1)  # [heads, rows], from the first state on
+        betas, decayed = beta[part].t()[:, :, None], since.exp()[:, :, None]
+        between = (since[:, :, None] - since[:, None]).tril().exp().tril()  # of row i the decay since row j
+        system = (betas * (keys @ keys.mT) * between).tril(-1)
+        differences = betas * (values - decayed * (keys @ state))
+        written = torch.linalg.solve_triangular(system, differences, upper=False, unitriangular=True)
+        results.append(decayed * (queries @ state) + (queries @ keys.mT * between) @ written)
+        until_end = (since[:, -1:] - since).exp()[:, :, None]
+        state = decayed[:, -1:] * state + (until_end * keys).mT @ written
+    return torch.cat(results, 1).transpose(0, 1), state

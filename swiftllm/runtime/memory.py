@@ -15,7 +15,7 @@ from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Placement
 from swiftllm.model.quantisation import AWQ, MXFP4, QuantisationScheme
 from swiftllm.model.weight_memory import packed_bytes
-from swiftllm.model.weights import LlamaWeights, fused_matrices
+from swiftllm.model.weights import LlamaWeights, fused_matrices, linear_matrices
 from swiftllm.ops.matrices import MXFP4_GROUP
 
 # -- bytes of weights --------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class WeightSizes:
         if model.has_swiglu_limit:
             scheme: QuantisationScheme | None = QuantisationScheme(MXFP4, MXFP4_GROUP)
         else:
-            inputs = [matrix.in_features for matrix in fused_matrices(model)]
+            inputs = [matrix.in_features for matrix in (*fused_matrices(model), *linear_matrices(model))]
             group_size = next((size for size in GROUP_SIZES if all(n % size == 0 for n in inputs)), None)
             scheme = None if group_size is None else QuantisationScheme(AWQ, group_size)
         four_bit = None
@@ -218,11 +218,12 @@ def check_weights(
     placement: Placement | None = None,
     *,
     host_bytes: int | None = None,
+    max_num_seqs: int = 0,
 ) -> None:
-    """Check that the weights fit, before any is loaded.
+    """Check that the weights fit, before any is loaded, and beside them the states of linear attention.
 
     ``placement``: by default all are on the device. ``host_bytes``: available host memory, if weights may be placed
-    there.
+    there. ``max_num_seqs``: requests that have a state.
 
     Raises:
         InsufficientMemory: the weights alone exceed the device's free memory; the message says what to do.
@@ -234,6 +235,13 @@ def check_weights(
         needed += int(placed.gpu_bytes(sizes)) - sum(sizes)
     if placement is not None and placement.embedding_on_host:
         needed -= embedding_bytes(model, dtype)
+    each = model.state_bytes(dtype.itemsize)
+    if needed <= free_bytes < needed + max_num_seqs * each:
+        raise InsufficientMemory(
+            f"the states of max_num_seqs = {max_num_seqs} requests take {_gib(max_num_seqs * each)}, and beside the "
+            f"weights {_gib(free_bytes - needed)} is available: set max_num_seqs to {(free_bytes - needed) // each} or "
+            "less, so that K and V have room too"
+        )
     if needed <= free_bytes:
         return
     if placed is not None:

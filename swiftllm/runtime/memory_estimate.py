@@ -19,8 +19,8 @@ from swiftllm.kv.tensors import KVFormat, cpu_format
 from swiftllm.machine import GIB
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import FFN_ELEMENTS_AT_ONCE, LlamaModel
-from swiftllm.model.weights import fused_matrices
-from swiftllm.ops.interface import MASK_ELEMENTS_AT_ONCE, ChunkLens, ContextBlocks
+from swiftllm.model.weights import fused_matrices, linear_matrices
+from swiftllm.ops.interface import MASK_ELEMENTS_AT_ONCE, ChunkLens, ContextBlocks, StateChunk, StateRows
 from swiftllm.runtime.cpu_tier import MAX_STAGED_BYTES
 from swiftllm.runtime.graphs import BLOCK_BUCKETS, ROW_BUCKETS
 from swiftllm.runtime.kv_transfers import SNAPSHOTS
@@ -113,7 +113,8 @@ def activation_bytes(
     context: int,
     on_host: bool,
 ) -> int:
-    """Bytes at the peak of :func:`~swiftllm.runtime.memory_estimate.widest_iteration`, and of buffers that stay.
+    """Bytes at the peak of :func:`~swiftllm.runtime.memory_estimate.widest_iteration`, and of buffers that stay, states
+    of linear attention among them.
 
     ``itemsize`` is of activations, ``residual_itemsize`` of residuals. ``rows`` is the most tokens of a GPU batch,
     ``requests`` the most requests, ``context`` the tokens of the longest. The terms follow that function and the model;
@@ -153,7 +154,13 @@ def activation_bytes(
     logits = sampled * model.vocab_size
     at_once = min(logits, max(CPU_LOGITS if on_host else GPU_LOGITS, model.vocab_size))
     sampling = held + attended + logits * itemsize + at_once * BYTES_PER_LOGIT
-    peak = max(own_attention, crossing, long_attention, decoding, sampling)
+    mixing = 0
+    if (linear := model.linear) is not None:
+        projected = (linear.conv_channels + linear.values_size) * itemsize
+        heads = 4 * (4 * linear.num_value_heads * linear.key_dim + 3 * linear.values_size)  # in float32
+        mixing = held + hidden + rows * (projected + max(projected, 4 * linear.conv_channels) + heads)
+    peak = max(own_attention, crossing, long_attention, decoding, sampling, mixing)
+    peak += requests * model.state_bytes(itemsize)
     return peak + context * rotary + (0 if on_host else _graph_buffers(model, itemsize, residual_itemsize, requests))
 
 
@@ -164,10 +171,11 @@ def _written_out(model: ModelConfig, itemsize: int, hidden: int, gate_up: int, q
     """
     beside = {"qkv": qkv, "o": hidden, "gate_up": gate_up, "down": hidden + gate_up // 2}
     written_out = [
-        sum(matrix.out_features) * matrix.in_features * itemsize + beside[matrix.name]
-        for matrix in fused_matrices(model)
+        sum(matrix.out_features) * matrix.in_features * itemsize
+        + beside.get(matrix.name, hidden // model.hidden_size * sum(matrix.out_features))
+        for matrix in (*fused_matrices(model), *linear_matrices(model))
         if matrix.is_quantised
-        if model.experts is None or matrix.name in ("qkv", "o")  # experts' codes are multiplied as they are
+        if model.experts is None or matrix.name not in ("gate_up", "down")  # experts' codes are multiplied as they are
     ]
     return max(written_out, default=0)
 
@@ -207,7 +215,10 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     model.weights.enter(-1)
     residual = model.embed(zeros(rows, dtype=torch.int64))
     rotary_rows = model.rotary_table[:1].expand(rows, -1, -1).contiguous()
-    q, k, v = model.split_qkv(model.first_stage(residual, rotary_rows))
+    state_rows = None
+    if sizes.linear is not None:
+        state_rows = StateRows((StateChunk(-1, rows, is_first=False),), zeros(0, dtype=torch.int64))
+    q, k, v = model.split_qkv(model.first_stage(residual, rotary_rows, state_rows=state_rows))
     goes_to_host = device.type != "cpu" and config.num_cpu_blocks != 0
     on_their_way = [torch.cat([k, v], dim=1) for _ in range(SNAPSHOTS if goes_to_host else 0)]
     attention_out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -217,7 +228,7 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
         ops.prefill_attention(q, *own, lens(rows, rows), attention_out, scale, window)
     if sizes.num_layers > 1:
         model.weights.enter(0)
-        model.stage(0, attention_out, residual, rotary_rows)
+        model.stage(0, attention_out, residual, rotary_rows, state_rows=state_rows)
 
     tokens = max(sizes.tokens_reached(chunk, context))
     gathered = [zeros(2, sizes.num_kv_heads, tokens, sizes.head_dim) for _ in range(2 if goes_to_host else 1)]

@@ -14,7 +14,7 @@ from swiftllm.core.request import Request, Tier
 from swiftllm.device import Device, Event
 from swiftllm.engine.backend import AttentionFuture
 from swiftllm.kv.block_pool import LayerGroups
-from swiftllm.ops.interface import ChunkLens, ContextBlocks
+from swiftllm.ops.interface import ChunkLens, ContextBlocks, StateChunk, StateRows
 from swiftllm.sampling.sampler import PromptRows
 
 # -- plain values ------------------------------------------------------------------------------------------------------
@@ -26,6 +26,8 @@ ALIGNED_IDS = 4
 """Each group's tables begin at 16 bytes: Triton compiles another kernel for other addresses."""
 Chunk = tuple[int, int, list[list[int]]]
 """A prefill chunk: its first position, the tokens of its context, and its block table in each group of layers."""
+Slots = Mapping[str, int]
+"""Slots of states of linear attention by request id."""
 Tables = Mapping[str, Sequence[int]]
 """Block ids by request id, in the order of :class:`~swiftllm.kv.block_pool.LayerGroups`."""
 
@@ -34,6 +36,7 @@ class GpuBatchInput(NamedTuple):
     """A GPU batch, row by row: prefills for the GPU tier, prefills for the CPU tier, decodes.
 
     ``sampling_rows`` get a token, ``scored_rows`` (first, last + 1) log-probabilities of the next token of the prompt.
+    ``state_slots`` are those of the chunks and then of the decodes, in models with linear attention.
     """
 
     token_ids: list[int]
@@ -44,6 +47,7 @@ class GpuBatchInput(NamedTuple):
     decode_tables: bytes  # int32 [groups, decodes, max_blocks]
     sampling_rows: list[int]
     scored_rows: list[tuple[int, int]]
+    state_slots: list[int]
 
 
 class CpuBatchInput(NamedTuple):
@@ -52,10 +56,11 @@ class CpuBatchInput(NamedTuple):
     token_ids: list[int]
     lens: list[int]
     block_tables: bytes  # int32 [groups, rows, max_blocks]
+    state_slots: list[int]
 
 
 def gpu_batch_input(
-    items: Sequence[GpuBatchItem], tables: Tables, groups: LayerGroups
+    items: Sequence[GpuBatchItem], tables: Tables, groups: LayerGroups, slots: Slots | None = None
 ) -> tuple[GpuBatchInput, list[Request], list[PromptRows]]:
     """The GPU batch, the requests of its ``sampling_rows``, and what its ``scored_rows`` are for."""
     stray = next((i for i in items if not i.is_prefill and i.tier is Tier.CPU), None)
@@ -81,14 +86,21 @@ def gpu_batch_input(
         decode_tables=_block_tables((item.request for item in decodes), lens, tables, groups),
         sampling_rows=[row for row, _ in sampling],
         scored_rows=[(prompt.rows.start, prompt.rows.stop) for prompt in prompts],
+        state_slots=_slots_of((item.request for item in items), slots),
     )
     return description, [request for _, request in sampling], prompts
 
 
-def cpu_batch_input(requests: Sequence[Request], tables: Tables, groups: LayerGroups) -> CpuBatchInput:
+def cpu_batch_input(
+    requests: Sequence[Request], tables: Tables, groups: LayerGroups, slots: Slots | None = None
+) -> CpuBatchInput:
     lens = [request.num_tokens for request in requests]
     token_ids = [t for request, n in zip(requests, lens, strict=True) for t in request.token_ids(n - 1, n)]
-    return CpuBatchInput(token_ids, lens, _block_tables(requests, lens, tables, groups))
+    return CpuBatchInput(token_ids, lens, _block_tables(requests, lens, tables, groups), _slots_of(requests, slots))
+
+
+def _slots_of(requests: Iterable[Request], slots: Slots | None) -> list[int]:
+    return [] if slots is None else [slots[request.request_id] for request in requests]
 
 
 def _chunk(item: GpuBatchItem, tables: Tables, groups: LayerGroups) -> Chunk:
@@ -140,7 +152,8 @@ class Rows:
     sampling_rows: torch.Tensor | None
     sampling_requests: list[Request] = field(default_factory=list, kw_only=True)
     residual: torch.Tensor | None = None  # [rows, hidden_size], of the model's residual_dtype
-    qkv: torch.Tensor | None = None  # [rows, num_heads + 2 num_kv_heads, head_dim]
+    qkv: torch.Tensor | None = None  # [rows, num_heads + 2 num_kv_heads, head_dim], gates before them in some models
+    state_rows: StateRows | None = None  # in models with linear attention
 
     @property
     def num_rows(self) -> int:
@@ -269,6 +282,7 @@ class BatchBuilder:
             prefills=tuple(prefills),
             decodes=decodes,
             scored_rows=tuple(slice(*rows) for rows in gpu_batch.scored_rows),
+            state_rows=self._state_rows(gpu_batch.state_slots, [*gpu_batch.gpu_prefills, *gpu_batch.cpu_prefills]),
         )
 
     def open_cpu_batch(self, cpu_batch: CpuBatchInput) -> CpuBatchTensors:
@@ -281,6 +295,7 @@ class BatchBuilder:
             block_tables=self._tables(cpu_batch.block_tables, len(cpu_batch.lens)),
             seq_lens=torch.tensor(cpu_batch.lens, dtype=torch.int32),
             host_out=host_out,
+            state_rows=self._state_rows(cpu_batch.state_slots),
         )
 
     def keep_rows(self, cpu_batch: CpuBatchTensors, kept: Sequence[int]) -> CpuBatchTensors:
@@ -291,7 +306,7 @@ class BatchBuilder:
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.index_select(0, on_device)
 
-        host_out = self.device.pinned(self._out_shape(len(kept)), self.dtype)
+        host_out, states = self.device.pinned(self._out_shape(len(kept)), self.dtype), cpu_batch.state_rows
         attention_out = self.device.mirror(host_out)
         return CpuBatchTensors(
             token_ids=keep(cpu_batch.token_ids),
@@ -301,10 +316,21 @@ class BatchBuilder:
             sampling_requests=[cpu_batch.sampling_requests[row] for row in kept] if cpu_batch.sampling_requests else [],
             residual=None if cpu_batch.residual is None else keep(cpu_batch.residual),
             qkv=None if cpu_batch.qkv is None else keep(cpu_batch.qkv),
+            state_rows=None if states is None else StateRows((), keep(states.decode_slots)),
             block_tables=cpu_batch.block_tables.index_select(1, index),
             seq_lens=cpu_batch.seq_lens.index_select(0, index),
             host_out=host_out,
         )
+
+    def _state_rows(self, slots: Sequence[int], chunks: Sequence[Chunk] = ()) -> StateRows | None:
+        if not slots:
+            return None
+        of_chunks, of_decodes = slots[: len(chunks)], slots[len(chunks) :]
+        known = [
+            StateChunk(slot, context_len - start, is_first=start == 0)
+            for slot, (start, context_len, _) in zip(of_chunks, chunks, strict=True)
+        ]
+        return StateRows(tuple(known), self._upload(torch.tensor(of_decodes, dtype=torch.int64)))
 
     def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.device.compute.send(tensor)

@@ -21,7 +21,7 @@ from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
 from swiftllm.model.placement import Placement, all_resident
 from swiftllm.model.stages import LoadedWeights, open_weights
-from swiftllm.ops.interface import concatenate
+from swiftllm.ops.interface import StateRows, concatenate
 from swiftllm.runtime.cpu_tier import AttentionTask, CpuTier, InlineWorker, LocalCpuTier, MakeWorker, TaskRunner
 from swiftllm.runtime.execution_context import CoreDivision, ExecutionContext, device_name, read_model_config
 from swiftllm.runtime.graphs import LayerGraphs
@@ -76,13 +76,14 @@ class LoadedModel:
         hardware, dtype = processors.hardware, processors.dtype
         longest = model_config.longest_request(config.max_model_len)
         self.processors, self.model_config, self.placement = processors, model_config, placement
-        self.model = LlamaModel(sizes, weights, processors.ops, longest, processors.residual_dtype)
+        slots = config.max_num_seqs
+        self.model = LlamaModel(sizes, weights, processors.ops, longest, processors.residual_dtype, slots)
         self.sampler = Sampler(config.seed, hardware, processors.ops.make_draw())
         self.prompt_scorer = PromptScorer(model_config.vocab_size, hardware)
         self.kv_formats = tier_formats(config, dtype)
         self.bytes_per_block = block_bytes(self.kv_formats, sizes, config.block_size)
         self.graphs: LayerGraphs | None = None
-        if hardware.can_capture:
+        if hardware.can_capture and sizes.linear is None:  # operations on states, in torch, are not captured
             most = {"max_rows": config.max_num_seqs, "max_blocks": -(-longest // config.block_size)}
             where = {"layer_groups": LayerGroups.of(sizes, config.block_size), "placement": placement}
             self.graphs = LayerGraphs(hardware, self.model, dtype, all_agree=all_agree, **most, **where)
@@ -96,7 +97,8 @@ class TorchBackend:
     """See :class:`swiftllm.engine.backend.Backend`. :func:`open_torch_backend` makes one.
 
     Set ``block_tables`` (request id to the block ids of the request's tier) before the first GPU batch opens. Tables
-    are read when a GPU batch or CPU batch opens, and must be long enough for the tokens it is about to compute.
+    are read when a GPU batch or CPU batch opens, and must be long enough for the tokens it is about to compute. In
+    models with linear attention set ``state_slots`` (request id to the slot of its state) too.
 
     Attributes:
         hardware, model_config: where the linear layers run; of the whole model.
@@ -124,6 +126,7 @@ class TorchBackend:
         self.kv_bytes_per_block, self.cpu_kv_bytes_per_block = (self.kv_plan.bytes_per_block[tier] for tier in tiers)
         self.num_gpu_blocks, self.num_cpu_blocks = (self.kv_plan.num_blocks[tier] for tier in tiers)
         self.block_tables: Mapping[str, Sequence[int]] = {}
+        self.state_slots: Mapping[str, int] | None = None
         self._local_tier = cpu_tier
         self.cpu_tier: CpuTier = cpu_tier
         self.attention_hosts: AttentionHosts | None = None
@@ -197,12 +200,13 @@ class TorchBackend:
     # -- batches: made of requests by the process that schedules, of descriptions alone by others ----------------------
 
     def open_gpu_batch(self, items: Sequence[GpuBatchItem]) -> GpuBatchTensors:
-        return self.build_gpu_batch(*gpu_batch_input(items, self.block_tables, self.layer_groups))
+        return self.build_gpu_batch(*gpu_batch_input(items, self.block_tables, self.layer_groups, self.state_slots))
 
     def open_cpu_batch(self, requests: Sequence[Request]) -> CpuBatchTensors:
         if self.attention_hosts is not None:  # so that the rows of a host are adjacent
             requests = sorted(requests, key=lambda request: self.block_tables[request.request_id][0])
-        return self.build_cpu_batch(cpu_batch_input(requests, self.block_tables, self.layer_groups), requests)
+        description = cpu_batch_input(requests, self.block_tables, self.layer_groups, self.state_slots)
+        return self.build_cpu_batch(description, requests)
 
     def drop_rows(self, cpu_batch: CpuBatchTensors, request_ids: frozenset[str]) -> CpuBatchTensors:
         return self.keep_rows(cpu_batch, cpu_batch.rows_without(request_ids))
@@ -264,15 +268,16 @@ class TorchBackend:
 
     def _cross(self, layer: int, batches: Sequence[Rows]) -> None:
         rotary_rows = concatenate([batch.rotary_rows for batch in batches])
+        state_rows = _concatenate_states([batch.state_rows for batch in batches])
         if layer < 0:
             residual = self.model.embed(concatenate([batch.token_ids for batch in batches]))
-            qkv = self.model.first_stage(residual, rotary_rows)
+            qkv = self.model.first_stage(residual, rotary_rows, state_rows=state_rows)
         else:
-            attention_out = concatenate([batch.attention_out for batch in batches])
+            attention_out = concatenate([self.model.gated(batch.attention_out, batch.qkv) for batch in batches])
             residual = concatenate([batch.residual for batch in batches])
             for batch in batches:
                 batch.residual = batch.qkv = None  # the next ones are in memory before these would be freed
-            qkv = self.model.stage(layer, attention_out, residual, rotary_rows)
+            qkv = self.model.stage(layer, attention_out, residual, rotary_rows, state_rows=state_rows)
         start = 0
         for batch in batches:
             rows = slice(start, start + batch.num_rows)
@@ -323,7 +328,8 @@ class TorchBackend:
         qkv = gpu_batch.qkv
         assert qkv is not None
         q, k, v = self.model.split_qkv(qkv)
-        own = qkv[:, q.shape[1] :].unflatten(1, (2, k.shape[1])).permute(1, 2, 0, 3)
+        keys_and_values = self.model.without_gates(qkv)[:, q.shape[1] :]
+        own = keys_and_values.unflatten(1, (2, k.shape[1])).permute(1, 2, 0, 3)
         index = self.layer_groups.group_of[layer]
         calls, stored = group.calls[index], group.stored[index]
         kv_layer = self.kv_pools.layers[Tier.GPU][layer]
@@ -334,8 +340,7 @@ class TorchBackend:
             if group.tier is Tier.GPU:
                 self._ops.store_kv(k[stored.rows], v[stored.rows], kv_layer, stored.blocks, stored.offsets)
             else:
-                kv = qkv[stored.rows, q.shape[1] :]
-                self._transfers.store_rows(layer, kv, stored.blocks, stored.offsets)
+                self._transfers.store_rows(layer, keys_and_values[stored.rows], stored.blocks, stored.offsets)
 
         if stores_first:
             store()
@@ -373,12 +378,13 @@ class TorchBackend:
         assert cpu_batch.qkv is not None
         # The tier carries out what it is asked in order, so a swap that brings this layer's blocks must be asked first.
         self._transfers.begin_swaps(layer)
+        of_host = self.model.without_gates(cpu_batch.qkv).contiguous()
         hardware.to_host.wait(hardware.compute.mark())  # Q, K and V are not computed yet, only launched
         if not cpu_batch.opened:
             of_groups = zip(cpu_batch.block_tables, self.layer_groups.windows, strict=True)
             cpu_batch.opened = [self.cpu_tier.open(tables, cpu_batch.seq_lens, window) for tables, window in of_groups]
         group, place = self.layer_groups.group_of[layer], self.layer_groups.place_of[layer]
-        qkv = hardware.to_host.fetch(cpu_batch.qkv)
+        qkv = hardware.to_host.fetch(of_host)
 
         # On the worker's thread, as soon as the output is there: the main thread may be launching other work.
         def send_back() -> None:
@@ -417,17 +423,19 @@ class TorchBackend:
 
         crossed = None if self.graphs is None else self.graphs.last_stage(batches)
         if crossed is None:
-            attention_out = concatenate([select(batch, batch.attention_out) for batch in batches])
+            attended = [(batch, self.model.gated(batch.attention_out, batch.qkv)) for batch in batches]
+            attention_out = concatenate([select(batch, rows) for batch, rows in attended])
             residual = concatenate([select(batch, batch.residual) for batch in batches])
             crossed = self.model.last_stage(attention_out, residual), None
         return self._choose(*crossed, batches)
 
     def _score_prompts(self, gpu_batch: GpuBatchTensors) -> None:
-        residual = gpu_batch.residual
-        assert residual is not None
+        residual, qkv = gpu_batch.residual, gpu_batch.qkv
+        assert residual is not None and qkv is not None
 
         def logits_of(rows: slice) -> torch.Tensor:
-            return self.model.last_stage(gpu_batch.attention_out[rows], residual[rows].clone())  # of a copy
+            attended = self.model.gated(gpu_batch.attention_out[rows], qkv[rows])
+            return self.model.last_stage(attended, residual[rows].clone())  # of a copy
 
         if gpu_batch.prompts:
             self._prompt_scorer.score_prompts(gpu_batch.prompts, logits_of)
@@ -443,6 +451,15 @@ class TorchBackend:
             return {}
         tokens = self.sampler.sample(logits, requests, likeliest)
         return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
+
+
+def _concatenate_states(parts: Sequence[StateRows | None]) -> StateRows | None:
+    """The states of batches whose rows follow each other. Only the first one may have chunks."""
+    if None in parts:
+        return None
+    own = [part for part in parts if part is not None]
+    assert not any(part.chunks for part in own[1:]), "chunks behind decodes"
+    return StateRows(own[0].chunks, concatenate([part.decode_slots for part in own]))
 
 
 def open_torch_backend(
@@ -469,7 +486,14 @@ def open_torch_backend(
     check_kv(config, model)
     placement = placement or all_resident(model.num_layers)
     host_bytes = None if hardware.torch_device.type == "cpu" else available_host_bytes()
-    check_weights(model, processors.dtype, hardware.free_bytes(), placement, host_bytes=host_bytes)
+    check_weights(
+        model,
+        processors.dtype,
+        hardware.free_bytes(),
+        placement,
+        host_bytes=host_bytes,
+        max_num_seqs=config.max_num_seqs,
+    )
     weights = open_weights(config, model, processors.dtype, processors.ops, placement, hardware, processors.host_ops)
     loaded = LoadedModel(config, processors, model, model, weights, placement)
     plan = plan_blocks(config, loaded.bytes_per_block, available_host_bytes(), loaded.free_bytes)

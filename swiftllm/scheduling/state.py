@@ -348,13 +348,17 @@ class SchedulerState:
             request.start_over()
         return requests
 
-    def forget_hosts(self, hosts: Sequence[int], unfinished_swaps: Sequence[Swap]) -> list[Request]:
+    def forget_hosts(
+        self, hosts: Sequence[int], unfinished_swaps: Sequence[Swap], begun: Sequence[Request] = ()
+    ) -> list[Request]:
         """Requeue the requests whose K and V were on hosts that are gone, and withdraw their blocks.
 
         No attention task may use any block, and no CPU batch is under way any more. Requests with blocks that
-        ``unfinished_swaps`` fill are requeued too: their K and V may be incomplete. Returns the requests, which are
-        computed again.
+        ``unfinished_swaps`` fill are requeued too: their K and V may be incomplete. So are, in models with linear
+        attention, all whose states may have part of a token: the members of CPU batches, and the requests of the
+        iteration that was ``begun`` and not ended. Returns the requests, which are computed again.
         """
+        members = [request for cpu_batch in self.cpu_batches.under_way() for request in cpu_batch.members]
         # First: aborted requests give their blocks back before the pools of hosts are withdrawn.
         for request in self.cpu_batches.dissolve():
             self._become_idle(request)
@@ -362,6 +366,8 @@ class SchedulerState:
         lost = [request for request in self.running[Tier.CPU] if self.kv.pool_of(request) in pools]
         for swap in unfinished_swaps:
             lost += [r for r in self.running[swap.source.other] if self.kv.is_filled_by(swap, r) and r not in lost]
+        if self.kv.state_slots is not None:
+            lost += [r for r in dict.fromkeys((*members, *begun)) if r.tier is not None and r not in lost]
         for request in lost:
             self.requeue(request)
             request.num_preemptions += 1
@@ -420,8 +426,11 @@ class SchedulerState:
         if request.is_finished:
             self.kv.free_blocks(request)
             del self.requests[request.request_id]
-        else:
-            request.cpu_batch_id = None
+            return
+        request.cpu_batch_id = None
+        if self.kv.state_slots is not None:  # its state has part of a token
+            self.requeue(request)
+            request.num_preemptions += 1
 
     # -- blocks for tokens ------------------------------------------------------------------------------------------
 
@@ -537,8 +546,10 @@ class SchedulerState:
         are kept for it until then.
         """
         if not self.is_idle(request):
-            # An attention task may still read and write its CPU blocks, so the move waits for a later plan.
-            self.cpu_batches.detach(request)
+            # An attention task may still read and write its CPU blocks, so the move waits for a later plan. Where a
+            # state has part of the token already, it waits for the token, which is not begun anew.
+            if self.kv.state_slots is None:
+                self.cpu_batches.detach(request)
         elif self.fetches.are_here(request):
             return True
         # Without the promise other requests would take the room until then, and it would be recalled for nothing.
@@ -601,7 +612,8 @@ class SchedulerState:
         One with CPU attention under way is detached first. Its seat comes free as soon as it is idle.
         """
         if sum(map(len, self.running.values())) + self.look_ahead.num_seats < self.limits.max_num_seqs:
-            return True
+            # An aborted request has no seat, and keeps its state until no CPU attention can touch its blocks.
+            return self.kv.state_slots is None or self.kv.state_slots.num_free > 0
         preemptible = [other for tier in Tier for other in self.preemptible(tier, request)]
         if preemptible:
             self.recompute(max(preemptible, key=arrival_order))

@@ -126,7 +126,7 @@ def test_times_of_streamed_stages_leave_out_their_copies() -> None:
         num_gpu_blocks = num_cpu_blocks = 8
         block_tables = None
         device = SimpleNamespace(type="cpu")
-        model_config = SimpleNamespace(vocab_size=100)
+        model_config = SimpleNamespace(vocab_size=100, linear=None)
 
         def open_gpu_batch(self, items):
             return items

@@ -58,8 +58,8 @@ def count_recomputed(engine: Engine) -> list[set[str]]:
     """The ids of the requests that each death of a host sends back to the queue."""
     counted, forget = [], engine.state.forget_hosts
 
-    def noted(hosts, unfinished_swaps):
-        lost = forget(hosts, unfinished_swaps)
+    def noted(*how):
+        lost = forget(*how)
         counted.append({request.request_id for request in lost})
         return lost
 

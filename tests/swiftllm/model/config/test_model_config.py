@@ -108,8 +108,9 @@ def test_fields_that_switch_a_part_off_are_no_reason_to_refuse(read):
 
 def test_a_field_that_is_not_there_has_the_value_that_transformers_gives_it(read):
     for name, row in ARCHITECTURES.items():
-        ours, kind = read({"architectures": [name], **SIZES, "sliding_window": None}), CONFIG_MAPPING[row.model_type]
-        theirs = kind(**SIZES)
+        own = SIZES if row.linear is None else {**SIZES, "num_hidden_layers": 4}
+        ours, kind = read({"architectures": [name], **own, "sliding_window": None}), CONFIG_MAPPING[row.model_type]
+        theirs = kind(**own)
         rope = dict(theirs.rope_parameters)
         rope.pop("llama_4_scaling_beta", None)
         factor = rope.pop("partial_rotary_factor", 1.0)
@@ -124,7 +125,7 @@ def test_a_field_that_is_not_there_has_the_value_that_transformers_gives_it(read
         assert ours.default_eos_token_ids == (() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,))
         # A window that is used unless config.json says otherwise, and heads where SIZES says nothing.
         defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-        sizes = {**SIZES, "num_attention_heads": 32, "hidden_size": 512, "sliding_window": None}
+        sizes = {**own, "num_attention_heads": 32, "hidden_size": 512, "sliding_window": None}
         del sizes["num_key_value_heads"]
         assert read({"architectures": [name], **sizes}).num_kv_heads == (defaults["num_key_value_heads"] or 32)
         if row.windows == "alternating":
@@ -133,7 +134,7 @@ def test_a_field_that_is_not_there_has_the_value_that_transformers_gives_it(read
             continue
         has_window = defaults.get("sliding_window") is not None and not hasattr(theirs, "use_sliding_window")
         windows = (defaults["sliding_window"],) * 3 if has_window else None
-        assert read({"architectures": [name], **SIZES}) == dataclasses.replace(ours, windows=windows)
+        assert read({"architectures": [name], **own}) == dataclasses.replace(ours, windows=windows)
 
 
 def test_windows_are_those_that_transformers_gives_the_layers(read):

@@ -1,0 +1,114 @@
+"""Models with linear attention: what is read of a folder, what is refused, and what is computed in float32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
+
+from swiftllm.config import EngineConfig
+from swiftllm.kv.tensors import check_kv
+from swiftllm.llm import LLM
+from swiftllm.machine import InsufficientMemory
+from swiftllm.model.config import ModelConfig
+from swiftllm.model.stages import LoadedWeights
+from swiftllm.model.weights import dummy_weights, load_weights
+from swiftllm.ops.interface import Ops
+from swiftllm.runtime.memory import WeightSizes, check_weights
+from tests.reference.tiny_linear import KINDS, make_tiny_linear
+
+OF_27B = {
+    "num_hidden_layers": 64,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_attention_heads": 24,
+    "linear_num_value_heads": 48,
+}
+
+
+def read(folder: Path, config: PreTrainedConfig, name: str, **more: Any) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | {"architectures": [name]} | more))
+    return ModelConfig.from_folder(folder)
+
+
+def test_sizes_are_those_of_the_published_models(tmp_path) -> None:
+    """Parameters in 10^9, bytes of a request's state with activations in 16 bits, and of K and V of a token."""
+    for config, name, parameters, state_mb, kv_kib in (
+        (Qwen3_5TextConfig(**OF_27B), "Qwen3_5ForCausalLM", 26.9, 153.9, 64),
+        (Qwen3_5MoeTextConfig(), "Qwen3_5MoeForCausalLM", 34.7, 64.4, 20),
+        (Qwen3NextConfig(), "Qwen3NextForCausalLM", 79.7, 77.3, 24),
+    ):
+        model = read(tmp_path, config, name)
+        assert model.num_parameters / 1e9 == pytest.approx(parameters, abs=0.05)
+        assert WeightSizes.of(model, torch.float16).total == pytest.approx(2 * model.num_parameters, rel=1e-4)
+        assert model.state_bytes(2) / 1e6 == pytest.approx(state_mb, abs=0.05)
+        assert model.kv_bytes_per_token(2) == kv_kib * 1024
+
+
+def test_what_is_not_supported_is_refused_in_a_sentence(tmp_path) -> None:
+    full, linear = "full_attention", "linear_attention"
+    config = Qwen3_5TextConfig(**{**OF_27B, "num_hidden_layers": 8})
+    for types in ([linear] * 8, [full] * 8, [linear, full] * 2 + [linear, linear, linear, full], [full, linear] * 4):
+        with pytest.raises(ValueError, match=r"layer_types=.* is not supported"):
+            read(tmp_path, config, "Qwen3_5ForCausalLM", layer_types=types)
+    with pytest.raises(ValueError, match="attn_output_gate=False is not supported"):
+        read(tmp_path, config, "Qwen3_5ForCausalLM", attn_output_gate=False)
+    with pytest.raises(ValueError, match="5 value heads on 2 key heads"):
+        read(tmp_path, config, "Qwen3_5ForCausalLM", linear_num_key_heads=2, linear_num_value_heads=5)
+    model = read(tmp_path, config, "Qwen3_5ForCausalLM", layer_types=[linear, full] * 4)
+    assert (model.num_layers, model.linear_layers_before) == (4, 1)
+    with pytest.raises(ValueError, match="tensor_parallel=2 is not supported for models with linear attention"):
+        model.shard(2)
+    with pytest.raises(ValueError, match="prefix_cache_tiers=both needs a model that keeps K and V in all layers"):
+        check_kv(EngineConfig("model", prefix_cache_tiers="both"), model)
+
+
+def test_states_that_do_not_fit_are_refused_with_a_number_that_does(tmp_path) -> None:
+    model = read(tmp_path, Qwen3_5TextConfig(**OF_27B), "Qwen3_5ForCausalLM")
+    sizes, each = WeightSizes.of(model, torch.float16), model.state_bytes(2)
+    free = sizes.total + 28 * each + 1
+    check_weights(model, torch.float16, free, max_num_seqs=28)
+    with pytest.raises(InsufficientMemory, match=r"states of max_num_seqs = 29 .* set max_num_seqs to 28 or less"):
+        check_weights(model, torch.float16, free, max_num_seqs=29)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_dummy_weights_have_all_that_a_checkpoint_has(name: str, tmp_path) -> None:
+    """And norms of 1: a checkpoint has 1 less, except for those of heads of linear attention."""
+    folder = make_tiny_linear(tmp_path, name)
+    model = ModelConfig.from_folder(folder)
+    read_ones = load_weights(folder, model, "cpu", torch.float32).by_checkpoint_name(model)
+    drawn = dummy_weights(model, "cpu", torch.float32).by_checkpoint_name(model)
+    assert drawn.keys() == read_ones.keys()
+    for place, tensor in drawn.items():
+        assert tensor.isfinite().all(), place
+        assert not place.endswith("norm.weight") or (tensor == 1).all(), place
+    norms = [place for place in read_ones if place.endswith("norm.weight")]
+    for place in norms:  # fill_tiny draws those from 0.5 to 1.5
+        is_plain = place.endswith("linear_attn.norm.weight")
+        assert (read_ones[place].max() < 1.5) == is_plain and (read_ones[place].min() > 1.5) == (not is_plain), place
+    weights = LoadedWeights(model, dummy_weights(model, "cpu", torch.float32), Ops())
+    assert [len(stage.linear_layers) for stage in weights.stages] == [3] * model.num_layers + [0]
+
+
+def test_states_and_their_decay_are_float32_beside_weights_of_16_bits(tmp_path, monkeypatch) -> None:
+    """Rounded to bfloat16, a decay near 1 would be one of 256 numbers, and the error grows with each token."""
+    decays, inner = [], Ops.delta_rule
+
+    def noted(ops, q, k, v, log_decay, beta, states, rows):
+        assert log_decay.dtype is beta.dtype is states.dtype is torch.float32
+        decays.append(log_decay.clone())
+        return inner(ops, q, k, v, log_decay, beta, states, rows)
+
+    monkeypatch.setattr(Ops, "delta_rule", noted)
+    folder = make_tiny_linear(tmp_path, "Qwen3_5Moe")
+    sizes = {"num_gpu_blocks": 20, "num_cpu_blocks": 2, "max_num_seqs": 2}
+    llm = LLM(str(folder), system="vllm", device="cpu", dtype="bfloat16", **sizes)
+    llm.generate([[5, 6, 7, 8]])
+    llm.close()
+    told = torch.cat([decay.flatten() for decay in decays[-60:]])
+    assert (told != told.bfloat16().float()).float().mean() > 0.9
