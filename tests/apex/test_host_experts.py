@@ -150,7 +150,7 @@ def test_what_many_rows_need_is_copied_once_however_many_batches_and_pieces(mode
     driver = BackendDriver(backend(folder, SEVERAL))
     host_experts = driver.backend.model.weights.host_experts
     assert host_experts is not None
-    prompt = some_prompts[2]
+    prompt = some_prompts[3]
     request = driver.admit("0", prompt, Tier.GPU, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
     slots, each = host_experts.slots, max(sizes)
     assert slots.bytes_sent == each
@@ -158,7 +158,7 @@ def test_what_many_rows_need_is_copied_once_however_many_batches_and_pieces(mode
     assert slots.bytes_sent == 3 * each
     while request.output_len < TOKENS:
         driver.decode([request])
-    assert slots.bytes_sent == 3 * each and tuple(request.output_token_ids) == tuple(expected[2])
+    assert slots.bytes_sent == 3 * each and tuple(request.output_token_ids) == tuple(expected[3])
 
 
 def test_every_wait_is_needed(models) -> None:
