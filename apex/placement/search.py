@@ -375,6 +375,10 @@ def _parts_s(placement: Placement, problem: PlacementProblem) -> tuple[float, fl
 CPU_SHARES = tuple(i / 8 for i in range(9))  # of the requests that the CPU tier could have: the best one counts
 
 
+PROMPT_ROWS = 2048
+"""Of a prompt in an iteration: longer ones take several."""
+
+
 @dataclass(frozen=True)
 class UniformLoad:
     """Requests of one size: how many may hold KV cache at once at most, and the mean tokens of prompt and output."""
@@ -532,13 +536,33 @@ def estimate_budget(
     return max(estimates, key=lambda estimate: estimate.tokens_per_s)
 
 
+def _mean_costs(model: CostModel, workload: UniformLoad, requests: float) -> list[StageCost]:
+    """Of an iteration in which so many requests decode and prompts prefill as requests end.
+
+    Most times grow with rows, so that those of the mean rows are the mean ones. Experts in host memory are another
+    matter: they are copied in the iterations with a prompt, and the CPU computes those of the decodes in all others.
+    """
+    costs = model.costs(workload.rows(requests))
+    chunk = min(workload.input_len, PROMPT_ROWS)
+    with_prompt = min(1.0, requests / workload.output_len * workload.input_len / chunk)  # of all iterations
+    at_decodes, at_prompts = model.costs(requests), model.costs(requests + chunk)
+    mean = []
+    for cost, decodes, prompts in zip(costs, at_decodes, at_prompts, strict=True):
+        alone, beside = decodes.experts, prompts.experts
+        if alone is not None and beside is not None and not alone.are_copied and beside.are_copied:
+            rest_s = (1 - with_prompt) * alone.rest_s + with_prompt * max(beside.stream_s, prompts.gpu_s)
+            cost = replace(cost, experts=replace(alone, cpu_s=(1 - with_prompt) * alone.cpu_s, rest_s=rest_s))
+        mean.append(cost)
+    return mean
+
+
 def _estimate(
     model: CostModel, weight_bytes: float, workload: UniformLoad, on_gpu: float, on_cpu: float, cpu_computes: bool
 ) -> Estimate:
     """The rate with so many requests in each tier, and the placement for them."""
     requests = on_gpu + on_cpu
     problem = PlacementProblem(
-        model.costs(workload.rows(requests)),
+        _mean_costs(model, workload, requests),
         weight_bytes - model.other_bytes,
         model.other_s(on_gpu, workload.context, requests),
         model.rates.copy_effect,
