@@ -56,7 +56,7 @@ def load_or_measure(config: EngineConfig, backend: TorchBackend, path: Path | No
 
 def with_copies(table: ProfileTable, placement: Placement | None, stream_s: float) -> ProfileTable:
     """The table where the link copies weights for ``stream_s`` seconds in an iteration. Measured times leave it out."""
-    if placement is None:
+    if placement is None or not placement.count(Place.STREAMED):
         return table
     streamed = placement.count(Place.STREAMED)
     return replace(table, stream_s=stream_s / placement.num_layers, streamed_layers=float(streamed))

@@ -15,6 +15,8 @@ import torch
 import pacpu
 from apex.perf.model import Curve
 from apex.placement.search import (
+    MOST_ROWS,
+    ExpertsCost,
     PlacementProblem,
     Rates,
     StageCost,
@@ -22,6 +24,7 @@ from apex.placement.search import (
     UniformLoad,
     best_budget,
     estimate_budget,
+    most_cpu_rows,
     refined_placement,
     stage_costs,
 )
@@ -41,7 +44,7 @@ from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
 from swiftllm.runtime.cpu_tuning import read_limit
 from swiftllm.runtime.execution_context import resolve_dtype, resolve_kernel, resolve_residual_dtype, select_ops
-from swiftllm.runtime.memory import CPU_TIER_SHARE, HOST_HEADROOM_BYTES, embedding_bytes, stage_bytes
+from swiftllm.runtime.memory import CPU_TIER_SHARE, HOST_HEADROOM_BYTES, embedding_bytes, expert_bytes, stage_bytes
 from swiftllm.runtime.memory_estimate import estimate_memory
 
 # -- the memory there is -----------------------------------------------------------------------------------------------
@@ -65,7 +68,7 @@ class EngineMemory:
         sizes = {"device_bytes": card_bytes, "host_bytes": host_bytes}
         residual_dtype = resolve_residual_dtype(config.model, dtype)
         budget = estimate_memory(config, model, dtype, residual_dtype=residual_dtype, **sizes)
-        self.stage_bytes = stage_bytes(model, dtype)
+        self.stage_bytes, self.expert_bytes = stage_bytes(model, dtype), expert_bytes(model, dtype)
         assert budget.weights is not None, "an estimate has them"
         self.weight_bytes, self.other_bytes = budget.weight_bytes, budget.weights.staying
         self.embedding_bytes = embedding_bytes(model, dtype)
@@ -160,7 +163,8 @@ BLOCK_SIZE = 16  # of their KV cache
 class StageTimes:
     """Seconds of one stage of ``weight_bytes``: on GPU and CPU over rows, and over PCIe.
 
-    ``read_bytes_per_s`` is the limit of the CPU's streaming reads.
+    ``read_bytes_per_s`` is the limit of the CPU's streaming reads. ``experts``: where the CPU computes the stage's
+    experts of ``expert_bytes``, and the GPU all else; None: it has none.
     """
 
     weight_bytes: float
@@ -168,11 +172,33 @@ class StageTimes:
     cpu: Curve
     stream_s: float
     read_bytes_per_s: float
+    experts: Curve | None = None
+    expert_bytes: float = 0.0
 
-    def costs(self, sizes: Sequence[float], rows: float) -> list[StageCost]:
-        """Of stages of these sizes in bytes: each takes its share of the times."""
+    def costs(self, sizes: Sequence[float], rows: float, expert_sizes: Sequence[float] = ()) -> list[StageCost]:
+        """Of stages of these sizes in bytes: each takes its share of the times. ``expert_sizes``: of their experts."""
         pcie_bytes_per_s = self.weight_bytes / self.stream_s
-        return stage_costs(sizes, self.weight_bytes, self.gpu(rows), self.cpu(rows), pcie_bytes_per_s)
+        costs = stage_costs(sizes, self.weight_bytes, self.gpu(rows), self.cpu(rows), pcie_bytes_per_s)
+        if self.experts is None:
+            return costs
+        whole_s = self.experts(rows)
+        rest_s = min(whole_s, self.gpu(rows) * (1 - self.expert_bytes / self.weight_bytes))  # by bytes
+        times = whole_s - rest_s, self._experts_copied_s, rest_s, rows > self.most_cpu_rows
+        return [
+            replace(cost, experts=ExpertsCost(size, *times)) if size else cost
+            for cost, size in zip(costs, expert_sizes, strict=True)
+        ]
+
+    @property
+    def most_cpu_rows(self) -> int:
+        """See :func:`apex.placement.search.most_cpu_rows`."""
+        if self.experts is None:
+            return 0
+        return most_cpu_rows(self.experts, lambda rows: max(self._experts_copied_s, self.gpu(rows)))
+
+    @property
+    def _experts_copied_s(self) -> float:
+        return self.stream_s * self.expert_bytes / self.weight_bytes
 
     def rates(self, cpu_attention_bytes_per_s: float = inf) -> Rates:
         pcie_bytes_per_s = self.weight_bytes / self.stream_s
@@ -192,9 +218,11 @@ def time_stage(
     sample = replace(model, num_layers=2, vocab_size=SAMPLE_VOCABULARY)
     seconds: dict[Place, list[float]] = {}
     host_ops = CpuOps(num_threads=usable_cores())
-    for place in Place:
-        progress(len(seconds) / len(Place), f"one stage, {place.value}")
-        placement = Placement((Place.RESIDENT, place, Place.RESIDENT))
+    has_experts = model.experts is not None and model.linear is None  # those of layers between have no place yet
+    places = [place for place in Place if place is not Place.EXPERTS or has_experts]
+    for place in places:
+        progress(len(seconds) / len(places), f"one stage, {place.value}")
+        placement = Placement((Place.RESIDENT, place, Place.RESIDENT), most_cpu_rows=MOST_ROWS)
         tensors = dummy_weights(sample, device.torch_device, dtype, on_host=host_memory(placement, device))
         weights = LoadedWeights(sample, tensors, ops, placement, device, host_ops)
         if place is Place.STREAMED:
@@ -202,12 +230,15 @@ def time_stage(
         else:
             llama = LlamaModel(sample, weights, ops)
             seconds[place] = [_median_s(device, _crossing(llama, device, dtype, count)) for count in rows]
+    curves = {place: Curve(tuple(rows), tuple(of_rows)) for place, of_rows in seconds.items() if len(of_rows) > 1}
     return StageTimes(
         stage_bytes(sample, dtype)[SAMPLE_LAYER + 1],
-        Curve(tuple(rows), tuple(seconds[Place.RESIDENT])),
-        Curve(tuple(rows), tuple(seconds[Place.CPU])),
+        curves[Place.RESIDENT],
+        curves[Place.CPU],
         seconds[Place.STREAMED][0],
         read_limit(usable_cores()),
+        curves.get(Place.EXPERTS),
+        expert_bytes(sample, dtype)[SAMPLE_LAYER + 1],
     )
 
 
@@ -328,10 +359,13 @@ def place_weights(config: EngineConfig, workload: UniformLoad | None = None, *, 
         if gpu_bytes >= sum(memory.stage_bytes) + memory.embedding_bytes:
             return WeightsPlan()
         rows = sorted({1, max(2, config.max_num_seqs)})
+        if model.experts is not None:  # beyond some rows they are copied
+            rows = sorted({*rows, config.max_num_batched_tokens + config.max_num_seqs})
         with progress_bar("measuring where weights belong") as progress:
             times = time_stage(model, dtype, device, ops, rows, progress)
-        costs = times.costs(memory.stage_bytes, config.max_num_seqs)
-        timed = refined_placement(PlacementProblem(costs, gpu_bytes, effect=times.rates().copy_effect))
+        costs = times.costs(memory.stage_bytes, config.max_num_seqs, memory.expert_bytes)
+        about = {"effect": times.rates().copy_effect, "most_cpu_rows": times.most_cpu_rows}
+        timed = refined_placement(PlacementProblem(costs, gpu_bytes, **about))
         return WeightsPlan(timed.with_embedding(memory.embedding_bytes))
     workload = workload or assumed_workload(config, model)
     at_once = replace(workload, num_requests=min(config.max_num_seqs, workload.num_requests))
@@ -375,6 +409,7 @@ class MeasuredCosts:
     def __init__(self, memory: EngineMemory, times: StageTimes, gpu_attention: float, cpu_attention: float) -> None:
         """Attention rates are bytes of K and V a second."""
         self.stage_bytes, self.other_bytes = memory.stage_bytes, memory.other_bytes
+        self._expert_bytes, self.most_cpu_rows = memory.expert_bytes, times.most_cpu_rows
         self.kv_bytes_per_token, self.cpu_kv_bytes_per_token = memory.kv_bytes_per_token, memory.cpu_kv_bytes_per_token
         self.layer_groups = memory.layer_groups
         self.gpu_kv_bytes, self.cpu_kv_bytes = memory.gpu_kv_bytes, memory.cpu_kv_bytes
@@ -385,7 +420,7 @@ class MeasuredCosts:
         self._vocabulary_share = model.vocab_size * model.hidden_size * memory.dtype.itemsize / times.weight_bytes
 
     def costs(self, rows: float) -> list[StageCost]:
-        return self._times.costs(self.stage_bytes, rows)
+        return self._times.costs(self.stage_bytes, rows, self._expert_bytes)
 
     def other_s(self, on_gpu: float, context: float, requests: float) -> float:
         """Attention at its measured rate; the vocabulary's matrix takes its share of a stage's time."""

@@ -6,25 +6,43 @@ nothing to do with CUDA streams), or the CPU's, which then computes the stage.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import inf
 from typing import Protocol
 
 from swiftllm.kv.block_pool import LayerGroups
 from swiftllm.machine import GIB, gib_rounded_up
-from swiftllm.model.placement import SLOTS, Place, Placement, spread
+from swiftllm.model.placement import SLOTS, Place, Placement, spread, with_experts_on_host
 
 # -- costs -------------------------------------------------------------------------------------------------------------
 # What stages cost in each place, and the formulas for weights that do not fit the GPU: seconds, bytes, bytes/s.
 
 
 @dataclass(frozen=True)
+class ExpertsCost:
+    """The experts of a stage in host memory, in a given iteration: their bytes, and seconds on the CPU and over PCIe.
+
+    ``rest_s`` is what the GPU takes for all else, and what rows take to the CPU and back. ``are_copied``: to the GPU,
+    since there are many rows; else the CPU computes them.
+    """
+
+    weight_bytes: float
+    cpu_s: float
+    stream_s: float
+    rest_s: float
+    are_copied: bool
+
+
+@dataclass(frozen=True)
 class StageCost:
     """One stage in a given iteration: the bytes of its weights, and seconds on GPU, on CPU and over PCIe.
 
-    ``cpu_s`` is without copies under way; ``crossing_s`` is what its rows take to the CPU and back.
+    ``cpu_s`` is without copies under way; ``crossing_s`` is what its rows take to the CPU and back. ``experts``: of a
+    stage that has some.
     """
 
     weight_bytes: float
@@ -32,6 +50,23 @@ class StageCost:
     cpu_s: float
     stream_s: float
     crossing_s: float = 0.0
+    experts: ExpertsCost | None = None
+
+    def is_copied(self, place: Place) -> bool:
+        """Whether some of the stage at ``place`` is copied to the GPU in the iteration."""
+        of_experts = place is Place.EXPERTS and self.experts is not None and self.experts.are_copied
+        return place is Place.STREAMED or of_experts
+
+    def parts_s(self, place: Place) -> tuple[float, float, float]:
+        """Seconds that the link, the CPU and the GPU work where the stage is at ``place``."""
+        if place is Place.CPU:
+            return 0.0, self.cpu_s + self.crossing_s, 0.0
+        if place is Place.STREAMED:
+            return self.stream_s, 0.0, self.gpu_s
+        if place is Place.RESIDENT or self.experts is None:
+            return 0.0, 0.0, self.gpu_s
+        experts = self.experts
+        return (experts.stream_s, 0.0, self.gpu_s) if experts.are_copied else (0.0, experts.cpu_s, experts.rest_s)
 
 
 @dataclass(frozen=True)
@@ -76,6 +111,17 @@ def stage_costs(
     ]
 
 
+MOST_ROWS = 1 << 16
+
+
+def most_cpu_rows(on_cpu_s: Callable[[int], float], copied_s: Callable[[int], float]) -> int:
+    """Up to how many rows the CPU computes experts sooner than they are copied; both are seconds of a stage by rows.
+
+    With codes of ``bits`` and many rows that is (E / k) (bits / 16) F / beta: the CPU multiplies at F, in FLOP/s.
+    """
+    return bisect_left(range(1, MOST_ROWS), True, key=lambda rows: on_cpu_s(rows) > copied_s(rows))
+
+
 def batch_s(streamed_bytes: float, kv_bytes: float, gpu_s: float, rates: Rates, cpu_linear_s: float = 0.0) -> float:
     """An iteration in which weights are streamed while the CPU attends to ``kv_bytes``: max(S/beta, C + K/b + S/D, G).
 
@@ -118,6 +164,7 @@ class PlacementProblem:
         other_s: what an iteration takes on the GPU beside its stages: attention, logits, sampling.
         effect: of copies on the CPU.
         cpu_computes: whether stages may be the CPU's.
+        most_cpu_rows: see :class:`~swiftllm.model.placement.Placement`.
     """
 
     costs: Sequence[StageCost]
@@ -125,11 +172,27 @@ class PlacementProblem:
     other_s: float = 0.0
     effect: CopyEffect = NO_EFFECT
     cpu_computes: bool = True
+    most_cpu_rows: int = 0
 
     @property
     def sizes(self) -> list[float]:
         """Bytes of the stages."""
         return [cost.weight_bytes for cost in self.costs]
+
+    @property
+    def expert_sizes(self) -> list[float]:
+        """Of these those of experts."""
+        return [0.0 if cost.experts is None else cost.experts.weight_bytes for cost in self.costs]
+
+    def gpu_bytes_of(self, placement: Placement) -> float:
+        """What a placement takes of :attr:`gpu_bytes`."""
+        return placement.gpu_bytes(self.sizes, self.expert_sizes)
+
+    @property
+    def takes_experts(self) -> bool:
+        """Whether experts may be in host memory."""
+        experts = self.costs[-1].experts
+        return experts is not None and (self.cpu_computes or experts.are_copied)
 
 
 @dataclass(frozen=True)
@@ -176,7 +239,7 @@ def _makes_useless(other: TimedPlacement, timed: TimedPlacement, problem: Placem
     """Whether the other streams less, takes no more memory, and is slower by rounding at most."""
     return (
         other.placement.count(Place.STREAMED) < timed.placement.count(Place.STREAMED)
-        and other.placement.gpu_bytes(problem.sizes) <= timed.placement.gpu_bytes(problem.sizes) * (1 + 1e-12)
+        and problem.gpu_bytes_of(other.placement) <= problem.gpu_bytes_of(timed.placement) * (1 + 1e-12)
         and other.iteration_s <= timed.iteration_s * (1 + 1e-12)
     )
 
@@ -189,15 +252,25 @@ def refined_placement(problem: PlacementProblem) -> TimedPlacement:
     found = [_improve(timed, problem) for timed in fastest_placements(problem)[:STARTS]]
     # The fastest by rounding alone may be one that streams for nothing, whose slots would take room from KV cache.
     useful = (timed for timed in found if not any(_makes_useless(other, timed, problem) for other in found))
-    return min(useful, key=lambda timed: timed.iteration_s)
+    best = min(useful, key=lambda timed: timed.iteration_s)
+    if not best.placement.count(Place.EXPERTS):
+        return best
+    return replace(best, placement=replace(best.placement, most_cpu_rows=problem.most_cpu_rows))
 
 
 def _improve(timed: TimedPlacement, problem: PlacementProblem) -> TimedPlacement:
     """After all changes of one stage, and exchanges with the first or the last, that make it faster."""
-    sizes = problem.sizes
-    places = tuple(Place) if problem.cpu_computes else (Place.RESIDENT, Place.STREAMED)
+    sizes, expert_sizes = problem.sizes, problem.expert_sizes
+    places = (Place.RESIDENT, Place.STREAMED, *([Place.CPU] if problem.cpu_computes else []))
+    if timed.placement.count(Place.EXPERTS):
+        places = (Place.RESIDENT, Place.EXPERTS)
     while True:
-        neighbours = [p for p in _neighbours(timed.placement, places) if p.gpu_bytes(sizes) <= problem.gpu_bytes]
+        neighbours = [
+            placement
+            for placement in _neighbours(timed.placement, places)
+            if placement.gpu_bytes(sizes, expert_sizes) <= problem.gpu_bytes
+            if placement.places[0] is not Place.EXPERTS  # the first stage has none
+        ]
         seconds, index = min(((iteration_s(p, problem), i) for i, p in enumerate(neighbours)), default=(inf, 0))
         if seconds >= timed.iteration_s * (1 - LEAST_GAIN):
             return timed
@@ -227,7 +300,7 @@ def iteration_s(placement: Placement, problem: PlacementProblem) -> float:
     costs, effect = problem.costs, problem.effect
     each_s = problem.other_s / len(costs)
     stages = list(zip(placement.places, costs, strict=True))
-    order = [cost.stream_s for place, cost in stages if place is Place.STREAMED]
+    order = [cost.parts_s(place)[0] for place, cost in stages if cost.is_copied(place)]
     clock_s = link_free_s = start_s = 0.0
     copied = 0
     arrivals: deque[float] = deque()
@@ -244,13 +317,15 @@ def iteration_s(placement: Placement, problem: PlacementProblem) -> float:
     for _ in range(CYCLES):
         start_s = clock_s
         for place, cost in stages:
-            if place is Place.STREAMED:
+            experts = cost.experts if place is Place.EXPERTS else None
+            if cost.is_copied(place):
                 clock_s = max(clock_s, arrivals.popleft()) + cost.gpu_s
                 copy(clock_s)  # into the slot that has just been left: that of a later stage, or of the next iteration
-            elif place is Place.CPU:
-                clock_s += cost.crossing_s
+            elif place is Place.CPU or experts is not None:
+                clock_s += cost.crossing_s if experts is None else experts.rest_s
                 busy_s = max(0.0, link_free_s - clock_s)  # the link's, from now on without a gap
-                clock_s += beside_copies_s(cost.cpu_s, busy_s, effect.dram_share)
+                cpu_s = cost.cpu_s if experts is None else experts.cpu_s
+                clock_s += beside_copies_s(cpu_s, busy_s, effect.dram_share)
                 if clock_s < link_free_s:
                     clock_s += effect.wait_s
             else:
@@ -280,14 +355,15 @@ def _placements_that_fit(problem: PlacementProblem) -> Iterator[Placement]:
             if placement.gpu_bytes(sizes) <= gpu_bytes:
                 yield placement
                 break
+    if problem.takes_experts:
+        of_experts = (with_experts_on_host(number, count) for count in range(1, number))
+        yield from islice((p for p in of_experts if problem.gpu_bytes_of(p) <= gpu_bytes), 1)
 
 
 def _parts_s(placement: Placement, problem: PlacementProblem) -> tuple[float, float, float]:
     """Seconds of an iteration that the link, the CPU and the GPU work."""
-    stages = list(zip(placement.places, problem.costs, strict=True))
-    stream_s = sum(cost.stream_s for place, cost in stages if place is Place.STREAMED)
-    cpu_s = sum(cost.cpu_s + cost.crossing_s for place, cost in stages if place is Place.CPU)
-    gpu_s = sum(cost.gpu_s for place, cost in stages if place is not Place.CPU)
+    each = [cost.parts_s(place) for place, cost in zip(placement.places, problem.costs, strict=True)]
+    stream_s, cpu_s, gpu_s = (sum(of_one) for of_one in zip(*each, strict=True))
     return stream_s, cpu_s, gpu_s + problem.other_s
 
 
@@ -297,6 +373,10 @@ def _parts_s(placement: Placement, problem: PlacementProblem) -> tuple[float, fl
 # The workload to choose for is that of requests of one size, half-way through their outputs, while others prefill.
 
 CPU_SHARES = tuple(i / 8 for i in range(9))  # of the requests that the CPU tier could have: the best one counts
+
+
+PROMPT_ROWS = 2048
+"""Of a prompt in an iteration: longer ones take several."""
 
 
 @dataclass(frozen=True)
@@ -350,6 +430,11 @@ class CostModel(Protocol):
 
     @property
     def rates(self) -> Rates: ...
+
+    @property
+    def most_cpu_rows(self) -> int:
+        """See :func:`most_cpu_rows`; 0 for a model without experts."""
+        ...
 
     def costs(self, rows: float) -> list[StageCost]:
         """Of the stages, for an iteration of ``rows``."""
@@ -451,21 +536,44 @@ def estimate_budget(
     return max(estimates, key=lambda estimate: estimate.tokens_per_s)
 
 
+def _mean_costs(model: CostModel, workload: UniformLoad, requests: float) -> list[StageCost]:
+    """Of an iteration in which so many requests decode and prompts prefill as requests end.
+
+    Most times grow with rows, so that those of the mean rows are the mean ones. Experts in host memory are another
+    matter: they are copied in the iterations with a prompt, and the CPU computes those of the decodes in all others.
+    """
+    costs = model.costs(workload.rows(requests))
+    chunk = min(workload.input_len, PROMPT_ROWS)
+    with_prompt = min(1.0, requests / workload.output_len * workload.input_len / chunk)  # of all iterations
+    at_decodes, at_prompts = model.costs(requests), model.costs(requests + chunk)
+    mean = []
+    for cost, decodes, prompts in zip(costs, at_decodes, at_prompts, strict=True):
+        alone, beside = decodes.experts, prompts.experts
+        if alone is not None and beside is not None and not alone.are_copied and beside.are_copied:
+            rest_s = (1 - with_prompt) * alone.rest_s + with_prompt * max(beside.stream_s, prompts.gpu_s)
+            cost = replace(cost, experts=replace(alone, cpu_s=(1 - with_prompt) * alone.cpu_s, rest_s=rest_s))
+        mean.append(cost)
+    return mean
+
+
 def _estimate(
     model: CostModel, weight_bytes: float, workload: UniformLoad, on_gpu: float, on_cpu: float, cpu_computes: bool
 ) -> Estimate:
     """The rate with so many requests in each tier, and the placement for them."""
     requests = on_gpu + on_cpu
     problem = PlacementProblem(
-        model.costs(workload.rows(requests)),
+        _mean_costs(model, workload, requests),
         weight_bytes - model.other_bytes,
         model.other_s(on_gpu, workload.context, requests),
         model.rates.copy_effect,
         cpu_computes,
+        model.most_cpu_rows,
     )
     # The spread placements suffice to compare budgets; the one chosen is refined (:func:`refined_placement`).
     fastest = fastest_placements(problem)[0]
     streamed_bytes = fastest.placement.bytes_at(Place.STREAMED, model.stage_bytes)
+    if problem.costs[-1].is_copied(Place.EXPERTS):
+        streamed_bytes += fastest.placement.bytes_at(Place.EXPERTS, problem.expert_sizes)
     kv_bytes = on_cpu * model.layer_groups.slots(workload.context) * model.cpu_kv_bytes_per_token
     # CPU attention comes on top: a placement is searched for as if the cores computed stages alone.
     seconds = batch_s(streamed_bytes, kv_bytes, fastest.iteration_s, model.rates, fastest.cpu_s)

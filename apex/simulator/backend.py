@@ -24,7 +24,8 @@ Resources:
   :class:`Interconnect`, which gives their sizes, q, k, v go to the host and outputs back; without one the profile's CPU
   attention includes these transfers.
 - Weights: all on the GPU, unless a placement is given. Then a *streamed* stage, whose weights are copied to the GPU in
-  each iteration, waits for its copy. A stage of the CPU is a task of the CPU worker, for which the GPU batch waits.
+  each iteration, waits for its copy. A stage of the CPU is a task of the CPU worker, for which the GPU batch waits. So
+  are experts in host memory of few rows. With many rows the stage waits for a copy of them.
 - DRAM bandwidth: a PCIe transfer reads or writes DRAM at the link's rate, and the CPU worker gets the rest. During a
   transfer it runs at ``1 - link rate / DRAM rate`` of its speed. Transfers do not slow down.
 """
@@ -288,6 +289,10 @@ class SimulatedBackend:
     def run_stage(self, layer: int, batches: Sequence[SimulatedBatch]) -> Mapping[str, int]:
         if self._stream is None:
             self._cross(layer, batches)
+        elif self._stream.weights.placement.at(layer) is Place.EXPERTS and (
+            self._rows_of(layer, batches) <= self._stream.weights.placement.most_cpu_rows
+        ):
+            self._cross_with_experts_on_cpu(layer, batches, self._stream.weights)
         else:
             self.clock_s = self._stream.enter(layer, self.clock_s)
             if self._stream.weights.placement.at(layer) is Place.CPU:
@@ -324,18 +329,36 @@ class SimulatedBackend:
 
     def _cross_on_cpu(self, layer: int, batches: Sequence[SimulatedBatch], weights: SimulatedWeights) -> None:
         """The CPU worker computes the stage; the logits of the last one are the GPU's."""
-        rows = sum(batch.num_rows if layer < self._last else len(batch.sampled) for batch in batches)
+        rows = self._rows_of(layer, batches)
         if rows:
-            link = self._interconnect
-            assert link is not None, "there is one where weights are placed"
-            crossing_s = link.transfer_s(rows * weights.hidden_bytes_per_row)
-            # Outputs that came before go first: a link serves in the order in which it is asked.
-            self._worker.return_outputs(self.clock_s)
-            to_host = self._to_host.book_transfer(self.clock_s, crossing_s)
-            task = self._worker.submit(to_host[1], weights.cpu_s(layer, rows), crossing_s, to_host)
-            self.collect_output(task)
+            self._compute_on_cpu(rows * weights.hidden_bytes_per_row, weights.cpu_s(layer, rows))
         if layer == self._last:
             self._run(self.model.logits_s(rows))
+
+    def _cross_with_experts_on_cpu(
+        self, layer: int, batches: Sequence[SimulatedBatch], weights: SimulatedWeights
+    ) -> None:
+        """The CPU worker computes a stage's experts, the GPU all else."""
+        experts, rows = weights.experts, self._rows_of(layer, batches)
+        assert experts is not None, "there are some where a placement has them"
+        if rows:
+            seconds = self._linear_s(rows) if layer < self._last else self._last_s(rows, rows)
+            self._run(max(0.0, seconds - experts.gpu(rows)))
+            self._compute_on_cpu(rows * experts.hidden_bytes_per_row, experts.hop_s + experts.cpu(rows))
+
+    def _rows_of(self, layer: int, batches: Sequence[SimulatedBatch]) -> int:
+        """Those that a stage computes: of the last one, those that get a token."""
+        return sum(batch.num_rows if layer < self._last else len(batch.sampled) for batch in batches)
+
+    def _compute_on_cpu(self, crossing_bytes: int, seconds: float) -> None:
+        """The GPU batch waits for the worker; so many bytes go to it and back."""
+        link = self._interconnect
+        assert link is not None, "there is one where weights are placed"
+        crossing_s = link.transfer_s(crossing_bytes)
+        # Outputs that came before go first: a link serves in the order in which it is asked.
+        self._worker.return_outputs(self.clock_s)
+        to_host = self._to_host.book_transfer(self.clock_s, crossing_s)
+        self.collect_output(self._worker.submit(to_host[1], seconds, crossing_s, to_host))
 
     def gpu_attention(self, layer: int, gpu_batch: SimulatedBatch) -> None:
         if self._swaps is not None:

@@ -160,6 +160,19 @@ CHUNK_BYTES = 8e6
 
 
 @dataclass(frozen=True)
+class SimulatedExperts:
+    """What it takes to run experts in host memory. ``hop_s``: waking the CPU, beside transfers."""
+
+    stage_bytes: tuple[float, ...]
+    """Of each stage's experts, from stage -1 on."""
+    gpu: Curve
+    """Seconds over rows in which a layer's experts are computed by the GPU, and ``cpu`` by the CPU."""
+    cpu: Curve
+    hidden_bytes_per_row: int
+    hop_s: float
+
+
+@dataclass(frozen=True)
 class SimulatedWeights:
     """A placement and what it takes to run it."""
 
@@ -170,6 +183,18 @@ class SimulatedWeights:
     """Seconds over rows in which the CPU computes a layer's weights; the first and last stage are parts of one."""
     hidden_bytes_per_row: int
     """What a row takes to the CPU, and back from it."""
+    experts: SimulatedExperts | None = None
+    """Of a model that has some."""
+
+    @property
+    def copied(self) -> Place:
+        """The place of the stages of which some is copied to the GPU: one of two, as placements have it."""
+        return Place.EXPERTS if self.placement.count(Place.EXPERTS) else Place.STREAMED
+
+    @property
+    def copied_bytes(self) -> Sequence[float]:
+        """Of each stage, where it is at that place."""
+        return self.experts.stage_bytes if self.experts and self.copied is Place.EXPERTS else self.stage_bytes
 
     def cpu_s(self, layer: int, rows: int) -> float:
         """Seconds in which the CPU computes stage ``layer``."""
@@ -261,7 +286,7 @@ class WeightStream:
         self._worker = worker
         link.slow_down = worker.slow_down
         layers = range(-1, weights.placement.num_layers)
-        order = [layer for layer in layers if weights.placement.at(layer) is Place.STREAMED]
+        order = [layer for layer in layers if weights.placement.at(layer) is weights.copied]
         self._after = dict(pairwise([*order, *order[:1]]))
         self._slots: deque[_Copy] = deque()
         self._current: int | None = None
@@ -270,8 +295,9 @@ class WeightStream:
             self._fill_from(order[0], 0.0)
 
     def holds(self, layer: int) -> bool:
-        """Whether stage ``layer`` needs no copy now: it is not streamed, or was entered last."""
-        return layer not in self._after or layer == self._current
+        """Whether stage ``layer`` needs no copy now: it is not streamed, or was entered last. Experts of few rows need
+        none."""
+        return self.weights.copied is Place.EXPERTS or layer not in self._after or layer == self._current
 
     def enter(self, layer: int, time_s: float) -> float:
         """When stage ``layer`` can begin if the GPU is there at ``time_s``."""
@@ -304,7 +330,7 @@ class WeightStream:
             layer = self._after[layer]
 
     def _copy(self, layer: int, earliest_s: float) -> None:
-        copy = _Copy(layer, earliest_s, self.weights.stage_bytes[layer + 1])
+        copy = _Copy(layer, earliest_s, self.weights.copied_bytes[layer + 1])
         self._slots.append(copy)
         self.link.queue(copy)
 

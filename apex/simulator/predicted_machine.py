@@ -13,6 +13,7 @@ import torch
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface, total_s, touched_experts
 from apex.placement.search import (
     Estimate,
+    ExpertsCost,
     Rates,
     StageCost,
     TimedPlacement,
@@ -20,6 +21,7 @@ from apex.placement.search import (
     beside_copies_s,
     best_budget,
     estimate_budget,
+    most_cpu_rows,
     refined_placement,
     stage_costs,
 )
@@ -35,11 +37,13 @@ from apex.simulator.hardware_files import (
     load_link,
     load_model_config,
 )
-from apex.simulator.links import CHUNK_BYTES, Interconnect, RemoteHosts, SimulatedWeights
+from apex.simulator.links import CHUNK_BYTES, Interconnect, RemoteHosts, SimulatedExperts, SimulatedWeights
 from apex.simulator.predicted_profile import (
     BITS_PER_BYTE,
     ITEMSIZES,
+    bits_per_element,
     crossing_bytes_per_row,
+    expert_times,
     hardware_profile,
     host_read_gb_s,
     how_known,
@@ -61,6 +65,7 @@ from swiftllm.runtime.memory import (
     blocks_in,
     choose_blocks,
     embedding_bytes,
+    expert_bytes,
     stage_bytes,
 )
 from swiftllm.runtime.memory import weight_bytes as bytes_of_weights
@@ -279,6 +284,21 @@ class WeightPlacer:
         self._crossing_bytes = crossing_bytes_per_row(shape, itemsize)
         self._cpu_linear = cpu_layer_curve(machine.host, shape, itemsize, scheme)
         self._model = PerfModel(machine.table, model.num_layers)
+        self._experts: SimulatedExperts | None = None
+        self.most_cpu_rows = 0
+        if shape.num_experts:
+            self._experts = experts = SimulatedExperts(
+                tuple(expert_bytes(model, getattr(torch, machine.dtype))),
+                gpu_experts_curve(machine.gpu, shape, itemsize, scheme),
+                cpu_experts_curve(machine.host, shape, itemsize, scheme),
+                shape.hidden_size * itemsize,
+                machine.host["hand_over_us"] * 1e-6,
+            )
+            copied_s = max(experts.stage_bytes) / link.bytes_per_s
+            self.most_cpu_rows = most_cpu_rows(
+                lambda rows: self._rest_s(experts, rows) + experts.cpu(rows),
+                lambda rows: max(copied_s, self._model.linear_s(rows)),
+            )
 
     def place(
         self, memory_gib: float | Literal["auto"], workload: UniformLoad, *, offloads: bool, cpu_computes: bool = True
@@ -313,11 +333,24 @@ class WeightPlacer:
         gpu_s, cpu_s = self._model.linear_s(max(1, round(rows))), self._cpu_linear(rows)
         crossing_s = 2 * link.transfer_s(round(rows * self._hidden_bytes))
         sizes = self.stage_bytes
-        return stage_costs(sizes, max(sizes), gpu_s, cpu_s, link.bytes_per_s, crossing_s)
+        costs = stage_costs(sizes, max(sizes), gpu_s, cpu_s, link.bytes_per_s, crossing_s)
+        if (experts := self._experts) is None:
+            return costs
+        times = experts.cpu(rows), max(experts.stage_bytes) / link.bytes_per_s, self._rest_s(experts, rows)
+        are_copied = rows > self.most_cpu_rows
+        return [
+            replace(cost, experts=ExpertsCost(size, *times, are_copied)) if size else cost
+            for cost, size in zip(costs, experts.stage_bytes, strict=True)
+        ]
+
+    def _rest_s(self, experts: SimulatedExperts, rows: float) -> float:
+        """What a layer takes beside its experts, and the way of its rows to the CPU and back."""
+        rest_s = max(0.0, self._model.linear_s(max(1, round(rows))) - experts.gpu(rows))
+        return rest_s + experts.hop_s + 2 * self.interconnect.transfer_s(round(rows * experts.hidden_bytes_per_row))
 
     def with_placement(self, placement: Placement) -> SimulatedWeights:
         """What the simulated backend needs to run a placement."""
-        return SimulatedWeights(placement, self.stage_bytes, self._cpu_linear, self._hidden_bytes)
+        return SimulatedWeights(placement, self.stage_bytes, self._cpu_linear, self._hidden_bytes, self._experts)
 
     def without_transfers(self) -> ProfileTable:
         """The machine's table with CPU attention that leaves PCIe transfers to the simulated link."""
@@ -335,9 +368,11 @@ class WeightPlacer:
         streamed_bytes = placement.bytes_at(Place.STREAMED, self.stage_bytes)
 
         def seconds(rows: float) -> float:
-            costs = zip(placement.places, self.costs(rows), strict=True)
-            each_s = (cost.cpu_s + cost.crossing_s if place is Place.CPU else cost.gpu_s for place, cost in costs)
-            return total_s(each_s) / layers
+            def each_s(place: Place, cost: StageCost) -> float:
+                link_s, cpu_s, gpu_s = cost.parts_s(place)
+                return max(link_s, gpu_s) if place is Place.EXPERTS and link_s else cpu_s + gpu_s
+
+            return total_s(map(each_s, placement.places, self.costs(rows))) / layers
 
         stream_s, dram_share = streamed_bytes / self.interconnect.bytes_per_s / layers, self.interconnect.dram_share
         return replace(
@@ -375,9 +410,9 @@ class WeightPlacer:
         has_room = estimate.weight_bytes >= self._budget.weight_bytes  # for an embedding beside all else
         timed = refined_placement(estimate.problem).with_embedding(0 if has_room else self._embedding_bytes)
         placement = timed.placement
-        taken_bytes = placement.gpu_bytes(self.stage_bytes) + (self._embedding_bytes if has_room else 0)
-        resident_bytes = placement.bytes_at(Place.RESIDENT, self.stage_bytes)
-        tier_bytes = self.cpu_kv_bytes(sum(self.stage_bytes) - resident_bytes)
+        of_experts = () if self._experts is None else self._experts.stage_bytes
+        taken_bytes = placement.gpu_bytes(self.stage_bytes, of_experts) + (self._embedding_bytes if has_room else 0)
+        tier_bytes = self.cpu_kv_bytes(placement.host_bytes(self.stage_bytes, of_experts))
         return PlacedMachine(
             timed,
             blocks_in(self._budget.usable_bytes - self.other_bytes - taken_bytes, self._budget.bytes_per_block),
@@ -401,11 +436,43 @@ def cpu_layer_curve(host: Host, shape: LayerShape, itemsize: int, scheme: Quanti
     others = others if scheme is not None and scheme.experts_only else quantised(others)
     if not shape.num_experts:
         return others
-    expert = quantised(cpu_linear_curve(host, shape.ffn_weights, itemsize))
+    experts = cpu_experts_curve(host, shape, itemsize, scheme)
+    return Curve(CPU_ROWS, tuple(others(rows) + experts(rows) for rows in CPU_ROWS))
+
+
+def cpu_experts_curve(host: Host, shape: LayerShape, itemsize: int, scheme: QuantisationScheme | None) -> Curve:
+    """Seconds over rows in which a host's cores compute the experts of a layer that so many rows touch.
+
+    In 4 bits: max(bytes / D, bytes / (cores c(rows))). The figures ``cpu_int4_gain_<rows>`` give c, the rate of one
+    core with memory for itself; all cores share D.
+    """
+    weights = shape.ffn_weights
+    expert = cpu_linear_curve(host, weights, itemsize)
+    if scheme is not None:
+        read_fraction = host["cpu_linear_read_fraction"]
+        read_s = weights * itemsize / (host["core_read_gb_s"] * 1e9 * read_fraction)
+        row_s = 2 * weights / (host["cpu_linear_gflops_per_core"] * 1e9)
+        of_one_core = with_quantised_weights_on_cpu(Curve((1, 4096), (read_s + row_s, read_s + 4096 * row_s)), host)
+        code_bytes = weights * bits_per_element(scheme, shape.hidden_size) / 8
+        shared_s, of_all_cores = code_bytes / (host_read_gb_s(host) * 1e9 * read_fraction), host["cores"]
+        sizes = of_one_core.sizes
+        expert = Curve(sizes, tuple(max(shared_s, of_one_core(rows) / of_all_cores) for rows in sizes))
 
     def seconds(rows: int) -> float:
         touched = touched_experts(rows, shape.num_experts, shape.per_token)
-        return others(rows) + touched * expert(rows * shape.per_token / touched)
+        return touched * expert(rows * shape.per_token / touched)
+
+    return Curve(CPU_ROWS, tuple(seconds(rows) for rows in CPU_ROWS))
+
+
+def gpu_experts_curve(gpu: Gpu, shape: LayerShape, itemsize: int, scheme: QuantisationScheme | None) -> Curve:
+    """The same of a GPU, as :func:`~apex.simulator.predicted_profile.with_experts` adds it to a layer."""
+    times, bits = expert_times(gpu, scheme), BITS_PER_BYTE * itemsize
+    bits = bits if scheme is None else bits_per_element(scheme, shape.hidden_size)
+
+    def seconds(rows: int) -> float:
+        touched = touched_experts(rows, shape.num_experts, shape.per_token)
+        return times.seconds(touched, shape.ffn_weights * bits / 8, rows * shape.per_token, shape.ffn_weights)
 
     return Curve(CPU_ROWS, tuple(seconds(rows) for rows in CPU_ROWS))
 

@@ -44,7 +44,8 @@ class Options(StudyOptions):
 
 
 def point(place: Place) -> Point:
-    """The point of a place. ``placement`` of its row: the numbers of stages that are resident, streamed, on the CPU.
+    """The point of a place. ``placement`` of its row: the numbers of stages that are resident, streamed, on the
+    CPU, and if there are any, with their experts in host memory.
 
     Raises:
         ValueError: the model fits neither GPU nor host.
@@ -60,13 +61,16 @@ def point(place: Place) -> Point:
     num_requests = min(place["most_requests"], max(place["least_requests"], round(place["fills"] * held)))
     lengths = lengths_of({**place, "num_requests": num_requests})
     case = (machine.gpu.name, machine.host.name, machine.model_name, *(str(place[name]) for name in CASE))
+    where = model_placement.Place
+    counts = [placed.timed.placement.count(at) for at in (where.RESIDENT, where.STREAMED, where.CPU)]
+    counts += [count] if (count := placed.timed.placement.count(where.EXPERTS)) else []
     values = {
         "case": "-".join(case),
         "host": machine.host.name,
         "weights": "4 bits" if machine.model.quantisation else "16 bits",
         "run": place["run"],
         "mean_lengths": f"{place['input_len']} in, {place['output_len']} out",
-        "placement": "/".join(str(placed.timed.placement.count(where)) for where in model_placement.Place),
+        "placement": "/".join(map(str, counts)),
         "predicted_tokens_per_s": placed.predicted_tokens_per_s,
     }
     hardware = SimulatedHardware(

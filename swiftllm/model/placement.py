@@ -20,6 +20,9 @@ class Place(StrEnum):
     RESIDENT = "resident"
     STREAMED = "streamed"
     CPU = "cpu"
+    EXPERTS = "experts"
+    """All but the experts of a layer is resident. These are in host memory: of few rows the CPU computes them, for many
+    rows they are copied to the GPU."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,12 @@ class Placement:
     places: tuple[Place, ...]
     embedding_on_host: bool = False
     """Whether the embedding is in host memory, from which the GPU reads the rows of an iteration's tokens."""
+    most_cpu_rows: int = 0
+    """With more rows than this, experts in host memory are copied to the GPU."""
+
+    def __post_init__(self) -> None:
+        if Place.STREAMED in self.places and Place.EXPERTS in self.places:
+            raise ValueError("a placement has streamed stages or experts in host memory, not both")
 
     @property
     def num_layers(self) -> int:
@@ -45,18 +54,37 @@ class Placement:
     def count(self, place: Place) -> int:
         return self.places.count(place)
 
+    def waits_for_cpu(self, layer: int) -> bool:
+        """Whether the CPU may compute of stage ``layer``, so that no graph can be captured of it."""
+        return self.at(layer) in (Place.CPU, Place.EXPERTS)
+
     def bytes_at(self, place: Place, stage_bytes: Sequence[float]) -> float:
         """Bytes of the stages at a place."""
         return sum(size for size, at in zip(stage_bytes, self.places, strict=True) if at is place)
 
-    def gpu_bytes(self, stage_bytes: Sequence[float]) -> float:
-        """GPU memory that the stages take: those that are resident, and the slots of those that are streamed."""
-        streamed = (size for size, at in zip(stage_bytes, self.places, strict=True) if at is Place.STREAMED)
-        return self.bytes_at(Place.RESIDENT, stage_bytes) + SLOTS * max(streamed, default=0.0)
+    def gpu_bytes(self, stage_bytes: Sequence[float], expert_bytes: Sequence[float] = ()) -> float:
+        """GPU memory that the stages take: what is resident, and the slots of what is copied to them.
+
+        ``expert_bytes``: of the stages' bytes those of experts, where some are at :attr:`Place.EXPERTS`.
+        """
+        at = Place.EXPERTS if Place.EXPERTS in self.places else Place.STREAMED
+        copied = expert_bytes if at is Place.EXPERTS else stage_bytes
+        slot = max((size for size, place in zip(copied, self.places, strict=False) if place is at), default=0.0)
+        return sum(stage_bytes) - self.host_bytes(stage_bytes, expert_bytes) + SLOTS * slot
+
+    def host_bytes(self, stage_bytes: Sequence[float], expert_bytes: Sequence[float] = ()) -> float:
+        """Bytes of the stages that are in host memory; ``expert_bytes``: see :meth:`gpu_bytes`."""
+        whole = self.bytes_at(Place.STREAMED, stage_bytes) + self.bytes_at(Place.CPU, stage_bytes)
+        return whole + (self.bytes_at(Place.EXPERTS, expert_bytes) if Place.EXPERTS in self.places else 0.0)
 
     def describe(self) -> str:
-        counts = ((self.count(Place.RESIDENT), "resident"), (self.count(Place.STREAMED), "streamed"))
-        parts = [f"{count} {what}" for count, what in (*counts, (self.count(Place.CPU), "on the CPU")) if count]
+        words = {
+            Place.RESIDENT: "resident",
+            Place.STREAMED: "streamed",
+            Place.CPU: "on the CPU",
+            Place.EXPERTS: f"with their experts in host memory (on the CPU up to {self.most_cpu_rows} rows)",
+        }
+        parts = [f"{self.count(place)} {what}" for place, what in words.items() if self.count(place)]
         embedding = "; the embedding in host memory" if self.embedding_on_host else ""
         return f"{len(self.places)} stages: {', '.join(parts)}{embedding}"
 
@@ -77,6 +105,14 @@ def spread(num_stages: int, streamed: int, on_cpu: int) -> Placement:
     rest = [index for index, place in enumerate(places) if place is Place.RESIDENT]
     for index in _evenly(len(rest), on_cpu):
         places[rest[index]] = Place.CPU
+    return Placement(tuple(places))
+
+
+def with_experts_on_host(num_stages: int, count: int) -> Placement:
+    """A placement with the experts of so many stages in host memory, spread evenly; the first stage has none."""
+    places = [Place.RESIDENT] * num_stages
+    for index in _evenly(num_stages - 1, count):
+        places[index + 1] = Place.EXPERTS
     return Placement(tuple(places))
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,20 +15,39 @@ from swiftllm.device import Device
 from swiftllm.model.architectures import SWIGLU_ALPHA
 from swiftllm.model.config import ExpertSizes, ModelConfig
 from swiftllm.model.placement import Place, Placement, all_resident
-from swiftllm.model.weight_memory import CHUNK_BYTES, Allocate, WeightSlots, chunks_of, in_chunks, lay_out
+from swiftllm.model.weight_memory import (
+    CHUNK_BYTES,
+    WeightSlots,
+    chunks_of,
+    in_chunks,
+    lay_out,
+    map_tensors,
+    packed_bytes,
+)
 from swiftllm.model.weights import (
     EMBEDDING,
+    EXPERT_MATRICES,
     NONE_ON_HOST,
     LayerWeights,
     LinearLayerWeights,
     LinearTensors,
     LlamaWeights,
     ModelPart,
+    OnHost,
     dummy_weights,
     load_weights,
 )
+from swiftllm.ops.cpu import CodedExperts, CpuOps, copy_panels
 from swiftllm.ops.interface import Crossing, CrossingParts, Linear, Ops
-from swiftllm.ops.matrices import ClampedSwiGLU, Experts, ExpertWeights, Matrix, QuantisedMatrix
+from swiftllm.ops.matrices import (
+    ClampedSwiGLU,
+    ExpertByExpert,
+    Experts,
+    ExpertWeights,
+    Matrix,
+    QuantisedMatrix,
+    Router,
+)
 
 # -- providers of matrices ---------------------------------------------------------------------------------------------
 # Where the matrices of a model come from, stage by stage.
@@ -220,6 +240,101 @@ def _head_norms(layer: LayerWeights, config: ModelConfig) -> torch.Tensor | None
     return torch.cat([norm.expand(heads, -1) for norm, heads in norms])
 
 
+# -- experts in host memory --------------------------------------------------------------------------------------------
+# The experts of stages whose other matrices are on the device.
+
+
+@dataclass
+class StoredExperts:
+    """Of a stage: ``in_host_memory`` are both matrices and their biases, ``shapes`` the same as the device has them."""
+
+    router: Router
+    weights: ExpertWeights
+    """Without memory of matrices and biases."""
+    on_host: CodedExperts | ExpertByExpert
+    in_host_memory: tuple[Any, ...]
+    chunks: Sequence[torch.Tensor]
+
+
+class HostExperts:
+    """The experts of all stages at :attr:`~swiftllm.model.placement.Place.EXPERTS`.
+
+    Of few rows the CPU computes them: rows cross to it with what a router on the device has chosen for them, and their
+    results cross back. For many rows a stage's experts are copied to a slot on the device, and from there into the
+    layout of its operations, in memory that all stages share. Meanwhile those of the next stage arrive.
+
+    Attributes:
+        slots: what is copied to the device.
+    """
+
+    slots: WeightSlots
+
+    def __init__(self, device: Device, ops: Ops, host_ops: CpuOps, most_cpu_rows: int) -> None:
+        self._device, self._ops, self._host_ops, self._most_cpu_rows = device, ops.in_place, host_ops, most_cpu_rows
+        self._stages: dict[int, StoredExperts] = {}
+        self._on_device: dict[int, tuple[Experts, tuple[Any, ...], tuple[Any, ...]]] = {}
+        self._held: int | None = None  # the stage whose experts the device's operations find
+
+    def add(self, stage: int, weights: ExpertWeights) -> Experts:
+        """The experts of a stage, which move to page-locked memory; to be called once all stages are :meth:`opened`."""
+        chunks: list[torch.Tensor] = []
+
+        def store(parts: Any) -> Any:
+            memory = self._device.mapped((packed_bytes(parts),), torch.uint8)
+            chunks.extend(memory.split(CHUNK_BYTES))
+            stored = lay_out(parts, memory)
+            copies: list[torch.Tensor] = []
+            map_tensors(stored, copies.append)
+            map_tensors(parts, lambda tensor: copies.pop(0).copy_(tensor))
+            return stored
+
+        bias = None if weights.router_bias is None else weights.router_bias.cpu()
+        of_host = replace(weights, router=weights.router.cpu(), router_bias=bias)
+        stored, on_host = self._host_ops.store_experts(of_host, store)
+        shapes = {name: map_tensors(getattr(weights, name), lambda t: t.to("meta")) for name in STREAMED_PARTS}
+        self._stages[stage] = StoredExperts(Router(weights), replace(weights, **shapes), on_host, stored, chunks)
+        return partial(self._compute, stage)
+
+    def open(self) -> None:
+        """Take memory on the device once all stages are added."""
+        self.slots = WeightSlots(self._device, {stage: own.chunks for stage, own in self._stages.items()}, num_slots=1)
+        size = max(packed_bytes(own.in_host_memory) for own in self._stages.values())
+        memory = torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
+        for stage, own in self._stages.items():
+            arriving = lay_out(own.in_host_memory, self.slots.slot_of(stage))
+            parts = lay_out({name: getattr(own.weights, name) for name in STREAMED_PARTS}, memory)
+            experts = self._ops.make_experts(replace(own.weights, **parts))
+            self._on_device[stage] = experts, arriving, tuple(parts.values())
+
+    def _compute(self, stage: int, x: torch.Tensor, num_rows: torch.Tensor | None = None) -> torch.Tensor:
+        if len(x) > self._most_cpu_rows:
+            self._bring(stage)
+            return self._on_device[stage][0](x, num_rows)
+        own, stream = self._stages[stage], self._device.compute
+        chosen = (part.contiguous() for part in own.router(x, num_rows))
+        rows, *routing = (stream.fetch(part) for part in (x, *chosen))
+        stream.mark().synchronize()
+        return stream.send(own.on_host.compute(rows, *routing))
+
+    def _bring(self, stage: int) -> None:
+        if self._held == stage:
+            return
+        self.slots.enter(stage)
+        _, arriving, parts = self._on_device[stage]
+        for source, target in zip(arriving, parts, strict=True):
+            if isinstance(target, QuantisedMatrix):
+                copy_panels(source, target)
+            elif target is not None:
+                target.copy_(source)
+        self.slots.launched()
+        self.slots.leave()
+        self._held = stage
+
+
+STREAMED_PARTS = ("gate_up", "down", "gate_up_bias", "down_bias")
+"""Of :class:`~swiftllm.ops.matrices.ExpertWeights`, in the order of :meth:`CpuOps.store_experts`."""
+
+
 # -- loaded weights ----------------------------------------------------------------------------------------------------
 # The weights of a model where a placement has them: on the device, on their way to it in each iteration, or with the
 # CPU, which then computes their products.
@@ -232,6 +347,7 @@ class LoadedWeights:
         num_logits: columns of the last stage's projection.
         stages: from -1 on, as :meth:`stage` gives them.
         slots: of the streamed stages; None if there are none.
+        host_experts: those in host memory; None if there are none.
     """
 
     def __init__(
@@ -241,7 +357,7 @@ class LoadedWeights:
         ops: Ops,
         placement: Placement | None = None,
         device: Device | None = None,
-        host_ops: Ops | None = None,
+        host_ops: CpuOps | None = None,
     ) -> None:
         """``weights`` are taken over: matrices that are packed anew go one by one, so there is a second copy of one at
         a time. Where not all are resident, which is the default, they were loaded to :func:`host_memory`.
@@ -249,13 +365,18 @@ class LoadedWeights:
         ``ops`` compute on ``device``; ``host_ops`` multiply the CPU's stages.
         """
         self.num_logits = config.vocab_size
-        places = (placement or all_resident(len(weights.layers))).places
+        placement = placement or all_resident(len(weights.layers))
+        places = placement.places
         streamed = {i: weights.take_linears(i) for i, place in enumerate(places, -1) if place is Place.STREAMED}
         chunks = {stage: chunks_of(linears) for stage, linears in streamed.items()}
         self.slots: WeightSlots | None = None
         if chunks:
             assert device is not None
             self.slots = WeightSlots(device, chunks)
+        self.host_experts: HostExperts | None = None
+        if Place.EXPERTS in places:
+            assert device is not None and host_ops is not None
+            self.host_experts = HostExperts(device, ops, host_ops, placement.most_cpu_rows)
         self.stages: list[StageWeights] = []
         for stage, place in enumerate(places, -1):
             if self.slots is not None and place is Place.STREAMED:
@@ -267,7 +388,11 @@ class LoadedWeights:
                 if place is Place.CPU:
                     assert device is not None and host_ops is not None
                     make = partial(_cpu_linear, device, host_ops), partial(_cpu_experts, device, host_ops)
+                elif self.host_experts is not None and place is Place.EXPERTS:
+                    make = partial(make_linear, ops), partial(self.host_experts.add, stage)
             self.stages.append(make_stage(ops, config, weights, stage, linears, *make))
+        if self.host_experts is not None:
+            self.host_experts.open()
 
     def enter(self, layer: int) -> None:
         """Work launched from now on reads the matrices of this stage. Call it outside of captures."""
@@ -288,12 +413,15 @@ class LoadedWeights:
         return self.stages[layer + 1]
 
 
-def host_memory(placement: Placement, device: Device) -> dict[int, Allocate]:
+def host_memory(placement: Placement, device: Device) -> OnHost:
     """By stage, what allocates its matrices in host memory: pinned chunks to stream, or one piece for the CPU; and
-    what allocates the embedding."""
+    what allocates the embedding. Experts alone are there in one piece until they are stored."""
     pinned = in_chunks(lambda size: device.pinned((size,), torch.uint8), CHUNK_BYTES)
     where = {Place.STREAMED: pinned, Place.CPU: torch.empty}
-    memory = {stage: where[place] for stage, place in enumerate(placement.places, -1) if place in where}
+    stages = list(enumerate(placement.places, -1))
+    memory: OnHost = {stage: where[place] for stage, place in stages if place in where}
+    of_experts = [stage for stage, place in stages if place is Place.EXPERTS]
+    memory = {**memory, **{(stage, name): torch.empty for stage in of_experts for name in EXPERT_MATRICES}}
     return {**memory, EMBEDDING: device.mapped} if placement.embedding_on_host else memory
 
 
@@ -303,7 +431,7 @@ def read_weights(
     device: torch.device,
     dtype: torch.dtype,
     part: ModelPart | None = None,
-    on_host: Mapping[int, Allocate] = NONE_ON_HOST,
+    on_host: OnHost = NONE_ON_HOST,
 ) -> LlamaWeights:
     """The tensors that a configuration names; see :func:`~swiftllm.model.weights.load_weights`."""
     if config.load_format == "dummy":
@@ -318,7 +446,7 @@ def open_weights(
     ops: Ops,
     placement: Placement,
     device: Device,
-    host_ops: Ops,
+    host_ops: CpuOps,
 ) -> LoadedWeights:
     """The weights that a configuration names, where ``placement`` has them; see :class:`LoadedWeights`.
 

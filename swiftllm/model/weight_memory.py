@@ -181,11 +181,12 @@ class WeightSlots:
     copy of its own; all others of an iteration cause one copy of each stage together.
 
     Attributes:
-        bytes_sent: to the device so far, those of the first :data:`SLOTS` stages at the start included.
+        bytes_sent: to the device so far, those of the first stages at the start included.
     """
 
-    def __init__(self, device: Device, chunks: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """``chunks``: of each streamed stage its weights, uint8 ``[bytes]`` each, in :meth:`Device.pinned` memory."""
+    def __init__(self, device: Device, chunks: Mapping[int, Sequence[torch.Tensor]], num_slots: int = SLOTS) -> None:
+        """``chunks``: of each streamed stage its weights, uint8 ``[bytes]`` each, in :meth:`Device.pinned` or
+        :meth:`Device.mapped` memory."""
         if not chunks:
             raise ValueError("streamed weights need at least one stage")
         self._device, self._copies, self._chunks = device, device.new_stream(), dict(chunks)
@@ -193,7 +194,9 @@ class WeightSlots:
         self._sizes = {stage: sum(map(len, of_one)) for stage, of_one in chunks.items()}
         size = max(self._sizes.values())
         # Not Device.mirror: on a host that is the buffer itself, and the twin must copy as a GPU does.
-        self._slots = [torch.empty(size, dtype=torch.uint8, device=device.torch_device) for _ in self._order[:SLOTS]]
+        slots = self._order[:num_slots]
+        self._slots = [torch.empty(size, dtype=torch.uint8, device=device.torch_device) for _ in slots]
+        self._num_slots = num_slots
         self._held: list[int] = [0] * len(self._slots)
         self._arrived: list[Event] = []
         self._current: int | None = None
@@ -204,7 +207,7 @@ class WeightSlots:
 
     def slot_of(self, stage: int) -> torch.Tensor:
         """Where the weights of a stage are on the device while it is entered, uint8 ``[bytes]``."""
-        return self._slots[self._order.index(stage) % SLOTS][: self._sizes[stage]]
+        return self._slots[self._order.index(stage) % self._num_slots][: self._sizes[stage]]
 
     def enter(self, stage: int) -> None:
         """Work launched on the compute stream from now on finds this stage's weights, if it is streamed.
@@ -214,15 +217,13 @@ class WeightSlots:
         if stage == self._current:
             self._left = None  # more readers come
             return
-        if self._current is not None:
-            self._leave(self._order.index(self._current))
-        self._current = self._left = None
+        self.leave()
         if stage not in self._chunks:
             return
         index = self._order.index(stage)
         if stage not in self._held:
             self._restart(index)
-        self._device.compute.wait(self._arrived[index % SLOTS])
+        self._device.compute.wait(self._arrived[index % self._num_slots])
         self._current = stage
 
     def launched(self) -> None:
@@ -235,24 +236,28 @@ class WeightSlots:
         """Whether a stage can be entered without a copy now: it is not streamed, or was entered last."""
         return stage not in self._chunks or stage == self._current
 
-    def _leave(self, index: int) -> None:
-        """All readers of this iteration are launched: the slot is filled anew once they are done."""
-        after = index + SLOTS
-        self._fill(after if after < len(self._order) else index % SLOTS)
+    def leave(self) -> None:
+        """All readers of this iteration are launched: the slot of the stage entered last, if it is streamed, is filled
+        anew once they are done."""
+        if self._current is not None:
+            index = self._order.index(self._current)
+            after = index + self._num_slots
+            self._fill(after if after < len(self._order) else index % self._num_slots)
+        self._current = self._left = None
 
     def _restart(self, index: int) -> None:
         """Send a stage that is not the next one, and the one that follows it, if that has the other slot."""
         self._fill(index)
         follower = (index + 1) % len(self._order)
-        if follower % SLOTS != index % SLOTS and self._order[follower] not in self._held:
+        if follower % self._num_slots != index % self._num_slots and self._order[follower] not in self._held:
             self._fill(follower)
 
     def _fill(self, index: int) -> None:
-        self._arrived[index % SLOTS] = self._send(index)
+        self._arrived[index % self._num_slots] = self._send(index)
 
     def _send(self, index: int) -> Event:
         """Start the copy of the ``index``-th streamed stage into its slot."""
-        slot, stage, start = index % SLOTS, self._order[index], 0
+        slot, stage, start = index % self._num_slots, self._order[index], 0
         # The slot's last readers, or its memory's last owner.
         self._copies.wait(self._left or self._device.compute.mark())
         for chunk in self._chunks[stage]:

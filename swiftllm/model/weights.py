@@ -264,12 +264,17 @@ def whole_orders(config: ModelConfig, linear: LinearSizes, of_head: torch.Tensor
 
 STD_OF_CODES = (255 / 12) ** 0.5  # of 0 to 15, equally likely
 STD_OF_MXFP4 = (sum(number**2 for number in MXFP4_NUMBERS) / 16) ** 0.5
-NONE_ON_HOST: Mapping[int, Allocate] = MappingProxyType({})
+OnHost = Mapping[int | tuple[int, str], Allocate]
+"""What allocates matrices in host memory: those of a stage, or a single one of it, by its name."""
+NONE_ON_HOST: OnHost = MappingProxyType({})
 EMBEDDING = -2  # among stages, of which it comes before the first
 CACHE_SCALE = re.compile(  # the names that tools for quantising give them, as vLLM lists them
     r".*\.((q|k|v|kv|prob|prob_output)_(scale|zero_point)|(q|k|v|qkv)_proj\.output_scale|kv_cache_scaling_factor)"
 )
 DUMMY_PERIOD = (1 << 20) + 7  # elements; odd, so that no two rows of a matrix start alike
+
+EXPERT_MATRICES = ("gate_up", "down")
+"""Of a stage of a model with experts."""
 
 LinearTensors = tuple[Matrix, torch.Tensor | None]
 """A matrix and its bias."""
@@ -292,6 +297,11 @@ class FusedMatrix(NamedTuple):
     def stage(self, layer: int) -> int:
         """The stage that uses the matrix of a layer."""
         return layer - 1 if self.comes_before else layer
+
+    def on_host(self, layer: int, memory: OnHost) -> Allocate | None:
+        """What allocates the matrix of a layer, if that is in host memory."""
+        stage = self.stage(layer)
+        return memory.get((stage, self.name)) or memory.get(stage)
 
 
 def fused_matrices(config: ModelConfig) -> tuple[FusedMatrix, ...]:
@@ -455,7 +465,7 @@ class LlamaWeights:
         config: ModelConfig,
         device: torch.device | str,
         dtype: torch.dtype,
-        on_host: Mapping[int, Allocate] = NONE_ON_HOST,
+        on_host: OnHost = NONE_ON_HOST,
     ) -> LlamaWeights:
         """Allocate without filling; not the layers' matrices of a quantised model.
 
@@ -492,7 +502,7 @@ class LlamaWeights:
                 if config.experts.shared_size is not None:
                     layer.shared_gate = new((1, hidden))
             for matrix in matrices:
-                allocate, rows = on_host.get(matrix.stage(index), new), sum(matrix.out_features)
+                allocate, rows = matrix.on_host(index, on_host) or new, sum(matrix.out_features)
                 if not matrix.is_quantised:
                     setattr(layer, matrix.name, allocate((rows, matrix.in_features), dtype=dtype))
                 if matrix.has_bias:
@@ -573,7 +583,7 @@ class LlamaWeights:
         return matrices
 
     def fused_targets(
-        self, config: ModelConfig, device: torch.device | str, on_host: Mapping[int, Allocate] = NONE_ON_HOST
+        self, config: ModelConfig, device: torch.device | str, on_host: OnHost = NONE_ON_HOST
     ) -> list[FusedTarget]:
         """Where the layers' matrices go that come quantised; ``on_host``: see :meth:`empty`."""
         if config.quantisation is None:
@@ -582,7 +592,7 @@ class LlamaWeights:
         for number, index, layer, matrices in self.numbered_layers(config):
             for matrix in filter(lambda matrix: matrix.is_quantised, matrices):
                 modules = [f"model.layers.{number}.{matrix.block}.{module}" for module in matrix.modules]
-                allocate = on_host.get(matrix.stage(index))
+                allocate = matrix.on_host(index, on_host)
                 target = FusedTarget(
                     dict(zip(modules, matrix.out_features, strict=True)),
                     matrix.in_features,
@@ -601,7 +611,7 @@ def load_weights(
     device: torch.device | str,
     dtype: torch.dtype,
     part: ModelPart | None = None,
-    on_host: Mapping[int, Allocate] = NONE_ON_HOST,
+    on_host: OnHost = NONE_ON_HOST,
 ) -> LlamaWeights:
     """Read a folder's safetensors, converting to ``dtype``; one tensor at a time beside the result.
 
@@ -658,7 +668,7 @@ def dummy_weights(
     dtype: torch.dtype,
     seed: int = 0,
     part: ModelPart | None = None,
-    on_host: Mapping[int, Allocate] = NONE_ON_HOST,
+    on_host: OnHost = NONE_ON_HOST,
 ) -> LlamaWeights:
     """Normal random weights with the model's initial standard deviation, norms 1, biases and sinks 0.
 

@@ -6,13 +6,17 @@ the GEMM. In bfloat16 pacpu computes GEMMs where it is faster than oneDNN: on CP
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 import pacpu
 from pacpu import rows
 from swiftllm.ops.interface import ChunkLens, ContextBlocks, Crossing, CrossingParts, Linear, Ops, concatenate
-from swiftllm.ops.matrices import BLOCK_WORDS, Experts, ExpertWeights, QuantisedMatrix, Router
+from swiftllm.ops.matrices import BLOCK_WORDS, ExpertByExpert, Experts, ExpertWeights, QuantisedMatrix, Router
 
 PACKING_ROWS = 32  # oneDNN packs for a row count: this one is best for decodes and no slower for prefills
 WRITE_OUT_ROWS = 128  # with more, writing a 4-bit matrix out for a matrix unit takes less than that unit saves
@@ -47,6 +51,26 @@ class CpuOps(Ops):
         stacks = weights.gate_up, weights.down
         is_coded = all(isinstance(stack, QuantisedMatrix) for stack in stacks)
         return CodedExperts(self, weights) if is_coded else super().make_experts(weights)
+
+    def store_experts(self, weights: ExpertWeights, store: Store) -> tuple[Any, CodedExperts | ExpertByExpert]:
+        """Matrices and biases in the memory that ``store`` gives, and what computes with them where they are.
+
+        4-bit ones are in panels, which :func:`copy_panels` undoes. Plain ones stay as they are: a packed copy would
+        take as much memory again.
+        """
+        biases = weights.gate_up_bias, weights.down_bias
+        gate_up, down = weights.stacks
+        if isinstance(gate_up, QuantisedMatrix) and isinstance(down, QuantisedMatrix):
+            if any(matrix.out_features // weights.num_experts % rows.CODE_COLUMNS for matrix in (gate_up, down)):
+                raise ValueError(f"experts in host memory need outputs in multiples of {rows.CODE_COLUMNS}")
+            panels = (panels_of(matrix, weights.num_experts) for matrix in (gate_up, down))
+            stored = store((*panels, *biases))
+            return stored, CodedExperts(self, weights, stored)
+        stored = store((*weights.stacks, *biases))
+        parts = dict(zip(("gate_up", "down", "gate_up_bias", "down_bias"), stored, strict=True))
+        experts = self.in_place.make_experts(replace(weights, **parts))
+        assert isinstance(experts, ExpertByExpert)
+        return stored, experts
 
     def make_crossing(self, parts: CrossingParts) -> Crossing | None:
         linears = parts.o, parts.gate_up, parts.down, parts.projection
@@ -153,6 +177,10 @@ class CpuOps(Ops):
         pacpu.paged_attention(q, k, v, kv_layer, block_tables, seq_lens, out, scale, **how)
 
 
+Store = Callable[[Any], Any]
+"""Copies tensors in host memory to other memory there, and returns the same structure of them."""
+
+
 class PackedLinear:
     """``x weight^T + bias`` by pacpu; see :meth:`CpuOps.make_linear`."""
 
@@ -180,7 +208,8 @@ class CodedLinear:
         self.out_features, self.in_features = matrix.out_features, matrix.in_features
         self.bias = bias
         self.order = matrix.order
-        self.arrays, self.packed = pack_matrix(matrix)
+        self.arrays = panels_of(matrix)
+        self.packed = packed_codes(matrix, self.arrays)
         dtype = matrix.dtype
         has_matrix_unit = dtype is not torch.float32 and onednn_packs(dtype) and not pacpu_multiplies(dtype)
         self._most_rows = WRITE_OUT_ROWS if has_matrix_unit else None
@@ -205,15 +234,19 @@ class CodedExperts:
     """An FFN of experts in 4 bits by pacpu, in one call; see :meth:`CpuOps.make_experts`. A row's result has the same
     bits whatever rows come with it."""
 
-    def __init__(self, ops: CpuOps, weights: ExpertWeights) -> None:
+    def __init__(self, ops: CpuOps, weights: ExpertWeights, stored: tuple[Any, ...] | None = None) -> None:
+        """``stored``: panels of both stacks and their biases, where they are already; see
+        :meth:`CpuOps.store_experts`."""
         self._ops, self._router, experts, clamp = ops, Router(weights), weights.num_experts, weights.activation
         of_gate_up, of_down = weights.stacks
         assert isinstance(of_gate_up, QuantisedMatrix) and isinstance(of_down, QuantisedMatrix)
-        _, gate_up = pack_matrix(of_gate_up, experts)
-        _, down = pack_matrix(of_down, experts)
+        if stored is None:
+            panels = (panels_of(matrix, experts) for matrix in (of_gate_up, of_down))
+            stored = (*panels, weights.gate_up_bias, weights.down_bias)
+        gate_up_panels, down_panels, gate_up_bias, down_bias = stored
         self._packed = rows.PackedExperts(
-            (gate_up, weights.gate_up_bias),
-            (down, weights.down_bias),
+            (packed_codes(of_gate_up, gate_up_panels, experts), gate_up_bias),
+            (packed_codes(of_down, down_panels, experts), down_bias),
             None if clamp is None else (clamp.limit, clamp.alpha),
             num_experts=experts,
             hidden_size=of_gate_up.in_features,
@@ -230,20 +263,36 @@ class CodedExperts:
         return out
 
 
-def pack_matrix(
-    matrix: QuantisedMatrix, parts: int = 1
-) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], rows.PackedCodes]:
-    """Codes, scales and zeros as pacpu takes them, and the matrix of them, without :attr:`~QuantisedMatrix.runs`.
-    The outputs are of so many ``parts``; panels have those of one part only."""
+Panels = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Codes int32 ``[panels, blocks, columns, 16]``, scales and zeros ``[panels, groups, columns]``, as pacpu has them."""
+
+
+def panels_of(matrix: QuantisedMatrix, parts: int = 1) -> Panels:
+    """The matrix in panels, without :attr:`~QuantisedMatrix.runs`. The outputs are of so many ``parts``; panels have
+    those of one part only."""
     codes = matrix.codes.view(-1, BLOCK_WORDS, matrix.out_features)
-    arrays = (
+    return (
         _in_panels(codes, parts).transpose(2, 3).contiguous(),
         _in_panels(matrix.scales, parts).contiguous(),
         None if matrix.zeros is None else _in_panels(matrix.zeros, parts).contiguous(),
     )
-    out_features = matrix.out_features if parts == 1 else len(arrays[0]) * rows.CODE_COLUMNS
-    sizes = {"out_features": out_features, "in_features": matrix.in_features}
-    return arrays, rows.PackedCodes(*arrays, matrix.order, **sizes)
+
+
+def packed_codes(matrix: QuantisedMatrix, panels: Panels, parts: int = 1) -> rows.PackedCodes:
+    """pacpu's matrix of the panels of so many parts."""
+    out_features = matrix.out_features if parts == 1 else len(panels[0]) * rows.CODE_COLUMNS
+    return rows.PackedCodes(*panels, matrix.order, out_features=out_features, in_features=matrix.in_features)
+
+
+def copy_panels(panels: Panels, matrix: QuantisedMatrix) -> None:
+    """Fill a matrix, whose outputs fill whole panels, with what :func:`panels_of` made; on any device."""
+    codes, scales, zeros = panels
+    columns = -1, rows.CODE_COLUMNS
+    of_words = matrix.codes.unflatten(0, (-1, BLOCK_WORDS)).unflatten(-1, columns)  # [blocks, 16, panels, columns]
+    of_words.copy_(codes.permute(1, 3, 0, 2))
+    for target, source in ((matrix.scales, scales), (matrix.zeros, zeros)):
+        if target is not None and source is not None:
+            target.unflatten(-1, columns).copy_(source.transpose(0, 1))
 
 
 def _in_panels(x: torch.Tensor, parts: int) -> torch.Tensor:

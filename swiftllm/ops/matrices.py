@@ -306,9 +306,13 @@ class ExpertByExpert:
 
     def __call__(self, x: torch.Tensor, num_rows: torch.Tensor | None = None) -> torch.Tensor:
         ids, likelihoods = self._router(x, num_rows)
-        num_experts, (rows, slots) = len(self._linears), ids.shape
         if x.device.type != "cpu":
             return add_slots(self._of_all_rows(x, ids), likelihoods)
+        return self.compute(x, ids, likelihoods)
+
+    def compute(self, x: torch.Tensor, ids: torch.Tensor, likelihoods: torch.Tensor) -> torch.Tensor:
+        """The rows, in host memory, of experts that a router chose: see :func:`choose_experts`."""
+        num_experts, (rows, slots) = len(self._linears), ids.shape
         pairs = torch.argsort(ids.flatten(), stable=True)
         counts = torch.bincount(ids.flatten(), minlength=num_experts)[:num_experts].tolist()
         products = x.new_zeros(rows * slots, x.shape[1])

@@ -29,7 +29,7 @@ import torch
 from swiftllm.device import Device, Graph
 from swiftllm.kv.block_pool import LayerGroups
 from swiftllm.model.llama import LlamaModel
-from swiftllm.model.placement import Place, Placement
+from swiftllm.model.placement import Placement
 from swiftllm.runtime.model_input import GpuBatchTensors, Rows
 from swiftllm.sampling.sampler import most_likely
 
@@ -139,9 +139,9 @@ class LayerGraphs:
         all_agree: Callable[[bool], bool] | None = None,
     ) -> None:
         """Allocates the memory that graphs read and write. A GPU batch has at most ``max_rows`` decodes, a block table
-        at most ``max_blocks`` blocks. Stages that the CPU computes are not captured, nor are whole iterations unless
-        all weights are resident. ``all_agree``: whether all of several ranks say so. They must capture the same graphs,
-        since these hold their collectives."""
+        at most ``max_blocks`` blocks. Stages for which the CPU computes are not captured, nor are whole iterations
+        unless all weights are resident. ``all_agree``: whether all of several ranks say so. They must capture the same
+        graphs, since these hold their collectives."""
         self._placement = placement
         self._all_agree = all_agree or (lambda is_well: is_well)
         self._device = device
@@ -300,7 +300,7 @@ class LayerGraphs:
         """
         for layer in range(-1, self._last + 1):
             widths = self._block_buckets if layer >= 0 else ()
-            if self._placement.at(layer) is not Place.CPU:
+            if not self._placement.waits_for_cpu(layer):
                 self._model.weights.enter(layer)
                 widths = (0, *widths)
             for rows, blocks in itertools.product(self._row_buckets[::-1], widths):
@@ -314,7 +314,7 @@ class LayerGraphs:
             wholes = ()
         keys = list(itertools.starmap(GraphKey, itertools.chain(stages, attentions, wholes)))
         # What the CPU computes waits for it, which no capture can.
-        keys = [key for key in keys if key.blocks or self._placement.at(key.layer) is not Place.CPU]
+        keys = [key for key in keys if key.blocks or not self._placement.waits_for_cpu(key.layer)]
         error = None
         try:
             for key in keys:

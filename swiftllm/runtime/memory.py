@@ -15,7 +15,7 @@ from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Placement
 from swiftllm.model.quantisation import AWQ, MXFP4, QuantisationScheme
 from swiftllm.model.weight_memory import packed_bytes
-from swiftllm.model.weights import LlamaWeights, fused_matrices, linear_matrices
+from swiftllm.model.weights import EXPERT_MATRICES, LinearTensors, LlamaWeights, fused_matrices, linear_matrices
 from swiftllm.ops.matrices import MXFP4_GROUP
 
 # -- bytes of weights --------------------------------------------------------------------------------------------------
@@ -41,10 +41,25 @@ def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
 
 def stage_bytes(model: ModelConfig, dtype: torch.dtype) -> list[int]:
     """Bytes of what may be elsewhere than on the device, for each stage from -1 on; see :func:`weight_bytes`."""
+    return [packed_bytes(linears) for linears in _linears(model, dtype)]
+
+
+def expert_bytes(model: ModelConfig, dtype: torch.dtype) -> list[int]:
+    """Of :func:`stage_bytes` those of the experts."""
+    if model.experts is None:
+        return [0] * (model.num_layers + 1)
+    return [
+        packed_bytes(tuple(linears[name] for name in EXPERT_MATRICES if name in linears))
+        for linears in _linears(model, dtype)
+    ]
+
+
+def _linears(model: ModelConfig, dtype: torch.dtype) -> list[dict[str, LinearTensors]]:
+    """The matrices of each stage from -1 on, without memory."""
     weights = LlamaWeights.empty(model, "meta", dtype)
     if model.quantisation is not None:
         weights.empty_quantised(model, "meta", torch.float16)
-    return [packed_bytes(weights.take_linears(stage)) for stage in range(-1, model.num_layers)]
+    return [weights.take_linears(stage) for stage in range(-1, model.num_layers)]
 
 
 def embedding_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
@@ -232,7 +247,7 @@ def check_weights(
     placed = None if placement is None or placement.is_all_resident else placement
     if placed is not None:
         sizes = stage_bytes(model, dtype)
-        needed += int(placed.gpu_bytes(sizes)) - sum(sizes)
+        needed += int(placed.gpu_bytes(sizes, expert_bytes(model, dtype))) - sum(sizes)
     if placement is not None and placement.embedding_on_host:
         needed -= embedding_bytes(model, dtype)
     each = model.state_bytes(dtype.itemsize)

@@ -341,7 +341,7 @@ class FakeCuda(TorchDispatchMode):
             self._pinned[host.untyped_storage().data_ptr()] = host
             return host
         if name.startswith("is_pinned"):
-            return args[0].untyped_storage().data_ptr() in self._pinned
+            return self._is_page_locked(args[0])
         if name.startswith(MOVES) and not isinstance(args[0], DeviceTensor):
             to_device = target is not None and torch.device(target).type == DEVICE.type
             return self._upload(args[0], kwargs) if to_device else func(*args, **kwargs)
@@ -360,6 +360,9 @@ class FakeCuda(TorchDispatchMode):
         view = self._view(func, args, kwargs)
         return self._compute(func, args, kwargs) if view is None else view
 
+    def _is_page_locked(self, host: torch.Tensor) -> bool:
+        return host.untyped_storage().data_ptr() in self._pinned.keys() | self.runtime.mapped
+
     @staticmethod
     def _changes_dtype(args: Any, kwargs: dict[str, Any]) -> bool:
         wanted = [x for x in (*args[1:], kwargs.get("dtype")) if isinstance(x, torch.dtype)]
@@ -377,7 +380,7 @@ class FakeCuda(TorchDispatchMode):
             self._enqueue(lambda: into.copy_(out_of))
             self.synchronisations += 1
             self._drain(self.current)
-        elif host.untyped_storage().data_ptr() not in self._pinned:
+        elif not self._is_page_locked(host):
             raise Hazard("an asynchronous copy from or to memory that is not pinned")
         elif not (target.is_contiguous() and source.is_contiguous()):
             raise Hazard("a copy between the memories of rows that lie apart takes a buffer in between")
