@@ -51,7 +51,8 @@ class FakeCards:
 
 
 def properties(card: int) -> SimpleNamespace:
-    return SimpleNamespace(pci_domain_id=0, pci_bus_id=card, pci_device_id=0, major=8, minor=6)
+    address = {"pci_domain_id": 0, "pci_bus_id": card, "pci_device_id": 0}
+    return SimpleNamespace(**address, major=8, minor=6, total_memory=1 << 30, multi_processor_count=40)
 
 
 class FakeNccl:
