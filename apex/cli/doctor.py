@@ -31,8 +31,8 @@ from swiftllm.files import cache_dir
 from swiftllm.machine import GIB, available_host_bytes, cpu_flags, cpu_model, host_memory_bytes, usable_cores
 
 if TYPE_CHECKING:
-    from swiftllm.model.quantisation import QuantisationScheme
     from swiftllm.device import NvidiaDriver
+    from swiftllm.model.quantisation import QuantisationScheme
 
 # -- attention hosts ---------------------------------------------------------------------------------------------------
 # What `apex doctor` says of attention hosts: the way to each, and what it could add.
