@@ -86,10 +86,11 @@ class FakeNccl:
         """Of a collective: in order on its stream."""
 
     def abort(self) -> None:
-        self._cuda.cards.touch()
         if left := sum(self in graph.communicators for graph in self._cuda.graphs):
             raise Hazard(f"NCCL waits for ever: {left} graphs with its collectives are alive")
         self.is_given_up = True
+        self._cuda.raise_failure()
+        self._cuda.cards.touch()
 
 
 class FakeRuntime:
