@@ -40,8 +40,12 @@ class Timer:
 
     device: torch.device
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type != "cpu"
+
     def synchronize(self) -> None:
-        if self.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, work: Callable[[], None], calls: int = 1) -> float:
@@ -75,7 +79,7 @@ def memory_bandwidth(timer: Timer, num_bytes: int) -> dict[str, float]:
         "copy": 2 * num_bytes / timer.median(lambda: target.copy_(source), calls=4),
         "read": num_bytes / timer.median(lambda: words.max(), calls=4),
     }
-    if device.type == "cuda":
+    if timer.on_gpu:
         pinned = torch.empty(num_bytes // 4, dtype=torch.uint8, pin_memory=True)
         part = source[: len(pinned)]
         figures["to_device"] = len(pinned) / timer.median(lambda: part.copy_(pinned, non_blocking=True))
@@ -139,7 +143,7 @@ def product(timer: Timer, dtype: torch.dtype, size: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def busy_device(timer: Timer, dtype: torch.dtype, size: int) -> Iterator[None]:
     """Products on the device, and copies across the bus both ways, for as long as this lasts."""
-    stop, on_gpu = threading.Event(), timer.device.type == "cuda"
+    stop, on_gpu = threading.Event(), timer.on_gpu
     left = torch.randn(size, size, device=timer.device).to(dtype)
     there = torch.empty(size * size, dtype=dtype, pin_memory=on_gpu)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib
 import json
@@ -31,6 +32,7 @@ from swiftllm.machine import GIB, available_host_bytes, cpu_flags, cpu_model, ho
 
 if TYPE_CHECKING:
     from swiftllm.device import NvidiaDriver
+    from swiftllm.model.quantisation import QuantisationScheme
 
 # -- attention hosts ---------------------------------------------------------------------------------------------------
 # What `apex doctor` says of attention hosts: the way to each, and what it could add.
@@ -289,18 +291,20 @@ def gpus(driver: NvidiaDriver | None = None) -> Iterator[Finding]:
 
 
 def coded_products(gpu: str, has_tensor_cores: bool) -> Finding | None:
-    """What multiplies 4-bit weights; None where it is the own kernels. ``has_tensor_cores``: in Triton."""
+    """What multiplies 4-bit weights; None where no model here has any. ``has_tensor_cores``: in Triton."""
     from swiftllm.ops.library import PACKAGE, how_to_install, installed_version
 
     if version := installed_version():
         dtypes = "16 bits" if has_tensor_cores else "float16"
         found = f"multiplied on {gpu} in {dtypes} by {PACKAGE} {version}, where it measures faster at the start"
         return Finding("4-bit weights", found)
-    if has_tensor_cores:
+    if not has_tensor_cores:
+        slow = f"{gpu} writes them out before each multiplication: slow. {how_to_install()}"
+        return Finding("4-bit weights", slow, "note")
+    if not has_coded_models():
         return None
-    return Finding(
-        "4-bit weights", f"{gpu} writes them out before each multiplication: slow. {how_to_install()}", "note"
-    )
+    own = f"multiplied on {gpu} by the own kernels. {how_to_install()}, and is used where it measures faster"
+    return Finding("4-bit weights", own, "note")
 
 
 def experts_without_tensor_cores(gpu: str) -> str:
@@ -333,9 +337,13 @@ def cached(pattern: str) -> list[Path]:
     return [cache_dir() / name for name in glob.glob(pattern, root_dir=cache_dir())]
 
 
+def model_folders() -> list[Path]:
+    """Of the models in the cache."""
+    return sorted(path.parent for path in cached("models/*/config.json"))
+
+
 def files() -> Iterator[Finding]:
-    models = sorted(path.parent for path in cached("models/*/config.json"))
-    if models:
+    if models := model_folders():
         yield from (Finding("model", f"{model}{quantisation(model)}") for model in models)
     else:
         remedy = f"{SETUP}, or name" if IS_SOURCE_TREE else "name"
@@ -350,13 +358,31 @@ def quantisation(model: Path) -> str:
     """What to add to the line of a model folder with quantised weights."""
     if try_import("torch")[0] is None:
         return ""
-    from swiftllm.model.config import ModelConfig
-
     try:
-        scheme = ModelConfig.from_folder(model).quantisation
+        scheme = scheme_of(model)
     except (OSError, ValueError) as error:
         return f" (not supported: {error})"
     return "" if scheme is None else f" ({scheme.describe()})"
+
+
+def scheme_of(model: Path) -> QuantisationScheme | None:
+    """How the weights of a model folder are quantised.
+
+    Raises:
+        OSError, ValueError: the folder is incomplete, or of an unsupported kind.
+    """
+    from swiftllm.model.config import ModelConfig
+
+    return ModelConfig.from_folder(model).quantisation
+
+
+def has_coded_models() -> bool:
+    """Whether the weights of any model in the cache are quantised."""
+    for model in model_folders():
+        with contextlib.suppress(OSError, ValueError):
+            if scheme_of(model) is not None:
+                return True
+    return False
 
 
 # -- probes -----------------------------------------------------------------------------------------------------------

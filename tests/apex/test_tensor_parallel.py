@@ -287,6 +287,22 @@ def test_a_rank_that_fails_says_why_and_goes_on(llama: Group) -> None:
     assert llama.peers()[0].process.pid == before
 
 
+def test_a_rank_whose_gpu_has_failed_says_why_and_is_replaced(llama: Group, monkeypatch) -> None:
+    """Its process lives, and answers with the same error whatever it is told: only a new one has a GPU that works."""
+    monkeypatch.setattr("swiftllm.parallel.team.RESET_S", 0.3)
+    engine = llama.engine("apex-overlap")
+    requests = llama.add(engine)
+    lost = llama.peers()[0].process
+    engine.step()
+    tell_ranks(llama.backend, "lose_gpu")
+    error = run_on(engine)
+    assert isinstance(error, RankFailed)
+    assert str(error) == "rank 1 failed: RuntimeError: CUDA error: an illegal memory access was encountered"
+    run(engine)
+    llama.check(requests)
+    assert lost.poll() is not None and llama.peers()[0].process is not lost
+
+
 @pytest.mark.skipif(not SLOW, reason="set APEX_SLOW_TESTS=1")
 def test_a_rank_that_freezes_is_replaced(llama: Group, monkeypatch) -> None:
     monkeypatch.setattr("swiftllm.parallel.communication.TIMEOUT", timedelta(seconds=2))

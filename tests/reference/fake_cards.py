@@ -51,7 +51,8 @@ class FakeCards:
 
 
 def properties(card: int) -> SimpleNamespace:
-    return SimpleNamespace(pci_domain_id=0, pci_bus_id=card, pci_device_id=0, major=8, minor=6)
+    address = {"pci_domain_id": 0, "pci_bus_id": card, "pci_device_id": 0}
+    return SimpleNamespace(**address, major=8, minor=6, total_memory=1 << 30, multi_processor_count=40)
 
 
 class FakeNccl:
@@ -85,10 +86,11 @@ class FakeNccl:
         """Of a collective: in order on its stream."""
 
     def abort(self) -> None:
-        self._cuda.cards.touch()
         if left := sum(self in graph.communicators for graph in self._cuda.graphs):
             raise Hazard(f"NCCL waits for ever: {left} graphs with its collectives are alive")
         self.is_given_up = True
+        self._cuda.raise_failure()
+        self._cuda.cards.touch()
 
 
 class FakeRuntime:

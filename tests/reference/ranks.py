@@ -37,6 +37,14 @@ class TestedRank(Rank):
     def fail_after(self, good_stages: int) -> None:
         self._good_stages = good_stages
 
+    def lose_gpu(self) -> None:
+        """From now on each call of the rank's GPU raises, as CUDA has it for a process in which a kernel has failed."""
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        self.backend.run_stage = self.backend.recover = self.backend.capture_graphs = fail
+
     def run_stage(self, layer: int, numbers: Sequence[int]) -> None:
         if self._good_stages == 0:
             self._good_stages = -1

@@ -23,11 +23,13 @@ from evaluation.gpu import check as gpu_check
 from evaluation.gpu import report as gpu_report
 from evaluation.gpu.check import CASES
 from swiftllm.config import EngineConfig
+from swiftllm.device import FIRST_PAUSE_S
 from swiftllm.machine import InsufficientMemory
 from swiftllm.runtime import execution_context, torch_backend
 from swiftllm.runtime.torch_backend import TorchBackend, open_torch_backend
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu
+from tests.reference.fake_streams import DEVICE
 
 REPO = Path(__file__).resolve().parents[2]
 ABSENT = (
@@ -102,6 +104,32 @@ def test_gpu_batches_of_every_kind_are_timed_and_profiled() -> None:
     assert [table["gpu_batch"] for table in figures["gpu_batch_profiles"]] == names and len(names) == 6
     assert all(table["kernels"] and table["idle_us"] is None for table in figures["gpu_batch_profiles"])
     assert figures["needs_gpu"] == ["captures"] and not figures["failed"]
+
+
+def test_what_tells_the_machine_is_measured_on_a_gpu_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the parts that a rehearsal without a GPU leaves out, and what the report says of them."""
+    monkeypatch.setattr(gpu_parts, "open_device", lambda name: torch_backend.open_device(name))
+    monkeypatch.setattr(gpu_parts, "GIB", 1 << 20)
+    with fake_gpu(0):
+        spinning = SimpleNamespace(synchronize=torch.cuda.synchronize)  # which the engine itself must not
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: spinning)
+        torch.cuda.set_device(1)
+        timer = gpu_parts.Timer(DEVICE)
+        copied = gpu_parts.both_ways(timer, 1 << 20)
+        assert copied["bytes"] == 1 << 20 and copied["each_gb_s"] > 0
+        rates = gpu_parts.memory_bandwidth(timer, 1 << 20)
+        assert rates.keys() == {"copy", "read", "to_device", "to_host"} and min(rates.values()) > 0
+        pinned = gpu_parts.pinned_allocation([4096, 1 << 20])
+        assert [row["MB"] for row in pinned] == [4096 / 1e6, 2**20 / 1e6]
+        assert all(row["ms_per_MB"] == pytest.approx(row["ms"] / row["MB"]) for row in pinned)
+        polling = gpu_parts.polling(timer)
+        assert polling.keys() == {"query_us", "sleep_us"} and polling["sleep_us"] >= 1e6 * FIRST_PAUSE_S
+        assert gpu_parts.measure_wake_up(timer).keys() == {"us"}
+        about = gpu_parts.versions(torch.device("cuda", 1))
+        assert (about["capability"], about["multiprocessors"]) == ("8.6", 40)
+        lines = gpu_report.machine_lines({"both_ways": copied, "pinned_allocation": pinned, "polling": polling})
+        for line, begin in zip(lines, ("Copies both ways", "Allocating pinned", "A look at an event"), strict=True):
+            assert line.startswith(begin)
 
 
 def test_gpu_batches_run_and_captures_add_up_on_a_gpu_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:

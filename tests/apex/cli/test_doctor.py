@@ -185,7 +185,9 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, count: int, name: str, major: 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (20 << 30, 24 << 30))
 
 
-def test_a_t4_is_told_what_multiplies_4_bit_weights_and_experts(monkeypatch):
+def test_a_gpu_is_told_what_multiplies_4_bit_weights_and_experts(monkeypatch, tmp_path):
+    monkeypatch.setenv("APEX_CACHE_DIR", str(tmp_path))
+    source = make_tiny_llama(tmp_path / "models" / "plain")
     grouped = pytest.importorskip("swiftllm.ops.triton.matrices", reason="Triton is not installed")
     pretend_gpus(monkeypatch, 1, "Tesla T4", 7, 5)
     monkeypatch.setattr("swiftllm.ops.library.installed_version", lambda: None)
@@ -203,6 +205,12 @@ def test_a_t4_is_told_what_multiplies_4_bit_weights_and_experts(monkeypatch):
     assert "experts" not in findings and "on A10 in 16 bits by humming-kernels" in findings["4-bit weights"].found
     monkeypatch.setattr("swiftllm.ops.library.installed_version", lambda: None)
     assert not {"4-bit weights", "experts"} & set(found(list(doctor.gpus())))
+    (tmp_path / "models" / "broken").mkdir()
+    (tmp_path / "models" / "broken" / "config.json").write_text("{}")
+    write_folder(source, tmp_path / "models" / "packed", "awq", 32)
+    finding = found(list(doctor.gpus()))["4-bit weights"]
+    assert finding.status == "note" and "on A10 by the own kernels" in finding.found
+    assert "`pip install 'humming-kernels[cu" in finding.found
 
 
 @pytest.mark.parametrize(("has_nccl", "status", "words"), [(True, "ok", "up to 2"), (False, "note", "lacks NCCL")])

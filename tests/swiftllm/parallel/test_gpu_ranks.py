@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
@@ -21,7 +22,7 @@ from swiftllm.runtime.cpu_tier import TaskRunner, Worker
 from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_cards import FakeNccl
-from tests.reference.fake_device import FakeCuda
+from tests.reference.fake_device import FAULT, FakeCuda
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import DEVICE
 
@@ -60,6 +61,27 @@ def test_a_server_of_ranks_with_graphs_recovers_and_shuts_down(model_dir: Path) 
         assert decoded(driver, "b") == expected and cuda.replays > replays
         backend.close()
         assert cuda.lost_graphs == cuda.captures == captures
+
+
+@pytest.mark.parametrize("tries", [0, 2])
+@pytest.mark.parametrize("good_kernels", [0, 7, 30])
+def test_a_driver_whose_gpu_has_failed_says_so_and_ends(
+    model_dir: Path, good_kernels: int, tries: int, monkeypatch
+) -> None:
+    """Nothing that it could still call succeeds, its communicator's end included. The other ranks' processes end."""
+    ended: list[bool] = []
+    monkeypatch.setattr("swiftllm.parallel.team.Team.end", lambda team, at_once=False: ended.append(True))
+    with fake_gpu(0) as cuda:
+        backend = open_sharded_backend(config_of(model_dir))
+        cuda.fail_after(good_kernels)
+        with pytest.raises(torch.AcceleratorError, match=FAULT):
+            decoded(BackendDriver(backend), "a")
+            torch.cuda.synchronize()
+        for _ in range(tries):
+            with pytest.raises(torch.AcceleratorError, match=FAULT):
+                backend.recover()
+        backend.close()
+    assert ended == [True]
 
 
 def test_a_start_that_fails_after_graphs_were_captured_ends(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
