@@ -174,6 +174,7 @@ def warm_up(workload: Workload) -> Workload:
             arrival_s=0.0,
             prompt_token_ids=request.prompt_token_ids[:32],
             output_len=min(request.output_len, WARM_UP_TOKENS),
+            after=None,
         )
         for request in workload.requests[:WARM_UP_REQUESTS]
     )
@@ -338,7 +339,7 @@ def wide_warm_up(workload: Workload) -> Workload:
     of 16 requests. The batch takes all of them. Its requests fit one block of 16 tokens each, so small pools hold it.
     """
     longest = max(workload.requests, key=lambda request: len(request.prompt_token_ids))
-    requests = [replace(longest, request_id="warm-up-longest", arrival_s=0.0, output_len=1)]
+    requests = [replace(longest, request_id="warm-up-longest", arrival_s=0.0, output_len=1, after=None)]
     for index, request in zip(range(WIDE_REQUESTS), itertools.cycle(workload.requests), strict=False):
         prompt, output_len = request.prompt_token_ids[:WIDE_PROMPT_TOKENS], 1 + index % WIDE_OUTPUT_TOKENS
         requests.append(ReplayRequest(f"warm-up-{index}", 0.0, prompt, output_len, request.service_class))
@@ -429,16 +430,19 @@ def run_on_launched(point: Point, task: HttpTask, command: ServerCommand, label:
 
 
 def with_fresh_prompts(workload: Workload, vocab_size: int) -> Workload:
-    """The workload with the first tokens of each prompt drawn anew, without a seed.
+    """The workload with the first tokens of its prompts drawn anew, without a seed; those that begin alike still do.
 
     A server may cache the KV of earlier prompts (vLLM does by default), and the points of a figure share prompts.
     A prompt that begins differently has no cached prefix, so every point starts with a cold cache.
     """
     rng = np.random.default_rng()
+    heads: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def fresh(prompt: tuple[int, ...]) -> tuple[int, ...]:
-        count = min(FRESH_TOKENS, len(prompt))
-        return (*rng.integers(0, vocab_size, count).tolist(), *prompt[count:])
+        head = prompt[:FRESH_TOKENS]
+        if head not in heads:
+            heads[head] = tuple(rng.integers(0, vocab_size, len(head)).tolist())
+        return (*heads[head], *prompt[len(head) :])
 
     requests = (replace(request, prompt_token_ids=fresh(request.prompt_token_ids)) for request in workload.requests)
     return replace(workload, requests=tuple(requests))

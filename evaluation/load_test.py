@@ -28,7 +28,7 @@ from apex.cli.options import parse_options
 from apex.cli.output import stdout_console
 from apex.cli.traffic import SERVICE_COLUMNS
 from apex.replay.metrics import DEFAULT_TARGETS, Targets
-from apex.workloads.catalogue import Trace, UniformTrace, load_trace
+from apex.workloads.catalogue import SessionTrace, Trace, UniformTrace, load_trace
 from apex.workloads.requests import WorkloadSpec, make_lengths, merge_lengths
 from evaluation.drivers import HttpTask, run_http_point
 from evaluation.measure.processes import stop_on_sigterm
@@ -98,7 +98,7 @@ def make_specs(options: Options, trace: Trace) -> dict[str, WorkloadSpec]:
         f"{number} under way": WorkloadSpec(**fixed, arrivals="closed-loop", concurrency=number)
         for number in options.concurrency
     }
-    if options.trace_arrivals:
+    if options.trace_arrivals or (not specs and isinstance(trace, SessionTrace)):
         specs["trace"] = WorkloadSpec(**fixed, arrivals="trace")
     return specs or {"at-once": WorkloadSpec(**fixed)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -146,8 +147,7 @@ class Bench(SystemsCommand):
     def _measure(self, engine: Engine, strategy: StrategyConfig, load: str) -> BenchRun:
         with input_errors():
             lengths = self.loads[load]
-            prompts = self._prompts(engine, [input_len for input_len, _ in self.sizes(lengths)])
-            requests = self.requests(lengths, prompts)
+            requests = self.requests(lengths, self.prompts(lengths, partial(self._prompts, engine)))
             prompt = requests[0].prompt_token_ids[:WARM_UP_INPUT_LEN]
             warm_up = [ReplayRequest(f"warm-up-{i}", 0.0, prompt, WARM_UP_OUTPUT_LEN) for i in range(WARM_UP_REQUESTS)]
             # A request of a workload that is too long is a result, one of a given size is a mistake.

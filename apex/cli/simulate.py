@@ -20,8 +20,7 @@ from apex.replay.records import REFUSED, Replay, ReplayRequest, RequestRecord
 from apex.simulator.backend import VLLM, VLLM_DEFAULTS, SimulatedBackend, vllm_runtime
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
-from swiftllm.config import CpuKVDtype, EngineConfig
-from swiftllm.core.request import Tier
+from swiftllm.config import CacheTiers, CpuKVDtype, EngineConfig
 from swiftllm.kv.block_pool import LayerGroups
 from swiftllm.machine import GIB
 from swiftllm.systems import find_system
@@ -46,6 +45,7 @@ class Simulate(SystemsCommand):
       apex simulate --gpu t4 --host g4dn-4xlarge --model llama-2-7b --input-len 200
       apex simulate --system vllm apex --request-rate 2 --trace-timeline pictures
       apex simulate --gpu t4 --host-memory-gib 32 --model qwen2.5-7b --workload sharegpt --request-rate 0.5 1 2
+      apex simulate --gpu t4 --system vllm swiftllm adaptive --workload agents --prefix-cache-tiers both
       apex simulate --system sarathi omniserve --request-rate 1 --best-effort-requests 500 --duration-s 600
       apex simulate --gpu t4 --host g4dn-4xlarge --model llama-2-13b --weights-gpu-memory auto
       apex simulate --gpu a100 --tensor-parallel 4 --link pcie-4 --model llama-2-70b --dtype bfloat16
@@ -102,6 +102,8 @@ class Simulate(SystemsCommand):
     """KV blocks of the CPU tier; by default half of the hosts' memory."""
     block_size: int = 16
     """Tokens per KV-cache block, in both tiers."""
+    prefix_cache_tiers: CacheTiers = "auto"
+    """Tiers where prefixes are cached: see `apex serve`. Without conversations auto is vllm's GPU tier alone."""
     max_num_batched_tokens: int = 2048
     """Tokens in the GPU batch of one iteration at most; longer prompts prefill in chunks."""
     max_num_seqs: int = 1024
@@ -148,12 +150,11 @@ class Simulate(SystemsCommand):
         tokens = [loads[load].total_output_tokens for load, _ in runs]
         remaining = Remaining("simulating", tokens)
         for load, lengths in loads.items():
-            # Prompts share no prefix: vLLM's cache would find it.
-            requests = self.requests(lengths, [(i % VOCABULARY,) * n for i, (n, _) in enumerate(self.sizes(lengths))])
+            requests = self.requests(lengths, self.prompts(lengths, one_token_each))
             for system in self.system:
                 with input_errors(of_engine=False):
                     run = load, system
-                    engine = self._engine(system, machine, blocks[run], strategy, placed[run])
+                    engine = self._engine(system, machine, blocks[run], strategy, placed[run], lengths.are_shared)
                     if self.traffic.workload is None:
                         check_requests(engine, [requests[0], requests[-1]])  # those of a class are of one size
                 measured, replay = self._measure(engine, requests, machine, strategy, load)
@@ -250,6 +251,7 @@ class Simulate(SystemsCommand):
             "max_num_seqs": self.max_num_seqs,
             "num_gpu_blocks": self.num_gpu_blocks,
             "num_cpu_blocks": self.num_cpu_blocks,
+            "prefix_cache_tiers": None if self.prefix_cache_tiers == "auto" else self.prefix_cache_tiers,
             "block_size": None if self.block_size == EngineConfig.block_size else self.block_size,
             "tensor_parallel": None if self.tensor_parallel == 1 else self.tensor_parallel,
             "cpu_kernel": None if self.cpu_kernel == Simulate.cpu_kernel else self.cpu_kernel,
@@ -296,7 +298,7 @@ class Simulate(SystemsCommand):
         at_once = UniformLoad(most, lengths.mean_input_tokens, lengths.mean_output_tokens)
         placer, offloads = WeightPlacer(machine, self.block_size), find_system(system).needs_predictions
         given = "auto" if memory is None else memory
-        if not (span_s := max(row.start_s for row in lengths.rows)):
+        if not (span_s := lengths.span_s):
             return placer.place(given, at_once, offloads=offloads)
         return placer.place_for_rate(given, at_once, lengths.total_output_tokens / span_s, offloads=offloads)
 
@@ -317,9 +319,13 @@ class Simulate(SystemsCommand):
         blocks: tuple[int, int],
         strategy: StrategyConfig,
         placed: PlacedMachine | None,
+        shares_prompts: bool,
     ) -> Engine:
         off_gpu = {} if placed is None else placed.engine_options
-        as_vllm = {"runtime": vllm_runtime(self.max_num_seqs), "cached_tiers": (Tier.GPU,)} if system == VLLM else {}
+        as_vllm = {"runtime": vllm_runtime(self.max_num_seqs)} if system == VLLM else {}
+        # Where prompts share nothing, a cache would only copy: vLLM has one all the same, others if asked for.
+        has_cache = shares_prompts or system == VLLM or self.prefix_cache_tiers != "auto"
+        caching = EngineConfig(self.model, enable_prefix_caching=has_cache, prefix_cache_tiers=self.prefix_cache_tiers)
         return build_simulated(
             system,
             machine.table if placed is None else placed.table,
@@ -334,6 +340,7 @@ class Simulate(SystemsCommand):
             strategy=strategy,
             remote_hosts=machine.remote_hosts,
             vocab_size=VOCABULARY,
+            cached_tiers=find_system(system).caching_tiers(caching),
             **as_vllm,
             **off_gpu,
         )
@@ -389,6 +396,11 @@ class Simulate(SystemsCommand):
     @property
     def seed_of_requests(self) -> int:
         return self.seed
+
+
+def one_token_each(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Texts of these lengths of which no two begin alike. The first is of the simulated outputs' token."""
+    return [(i % VOCABULARY,) * size for i, size in enumerate(sizes)]
 
 
 def requests_under_way(records: Sequence[RequestRecord]) -> float | None:

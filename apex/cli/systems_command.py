@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,13 +131,27 @@ class SystemsCommand(ConfigFile):
         best_effort = [self.best_effort_sizes] * self.best_effort.best_effort_requests
         return [(row.input_tokens, row.output_tokens) for row in lengths.rows] + best_effort
 
+    def prompts(
+        self, lengths: Lengths, texts: Callable[[Sequence[int]], Sequence[tuple[int, ...]]]
+    ) -> list[tuple[int, ...]]:
+        """The prompts of all requests of a load, from texts that begin differently, of these lengths."""
+        from apex.workloads.files import TraceRow
+        from apex.workloads.requests import prompts_of
+
+        best_effort = [TraceRow(*self.best_effort_sizes)] * self.best_effort.best_effort_requests
+        return prompts_of([*lengths.rows, *best_effort], texts)
+
     def requests(self, lengths: Lengths, prompts: Sequence[tuple[int, ...]]) -> list[ReplayRequest]:
         """The requests of a load with these prompts. Best-effort ones are there from the start."""
         own, rest = prompts[: self.num_requests], prompts[self.num_requests :]
         output_len, best_effort = self.best_effort_sizes[1], ServiceClass.BEST_EFFORT
-        rows = enumerate(zip(lengths.rows, own, strict=True))
         return [
-            *(ReplayRequest(str(i), row.arrival_s or 0.0, prompt, row.output_tokens) for i, (row, prompt) in rows),
+            *(
+                ReplayRequest(
+                    str(i), row.start_s, prompt, row.output_tokens, after=None if row.after is None else str(row.after)
+                )
+                for i, (row, prompt) in enumerate(zip(lengths.rows, own, strict=True))
+            ),
             *(ReplayRequest(f"best-effort-{i}", 0.0, p, output_len, best_effort) for i, p in enumerate(rest)),
         ]
 

@@ -32,7 +32,7 @@ SERVICE_COLUMNS = (
 )  # fmt: skip
 GOODPUT_COLUMN = SERVICE_COLUMNS[4]
 PLOT_FILES = "service"
-AT_ONCE, RATE_WORDS = "all at once", " a second"
+AT_ONCE, CONVERSATIONS, RATE_WORDS = "all at once", "turns after answers", " a second"
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class TrafficFlags:
 
     workload: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE")] = None
     """Draw lengths from this workload in place of --input-len and --output-len: a name, such as sharegpt, azure-conv,
-    livebench or dolphin-r1, or a file of your own: CSV or JSON lines with arrival_s (seconds, or none), input_tokens
-    and output_tokens; Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens); Mooncake's JSON lines (timestamp in ms,
-    input_length, output_length); vLLM's custom JSON lines (prompt, output_tokens); ShareGPT's JSON; or the JSON that
-    vllm bench serve saves with --save-detailed."""
+    livebench or dolphin-r1, or agents and multi-turn, whose turns follow answers; or a file of your own: CSV or JSON
+    lines with arrival_s (seconds, or none), input_tokens and output_tokens; Azure's CSV (TIMESTAMP, ContextTokens,
+    GeneratedTokens); Mooncake's JSON lines (timestamp in ms, input_length, output_length, hash_ids); vLLM's custom JSON
+    lines (prompt, output_tokens); ShareGPT's JSON; or the JSON that vllm bench serve saves with --save-detailed."""
     trace_dir: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder with trace files of named workloads, searched before the cache."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE|FOLDER")] = None
@@ -107,7 +107,7 @@ class TrafficFlags:
         Raises:
             ValueError: there is no such workload, its file is damaged, or it has no arrivals of its own.
         """
-        from apex.workloads.catalogue import UniformTrace, load_trace  # other commands need none of it
+        from apex.workloads.catalogue import SessionTrace, UniformTrace, load_trace  # other commands need none of it
         from apex.workloads.requests import WorkloadSpec, make_lengths
 
         trace: Trace = UniformTrace(input_len, output_len, spread=0.0)
@@ -121,6 +121,8 @@ class TrafficFlags:
         }
         if self.trace_arrivals:
             specs["its own arrivals"] = WorkloadSpec(**fixed, arrivals="trace")
+        if not specs and isinstance(trace, SessionTrace):
+            specs[CONVERSATIONS] = WorkloadSpec(**fixed, arrivals="trace")
         specs = specs or {AT_ONCE: WorkloadSpec(**fixed)}
         return {load: make_lengths(spec, trace) for load, spec in specs.items()}
 

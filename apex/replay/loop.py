@@ -69,6 +69,8 @@ def replay_requests(
         """What follows a request waits from now on."""
         if (request := following.pop(request_id, None)) is not None:
             arrival_s = engine.now() - start_s + request.arrival_s
+            if request_id in live:
+                request = next_turn(request, live[request_id])
             insort_left(waiting, replace(request, arrival_s=arrival_s), key=lambda one: -one.arrival_s)
 
     with stall_guard(engine, stall_timeout_s) as still_alive:
@@ -121,6 +123,12 @@ def check_requests(engine: Engine, requests: Sequence[ReplayRequest]) -> None:
     """Check that the engine would serve all ``requests``. Runs none of them."""
     for request in requests:
         engine.make_request(request.request_id, request.prompt_token_ids, sampling_params(request))
+
+
+def next_turn(request: ReplayRequest, before: Request) -> ReplayRequest:
+    """A request whose prompt goes on from the one before, with the tokens that this one was answered with."""
+    prompt, said = request.prompt_token_ids, (*before.prompt_token_ids, *before.output_token_ids)
+    return replace(request, prompt_token_ids=(*said, *prompt[len(said) :])[: len(prompt)])
 
 
 def sampling_params(request: ReplayRequest) -> SamplingParams:

@@ -18,7 +18,8 @@ REFUSED = "refused: "
 class ReplayRequest:
     """A request to replay. ``arrival_s`` is seconds from the start; exactly ``output_len`` tokens are generated.
 
-    ``after``: id of the request that must have ended before; ``arrival_s`` is then seconds from its end.
+    ``after``: id of the request that must have ended before; ``arrival_s`` is then seconds from its end. The prompt
+    begins with that of the other one and with ``output_len`` tokens that stand for its answer.
     """
 
     request_id: str

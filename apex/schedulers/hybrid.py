@@ -4,7 +4,7 @@ form.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -371,8 +371,6 @@ def _tokens_between_edges(lengths: np.ndarray) -> np.ndarray:
 
 # -- predicting schedulers ---------------------------------------------------------------------------------------------
 
-MOST_COPIES = 4096  # cached blocks that a plan copies to the CPU tier at most, however fast PCIe is
-
 
 class Predicting(Scheduler):
     """A scheduler whose decisions rest on times that a performance model predicts, corrected by those of iterations."""
@@ -392,10 +390,8 @@ class Predicting(Scheduler):
             self.manage_copies(self._kv)
 
     def manage_copies(self, kv: KVCacheManager) -> None:
-        """Copies of cached prefixes hide beside the shortest iteration, or take less time than computing them again."""
+        """Copies of cached prefixes take no more time than computing them again."""
         self._kv, table, layers = kv, self.model.table, self.model.num_layers
-        hidden_s = layers * table.linear(1)
-        kv.most_copies = bisect_right(range(1, MOST_COPIES + 1), hidden_s, key=table.swap)
 
         def copying_pays(source: Tier, num_blocks: int) -> bool:
             return table.swap(num_blocks) <= layers * table.linear(num_blocks * kv.block_size)

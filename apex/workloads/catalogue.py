@@ -192,8 +192,9 @@ class SessionTrace:
     """Conversations of ``turns`` turns: a request begins with what was said before, behind one system prompt.
 
     Each turn comes ``think_s`` seconds, on average, after the answer before it.
-    The first turns come within the first ``think_s`` seconds. ``inputs`` are of a message, in tokens. The history of a
-    turn has the simulated outputs of earlier turns, which are all one token (``PLACEHOLDER_TOKEN``): a cache finds the
+    The first turns come within the first ``think_s`` seconds. ``inputs`` are of a message, in tokens; the first message
+    of each conversation is longer by ``opening_tokens``, such as the files that an agent reads. The history of a turn
+    has the simulated outputs of earlier turns, which are all one token (``PLACEHOLDER_TOKEN``): a cache finds the
     blocks that decodes filled.
     """
 
@@ -205,6 +206,7 @@ class SessionTrace:
     system_tokens: int
     turns: int
     think_s: float
+    opening_tokens: int = 0
 
     def window(self, num_requests: int, seed: int) -> list[TraceRow]:
         """All turns of the first conversation, then those of the next one; the last conversation may be cut."""
@@ -221,7 +223,7 @@ class SessionTrace:
         for given, out, gaps in zip(*lengths, waits.tolist(), strict=True):
             said: Segments = ((SYSTEM_TOKEN, self.system_tokens),)
             for turn in range(self.turns):
-                said = (*said, (1 + len(rows), given[turn]))
+                said = (*said, (1 + len(rows), given[turn] + (0 if turn else self.opening_tokens)))
                 after = len(rows) - 1 if turn else None
                 size = sum(count for _, count in said)
                 rows.append(TraceRow(size, out[turn], gaps[turn], segments=said, after=after))

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import json
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,9 @@ from typing import Any, Literal
 import numpy as np
 
 from apex.replay.records import ReplayRequest
+from apex.simulator.backend import PLACEHOLDER_TOKEN
 from apex.workloads.catalogue import Origin, Trace, TraceRow
+from apex.workloads.files import Segments
 from swiftllm.core.request import ServiceClass
 
 Arrivals = Literal["at-once", "trace", "poisson", "closed-loop"]
@@ -77,6 +79,16 @@ class Lengths:
         return sum(row.output_tokens for row in self.rows)
 
     @property
+    def are_shared(self) -> bool:
+        """Whether prompts begin as others do."""
+        return any(row.segments for row in self.rows)
+
+    @property
+    def span_s(self) -> float:
+        """Seconds over which requests arrive; 0 where they are all there from the start, or follow answers."""
+        return 0.0 if any(row.after is not None for row in self.rows) else max(row.start_s for row in self.rows)
+
+    @property
     def identity(self) -> dict[str, Any]:
         """What decides a result of these requests, for the identity of a run."""
         return {"workload": asdict(self.spec), "trace": {**asdict(self.origin), "lengths": self.digest()}}
@@ -104,14 +116,18 @@ class Workload:
 
 
 def make_lengths(spec: WorkloadSpec, trace: Trace) -> Lengths:
-    """Draw the workload's lengths and arrivals from its trace. Prompts share nothing.
+    """Draw the workload's lengths and arrivals from its trace.
+
+    With the trace's own arrivals and lengths, prompts share what the trace says, and turns follow answers. Else each
+    request is for itself.
 
     Raises:
-        ValueError: the trace has no arrivals of its own, or they depend on the ends of other requests.
+        ValueError: the trace has no arrivals of its own, or its turns cannot be scaled.
     """
     rows = (trace.window if spec.arrivals == "trace" else trace.sample)(spec.num_requests, spec.seed)
-    if any(row.after is not None for row in rows):
-        raise ValueError(f"workload {spec.name} has conversations, whose turns follow answers: give a request rate")
+    is_as_recorded = spec.scale == 1.0 and spec.output_len is None
+    if not is_as_recorded and any(row.after is not None for row in rows):
+        raise ValueError(f"workload {spec.name} has conversations, whose lengths cannot be changed")
     output_factor = spec.scale
     if spec.output_len is not None:
         output_factor *= spec.output_len / float(np.mean([row.output_tokens for row in rows]))
@@ -126,6 +142,8 @@ def make_lengths(spec: WorkloadSpec, trace: Trace) -> Lengths:
             input_tokens=max(1, round(row.input_tokens * spec.scale)),
             output_tokens=max(1, round(row.output_tokens * output_factor)),
             arrival_s=float(arrival),
+            segments=row.segments if is_as_recorded else (),
+            after=row.after,
         )
         for row, arrival in zip(rows, arrivals, strict=True)
     )
@@ -136,10 +154,10 @@ def merge_lengths(latency_sensitive: Lengths, best_effort: Lengths) -> Lengths:
     """Two streams as one, in order of arrival: the second's requests are best-effort.
 
     Raises:
-        ValueError: one of the streams is a closed loop, which has no arrivals.
+        ValueError: one of the streams is a closed loop, or has turns that follow answers: these have no arrivals.
     """
     for stream in (latency_sensitive, best_effort):
-        if stream.spec.arrivals == "closed-loop":
+        if stream.spec.arrivals == "closed-loop" or any(row.after is not None for row in stream.rows):
             raise ValueError(f"{stream.spec.name}: a closed loop has no arrivals and cannot be merged")
     less_urgent = [replace(row, service_class=ServiceClass.BEST_EFFORT) for row in best_effort.rows]
     rows = sorted([*latency_sensitive.rows, *less_urgent], key=lambda row: row.start_s)
@@ -148,8 +166,34 @@ def merge_lengths(latency_sensitive: Lengths, best_effort: Lengths) -> Lengths:
 
 
 def make_workload(lengths: Lengths, prompt_tokens: PromptTokens) -> Workload:
-    """Give each request of ``lengths`` its own prompt."""
-    return with_prompts(lengths, prompt_tokens.prompts([row.input_tokens for row in lengths.rows], lengths.spec.seed))
+    """Give each request of ``lengths`` its prompt."""
+    return with_prompts(
+        lengths, prompts_of(lengths.rows, lambda sizes: prompt_tokens.prompts(sizes, lengths.spec.seed))
+    )
+
+
+def prompts_of(
+    rows: Sequence[TraceRow], texts: Callable[[Sequence[int]], Sequence[tuple[int, ...]]]
+) -> list[tuple[int, ...]]:
+    """The prompts of rows, which begin alike where their segments do.
+
+    ``texts`` makes different texts of these lengths, as token ids. The first one stands for the answers of simulations,
+    if prompts have any: all of its ids must be ``PLACEHOLDER_TOKEN`` where these are to be found in a cache.
+    """
+    longest: dict[int, int] = {}  # by segment; what a row has beside its segments is one of its own, below 0
+    parts: list[Segments] = []
+    if any(token == PLACEHOLDER_TOKEN for row in rows for token, _ in row.segments):
+        longest[PLACEHOLDER_TOKEN] = 0
+    for place, row in enumerate(rows):
+        left = row.input_tokens - sum(count for _, count in row.segments)
+        parts.append((*row.segments, (-1 - place, left)) if left > 0 else row.segments)
+        for token, count in parts[-1]:
+            longest[token] = max(count, longest.get(token, 0))
+    text_of = dict(zip(longest, texts(list(longest.values())), strict=True))
+    return [
+        tuple(itertools.chain.from_iterable(text_of[token][:count] for token, count in some))[: row.input_tokens]
+        for row, some in zip(rows, parts, strict=True)
+    ]
 
 
 def with_prompts(lengths: Lengths, prompts: Iterable[tuple[int, ...]]) -> Workload:

@@ -1,7 +1,9 @@
 """Replays a workload against a running OpenAI-compatible server. Every token is timed at the client.
 
-Open loop: a request is sent at its arrival, however busy the server is, over its own connection. Closed loop: a fixed
-number of requests is in flight, and a request arrives when it is sent. Output lengths are forced (end-of-sequence
+Open loop: a request is sent at its arrival, however busy the server is, over its own connection. A turn of a
+conversation is sent when the one before has been answered, after its pause; its prompt has other tokens than the answer
+where that was, so that a server's cache finds what the turn before asked. Closed loop: a fixed number of requests is in
+flight, and a request arrives when it is sent. Output lengths are forced (end-of-sequence
 ignored) and decoding is greedy, so every server does the same work. Everything runs on one event loop in one thread.
 Each request becomes a record, with all its tokens or with the reason of its failure.
 """
@@ -50,7 +52,8 @@ class SentRequest:
 
     def __init__(self, request: ReplayRequest) -> None:
         self.request = request
-        self.arrival_s = request.arrival_s  # in a closed loop replaced by the time of sending
+        self.arrival_s = request.arrival_s  # replaced where it depends on the end of another request
+        self.is_over = asyncio.Event()
         self.sent_s: float | None = None
         self.finish_s: float | None = None
         self.finish_reason: str | None = None
@@ -231,7 +234,12 @@ class HttpReplay:
         """Send each class by a task of its own, so that thousands of one class that arrive at once delay no other."""
         async with asyncio.TaskGroup() as group:
             for service_class in ServiceClass:
-                group.create_task(self.send_in_order(self.of_class(service_class), group))
+                firsts = [stream for stream in self.of_class(service_class) if stream.request.after is None]
+                group.create_task(self.send_in_order(firsts, group))
+            by_id = {stream.request.request_id: stream for stream in self.streams}
+            for stream in self.streams:
+                if stream.request.after is not None:
+                    group.create_task(self.send_after(by_id[stream.request.after], stream))
 
     async def send_in_order(self, streams: list[SentRequest], group: asyncio.TaskGroup) -> None:
         """Begin at most one request in a pass of the event loop, which also serves the others in flight."""
@@ -240,6 +248,13 @@ class HttpReplay:
             await self.free.acquire()
             task = group.create_task(self.complete(stream))
             task.add_done_callback(lambda _: self.free.release())
+
+    async def send_after(self, before: SentRequest, stream: SentRequest) -> None:
+        """Send a turn when the one before has been answered, or has failed, after its pause."""
+        await before.is_over.wait()
+        stream.arrival_s = self.now() + stream.request.arrival_s
+        await asyncio.sleep(stream.request.arrival_s)
+        await self.complete(stream)
 
     async def complete(self, stream: SentRequest) -> None:
         """Send a request and read its answer; any error becomes the failure of its record."""
@@ -262,6 +277,7 @@ class HttpReplay:
         finally:
             self.in_flight -= 1
         stream.finish_s = self.last_progress_s = self.now()
+        stream.is_over.set()
 
     async def exchange(self, stream: SentRequest) -> None:
         # One client, so one connection, per request. A shared pool takes time that grows with the square of its

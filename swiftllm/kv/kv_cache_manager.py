@@ -6,14 +6,14 @@ layers have attention windows, blocks are overwritten (:mod:`swiftllm.kv.block_p
 
 Blocks are copied between the tiers for two reasons, both by swaps of a plan. *Moves* take all blocks of a request to
 the tier where it goes on. *Prefix copies* take cached blocks of no single request: those that a starting request finds
-in the other tier, and those that the GPU tier is about to reuse. ``most_copies`` and ``copying_pays`` limit prefix
-copies alone.
+in the other tier, and those that the GPU tier is about to reuse. ``copying_pays`` limits prefix copies alone.
 """
 
 from __future__ import annotations
 
 import secrets
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from hashlib import sha256
@@ -74,11 +74,9 @@ class KVCacheManager:
         block_tables: of each request, in its tier.
         hashes: of full blocks; None without a prefix cache.
         swaps: copies for the plan being made, in order.
-        most_copies: cached GPU blocks that a plan copies to the CPU tier at most, before they are reused.
-        copying_pays: whether so many cached blocks of a prefix should be copied from the tier, or be computed again.
+        copying_pays: whether so many cached blocks of a plan should be copied from the tier, or be computed again.
     """
 
-    most_copies = 0
     copying_pays: Callable[[Tier, int], bool] = staticmethod(lambda source, num_blocks: True)
 
     def __init__(
@@ -115,7 +113,7 @@ class KVCacheManager:
 
     def begin_plan(self) -> None:
         self.swaps: list[Swap] = []
-        self._prefix_copies_left = self.most_copies
+        self._num_saved = 0  # cached GPU blocks that this plan copies to the CPU tier before they are reused
         self._arriving: set[int] = set()  # GPU blocks that the swaps of this plan fill
 
     @property
@@ -408,7 +406,10 @@ class KVCacheManager:
         return here, there
 
     def _save_evicted(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """Copy cached GPU blocks that are about to be reused to the CPU tier, if it has room; of too many the newest.
+        """Copy cached GPU blocks that are about to be reused to the CPU tier, as far as it has room and that pays; of
+        too many the newest.
+
+        A prompt that starts may take as many blocks as it has, all of them from conversations that go on.
 
         A block that a swap of this plan fills cannot be the source of another one. The GPU pool calls this while it
         allocates: so the swap is in the plan before any that fills the blocks anew.
@@ -419,11 +420,12 @@ class KVCacheManager:
             for block, block_hash in zip(blocks, block_hashes, strict=True)
             if block not in self._arriving and local.find(block_hash) is None
         ]
-        most = min(self._prefix_copies_left, local.num_free)
-        saved = saved[len(saved) - most :] if most < len(saved) else saved
-        if not saved:
+        before, most = self._num_saved, min(len(saved), local.num_free)
+        most = bisect_left(range(before + 1, before + most + 1), True, key=lambda n: not self.copying_pays(Tier.GPU, n))
+        if not most:
             return
-        self._prefix_copies_left -= len(saved)
+        saved = saved[len(saved) - most :]
+        self._num_saved += most
         targets = local.allocate(len(saved))
         for target, (_, block_hash) in zip(targets, saved, strict=True):
             local.add_hash(target, block_hash)

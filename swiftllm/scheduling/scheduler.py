@@ -120,9 +120,8 @@ class Scheduler:
         raise NotImplementedError
 
     def manage_copies(self, kv: KVCacheManager) -> None:
-        """Limit the copies of cached prefixes between the tiers, if the scheduler can tell what they cost:
-        ``kv.most_copies`` and ``kv.copying_pays``. Called once, by the engine. Requests that move are no such copies.
-        """
+        """Limit the copies of cached prefixes between the tiers, if the scheduler can tell what they cost, by
+        ``kv.copying_pays``. Called once, by the engine. Requests that move are no such copies."""
 
     def added(self, request: Request) -> None:
         """A request was queued, for the first time or after a failure."""

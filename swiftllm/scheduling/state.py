@@ -274,7 +274,6 @@ class SchedulerState:
         self.kv = kv
         self.now = now
         self.rules = rules
-        kv.most_copies = limits.max_num_batched_tokens // kv.block_size  # of cached prefixes: what an iteration fills
         self.num_preemptions = self.iteration = 0
         self.recomputed: list[Request] = []
         self._gpu_blocks_promised = 0  # in the plan being made, to CPU requests that move back once they are idle

@@ -111,6 +111,60 @@ def test_tokens_are_those_without_a_cache(model_dir: Path, variant: str, pools: 
         assert sum(stats.prefix_hits.values()) > 0
 
 
+def take_turns(engine: Engine) -> tuple[list[Request], int]:
+    """Agents whose prompts fill most of the GPU tier each; and the most blocks that a plan saves before their reuse."""
+    rng, requests, most_saved = random.Random(6), [], 0
+    texts = [rng.choices(VOCABULARY, k=120) for _ in range(3)]
+    poison(engine)
+    for turn in range(3):
+        sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+        asked = [engine.add(engine.make_request(f"{turn}-{i}", text, sampling)) for i, text in enumerate(texts)]
+        for _ in range(3000):
+            if not engine.has_unfinished():
+                break
+            engine.step()
+            saved = [
+                swap for swap in engine.last_iteration[0].swaps if swap.request is None and swap.source is Tier.GPU
+            ]
+            most_saved = max(most_saved, sum(len(swap.source_blocks) for swap in saved))
+            engine.kv.check_blocks()
+            poison(engine)
+        assert not engine.has_unfinished(), engine.status()
+        texts = [[*r.prompt_token_ids, *r.output_token_ids, *rng.choices(VOCABULARY, k=9)] for r in asked]
+        requests += asked
+    return requests, most_saved
+
+
+@pytest.mark.parametrize(
+    "variant", ["vllm", "swiftllm", "apex-overlap", "adaptive", "adaptive-free-running-synchronous"]
+)
+def test_tokens_are_the_same_where_a_prompt_evicts_the_whole_gpu_tier(model_dir: Path, variant: str) -> None:
+    """A plan computes 48 tokens at most, three blocks, and copies many more than that. Each turn finds the last one."""
+    system, strategy, synchronous = VARIANTS[variant]
+    outputs: dict[bool, list[list[int]]] = {}
+    for on in (False, True):
+        config = EngineConfig(
+            str(model_dir),
+            device="cpu",
+            dtype="float32",
+            max_num_batched_tokens=48,
+            synchronous=synchronous,
+            num_gpu_blocks=13,
+            num_cpu_blocks=40,
+            enable_prefix_caching=on,
+            prefix_cache_tiers="both",
+        )
+        engine = build_system(system, config, strategy, profile=MADE_UP_PROFILE)
+        try:
+            requests, most_saved = take_turns(engine)
+        finally:
+            engine.close()
+        outputs[on] = [request.output_token_ids for request in requests]
+    assert outputs[True] == outputs[False]
+    assert most_saved > 3
+    assert all(request.num_cached_tokens >= 112 for request in requests[3:]), "all but the newest tokens"
+
+
 @pytest.mark.parametrize("variant", ["apex-overlap", "adaptive", "neo"])
 def test_blocks_that_rows_read_together_give_the_same_tokens(model_dir: Path, variant: str) -> None:
     """A further row in a shared block is said to cost next to nothing, so pacpu reads shared blocks once."""

@@ -13,9 +13,16 @@ import pytest
 from rich.console import Console
 
 from apex.cli.traffic import SERVICE_COLUMNS
-from apex.workloads.catalogue import Origin, TraceRow
-from apex.workloads.requests import Lengths, PromptTokens, WorkloadSpec, load_prompt_tokens, make_workload
-from evaluation.drivers import open_loop_requests
+from apex.workloads.catalogue import Origin, Quantiles, SessionTrace, TraceRow
+from apex.workloads.requests import (
+    Lengths,
+    PromptTokens,
+    WorkloadSpec,
+    load_prompt_tokens,
+    make_lengths,
+    make_workload,
+)
+from evaluation.drivers import open_loop_requests, with_fresh_prompts
 from evaluation.load_test import Options, main
 from evaluation.measure.http import replay_workload
 from evaluation.measure.server import connect_server
@@ -57,6 +64,30 @@ def test_a_closed_loop_keeps_so_many_under_way():
     assert all(arrival_s >= end_s for arrival_s, end_s in zip(arrivals_s[3:], ends_s, strict=False))  # one for one
     assert all(record.first_token_s - record.arrival_s >= 0.05 for record in result.records)
     assert result.stats["max_send_lag_s"] == 0.0
+
+
+def test_a_turn_is_sent_after_the_answer_to_the_one_before_and_its_pause():
+    """Also after one that failed. Prompts that begin alike do so with fresh first tokens, too."""
+    five, origin = Quantiles(((0, 5), (1, 5))), Origin("synthetic", "for tests")
+    trace = SessionTrace("talks", "Talks", origin, five, five, system_tokens=0, turns=3, think_s=0.1, opening_tokens=9)
+    lengths = make_lengths(WorkloadSpec("talks", 6, arrivals="trace"), trace)
+    workload = with_fresh_prompts(make_workload(lengths, PromptTokens(10_000)), 10_000)
+
+    def behave(exchange, body, index):
+        if len(body["prompt"]) == 14:
+            return exchange.refuse(500, {"error": {"message": "no"}})
+        return token_by_token(exchange, body, index)
+
+    with FakeServer(behave) as fake:
+        result = replay_workload(connect_server("fake", fake.url, 5.0), workload)
+        prompts = sorted((body["prompt"] for _, body in fake.requests), key=len)
+    assert [len(prompt) for prompt in prompts] == [14, 14, 24, 24, 34, 34]
+    assert {tuple(long[:14]) for long in prompts[2:]} == {tuple(prompt) for prompt in prompts[:2]}
+    assert len({tuple(prompt[:2]) for prompt in prompts}) == 2
+    assert [record.completed for record in result.records] == [False, True, True] * 2
+    for record, row in zip(result.records, lengths.rows, strict=True):
+        if row.after is not None:
+            assert record.arrival_s - result.records[row.after].finish_s >= row.arrival_s - 1e-6
 
 
 def test_an_engine_in_this_process_knows_no_closed_loop():

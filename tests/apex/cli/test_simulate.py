@@ -48,6 +48,25 @@ def test_table_and_figures(capsys, tmp_path):
     assert records[0]["cpu_busy_fraction"] == 0 < records[1]["cpu_busy_fraction"]
 
 
+def test_agents_come_back_to_what_host_memory_kept(tmp_path):
+    """Two conversations, of which the GPU holds one: a cache there alone finds little."""
+    flags = ("--workload", "agents", "--num-requests", "16", "--num-gpu-blocks", "1500")
+    gpu_only, both = simulate(tmp_path, *flags, "--system", "vllm", "adaptive")
+    assert all(record["completed"] == 16 and record["load"] == "turns after answers" for record in (gpu_only, both))
+    assert both["output_tokens_per_s"] > 1.3 * gpu_only["output_tokens_per_s"]
+    assert both["ttft_s_p50"] < 0.5 * gpu_only["ttft_s_p50"]
+
+
+def test_a_system_caches_prefixes_in_the_tiers_that_are_named(capsys, tmp_path):
+    speeds = {}
+    for tiers in ("auto", "gpu", "both"):
+        flags = ("--workload", "multi-turn", "--system", "swiftllm", "--prefix-cache-tiers", tiers)
+        (record,) = simulate(tmp_path, *flags, "--num-gpu-blocks", "150")
+        speeds[tiers] = record["output_tokens_per_s"]
+        assert (f"--prefix-cache-tiers {tiers}" in capsys.readouterr().out) == (tiers != "auto")
+    assert speeds["both"] > speeds["gpu"] > speeds["auto"]
+
+
 def test_it_says_how_well_the_card_is_known_and_which_vllm_is_meant(capsys, tmp_path):
     simulate(tmp_path, "--gpu", "rtx-4090", "--system", "swiftllm")
     out = capsys.readouterr().out
@@ -164,7 +183,7 @@ def test_timelines_of_several_systems_go_to_a_folder(capsys, tmp_path):
         (["--model", "qwen2.5"], ["Did you mean qwen2.5-7b?", "Near are qwen2.5-3b"]),
         (["--host-memory-gib", "0"], ["host_memory_gib=0.0 must be positive"]),
         (["--host-read-gb-s", "nan"], ["host_read_gb_s=nan must be positive"]),
-        (["--workload", "sharegtp"], ["'sharegtp', and no such file is here", "did you mean sharegpt?"]),
+        (["--workload", "sharegtp"], ["'sharegtp', and no such file is here", "did you mean sharegpt"]),
         (["--trace-arrivals"], ["--trace-arrivals means nothing without --workload"]),
         (["--workload", "sharegpt", "--trace-arrivals"], ["trace sharegpt is drawn and has no arrivals"]),
         (["--slo-ttft", "0"], ["slo_ttft=0.0 must be a positive number of seconds"]),

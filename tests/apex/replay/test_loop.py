@@ -15,6 +15,7 @@ from apex.replay.loop import ReplayStalled, check_requests, replay_requests
 from apex.replay.records import ReplayRequest
 from swiftllm.core.request import RequestRefused
 from tests.apex.replay.fake_engine import FakeEngine
+from tests.reference.fake_backend import expected_output
 from tests.reference.fake_engine import fake_engine
 
 
@@ -49,6 +50,22 @@ def test_open_loop_arrivals():
     assert 100.5 <= seen["2"] <= 100.9  # it arrived while the engine was busy
     assert 105.0 <= seen["0"] <= 105.06  # it arrived while the engine was idle
     assert [record.arrival_s for record in result.records] == pytest.approx([5.0, 0.0, 0.5])
+
+
+def test_a_turn_goes_on_from_the_answer_that_was_given():
+    """Not from what stands for it: tokens of earlier answers are kept, and lengths too."""
+    engine = fake_engine("swiftllm", num_gpu_blocks=40, num_cpu_blocks=0)
+    prompts = (5,) * 6, (5,) * 12, (5,) * 20  # 6 tokens and an answer of 3, then a message of 3; and again, of 5
+    turns = [ReplayRequest(str(i), 0.0, prompt, 3, after=str(i - 1) if i else None) for i, prompt in enumerate(prompts)]
+    asked, make_request = {}, engine.make_request
+    engine.make_request = lambda name, prompt, *args, **options: make_request(
+        name, asked.setdefault(name, prompt), *args, **options
+    )
+    result = replay_requests(engine, turns)
+    assert all(record.completed for record in result.records)
+    answers = [tuple(expected_output(list(asked[str(i)]), 3, ignore_eos=True)) for i in range(3)]
+    assert asked["1"] == (*prompts[0], *answers[0], 5, 5, 5)
+    assert asked["2"] == (*asked["1"], *answers[1], 5, 5, 5, 5, 5)
 
 
 def test_a_request_that_follows_another_waits_for_its_end_whatever_that_is():

@@ -122,7 +122,7 @@ def test_unknown_names_are_refused(tmp_path):
         Quantiles(((0, 5), (1, 3)))
 
 
-NOT_FETCHED = ("multi-turn", "sharegpt", "dailymails", "longbench-v2")
+NOT_FETCHED = ("multi-turn", "agents", "sharegpt", "dailymails", "longbench-v2")
 """Workloads of OmniServe's evaluation, of which scripts/download_traces.py knows no source."""
 
 

@@ -146,10 +146,14 @@ def test_a_file_is_a_workload_like_those_with_a_name(tmp_path: Path) -> None:
     assert trace.origin.note == "3 requests of the file monday.jsonl"
     assert make_lengths(WorkloadSpec("monday", 3, arrivals="trace"), trace).rows == ROWS
     assert make_lengths(WorkloadSpec("monday", 7), trace).total_output_tokens > 7 * 44
-    with pytest.raises(ValueError, match=r"'sharegtp', and no such file is here; .* did you mean sharegpt\?"):
+    with pytest.raises(ValueError, match=r"'sharegtp', and no such file is here; .* did you mean sharegpt"):
         load_trace("sharegtp")
 
 
-def test_conversations_have_no_arrivals_of_their_own() -> None:
-    with pytest.raises(ValueError, match=r"multi-turn has conversations, .* give a request rate"):
-        make_lengths(WorkloadSpec("multi-turn", 8, arrivals="trace"), load_trace("multi-turn"))
+def test_turns_follow_answers_share_what_was_said_and_cannot_be_scaled() -> None:
+    trace = load_trace("multi-turn")
+    lengths = make_lengths(WorkloadSpec("multi-turn", 8, arrivals="trace"), trace)
+    assert list(lengths.rows) == trace.window(8, seed=0) and lengths.are_shared and lengths.span_s == 0.0
+    with pytest.raises(ValueError, match="multi-turn has conversations, whose lengths cannot be changed"):
+        make_lengths(WorkloadSpec("multi-turn", 8, scale=0.5, arrivals="trace"), trace)
+    assert not make_lengths(WorkloadSpec("multi-turn", 8), trace).are_shared

@@ -7,7 +7,9 @@ import json
 import numpy as np
 import pytest
 
+from apex.simulator.backend import PLACEHOLDER_TOKEN
 from apex.workloads.catalogue import DrawnTrace, Origin, Quantiles
+from apex.workloads.files import TraceRow
 from apex.workloads.requests import (
     PromptTokens,
     WorkloadSpec,
@@ -17,6 +19,7 @@ from apex.workloads.requests import (
     make_lengths,
     make_workload,
     merge_lengths,
+    prompts_of,
 )
 from swiftllm.core.request import ServiceClass
 
@@ -80,6 +83,26 @@ def test_prompts_have_their_lengths_and_differ(tokens):
     assert all(len(set(prompt)) > 50 for prompt in prompts)
     assert all(0 <= token < 5000 for prompt in prompts for token in prompt)
     assert workload == make_workload(lengths(num_requests=50), tokens)
+
+
+def test_prompts_begin_alike_where_their_segments_do():
+    """A part that several have is one text, cut to the length that each has of it; the rest is a prompt's own."""
+    rows = [
+        TraceRow(9, 1, segments=((7, 4), (1, 2))),
+        TraceRow(12, 1, segments=((7, 4), (1, 2), (PLACEHOLDER_TOKEN, 3), (2, 3))),
+        TraceRow(3, 1, segments=((7, 4),)),
+        TraceRow(5, 1),
+    ]
+    sizes = []
+
+    def texts(lengths):
+        sizes.extend(lengths)
+        return [tuple(range(100 * i, 100 * i + length)) for i, length in enumerate(lengths)]
+
+    first, second, third, own = prompts_of(rows, texts)
+    assert sizes[0] == 3 and [len(prompt) for prompt in (first, second, third, own)] == [9, 12, 3, 5]
+    assert first[:6] == second[:6] and third == first[:3] and second[6:9] == (0, 1, 2)
+    assert not set(first[6:]) & set(second) and not set(own) & {*first, *second}
 
 
 def test_prompts_longer_than_the_text_go_round():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tracemalloc
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -107,12 +108,16 @@ def test_shared_blocks_have_several_holders_and_take_no_room() -> None:
     kv.check_blocks()
 
 
+def saving_at_most(most: int) -> Callable[[Tier, int], bool]:
+    """``copying_pays`` of a plan that may save so many blocks."""
+    return lambda source, num_blocks: source is CPU or num_blocks <= most
+
+
 def test_a_prefix_of_the_other_tier_is_copied_before_anything_can_take_it() -> None:
     """The CPU tier is full with the prefix alone, so making room on the GPU finds no room there."""
     kv = KVCacheManager(4, 3, SIZE, cached_tiers=tuple(Tier))
     kv.free_blocks(compute(kv, request_of(kv, list(range(12)), CPU)))
     kv.free_blocks(compute(kv, request_of(kv, [50] * 16)))
-    kv.most_copies = 10
     kv.begin_plan()
     request = request_of(kv, list(range(14)))
     kv.start(request, 14)
@@ -126,18 +131,33 @@ def test_a_prefix_of_the_other_tier_is_copied_before_anything_can_take_it() -> N
     kv.check_blocks()
 
 
-def test_evicted_blocks_go_to_the_cpu_tier_as_many_as_the_plan_may_copy() -> None:
-    kv = KVCacheManager(4, 8, SIZE, cached_tiers=tuple(Tier))
-    old = compute(kv, request_of(kv, list(range(16))))
+def test_evicted_blocks_go_to_the_cpu_tier_as_many_as_copying_pays_for() -> None:
+    """Those of a plan count together, and of too many the beginnings stay."""
+    kv = KVCacheManager(6, 8, SIZE, cached_tiers=tuple(Tier))
+    old = compute(kv, request_of(kv, list(range(24))))
     kv.free_blocks(old)
-    kv.most_copies = 3
+    kv.copying_pays = lambda source, num_blocks: num_blocks <= 3
     kv.begin_plan()
-    compute(kv, request_of(kv, [70] * 16))
-    (swap,) = kv.swaps
-    assert (swap.request, swap.source, len(swap.source_blocks)) == (None, GPU, 3)
+    for tokens in ([70] * 8, [71] * 16):
+        compute(kv, request_of(kv, tokens))
+    assert [(swap.request, swap.source, len(swap.source_blocks)) for swap in kv.swaps] == [
+        (None, GPU, 2),
+        (None, GPU, 1),
+    ]
     local = kv.block_pools[CPU]
-    assert [local.find(name) is not None for name in old.block_hashes] == [True] * 3 + [False]
+    assert [local.find(name) is not None for name in old.block_hashes] == [True, False, False, False, True, True]
     assert kv.num_cached == {GPU: 0, CPU: 3} and kv.num_free(CPU) == 8
+    kv.check_blocks()
+
+
+def test_a_prompt_that_takes_the_whole_gpu_tier_saves_all_that_lies_there() -> None:
+    kv = KVCacheManager(300, 400, SIZE, cached_tiers=tuple(Tier))
+    old = compute(kv, request_of(kv, list(range(1200))))
+    kv.free_blocks(old)
+    kv.begin_plan()
+    compute(kv, request_of(kv, [70] * 1200))
+    assert sum(len(swap.source_blocks) for swap in kv.swaps) == 300
+    assert all(kv.block_pools[CPU].find(name) is not None for name in old.block_hashes)
     kv.check_blocks()
 
 
@@ -194,7 +214,7 @@ def test_random_operations(hosts: tuple[int, ...]) -> None:
 
     for step in range(30_000):
         kv.begin_plan()
-        kv.most_copies = rng.choice((0, 1, 100))
+        kv.copying_pays = saving_at_most(rng.choice((0, 1, 100)))
         kind = rng.random()
         if kind < 0.3 and len(running) < 8:
             text = [*rng.choice(texts)[: rng.randrange(40)], *(rng.randrange(9) for _ in range(rng.randrange(1, 12)))]
@@ -324,7 +344,6 @@ def test_what_a_swap_of_this_plan_fills_is_not_saved_when_it_is_evicted() -> Non
     """The block is on its way from the CPU tier, whose own copy may be gone by then; it is not there to be read yet."""
     kv, prefix = KVCacheManager(4, 6, SIZE, cached_tiers=tuple(Tier)), list(range(12))
     kv.free_blocks(compute(kv, request_of(kv, prefix, CPU)))
-    kv.most_copies = 10
     kv.begin_plan()
     arriving = request_of(kv, [*prefix, 50, 51])
     kv.start(arriving, 14)
