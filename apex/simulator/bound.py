@@ -1,0 +1,634 @@
+"""What no schedule of a machine and a workload can exceed, in output tokens per second, and what binds there.
+
+The bound is a linear program. It is a relaxation: what the simulator charges for is charged at most once here, and
+whatever a schedule does is possible here too. So its least makespan is no longer than that of any schedule.
+
+**Work.** Each request has a prompt, and output tokens of which the first comes with the prompt and the others are
+decodes. A decode attends on the GPU or on the CPU. The program divides the makespan into intervals, and finds for each
+of them, as numbers that need not be whole:
+
+- passes of the GPU batch through all layers, with GPU decodes, prompt tokens, and decodes of the CPU tier that ride.
+  The passes are of kinds, by the prompt tokens of one pass;
+- own passes of CPU batches, without the GPU batch;
+- the context tokens to which the decodes of each kind of pass attend;
+- how many requests of each class of output lengths start, and how many tokens those get that started in an earlier
+  interval.
+
+**Resources.** In each interval
+
+- the GPU computes one thing at a time: linear layers, attention of prompts and GPU decodes, the ends of passes, and
+  host work for each GPU batch take no more than the interval;
+- so does the CPU worker with attention tasks: a fixed time of each, a time per row (the *link*: Q, K, V and output), and
+  a time per context token;
+- a request that rides two stages in a row needs its attention in between. So the linear layers of the passes and the
+  attention of such riders take no more than the interval. Others ride once a pass, or once after each own stage;
+- GPU decodes of one pass attend to no more context than the GPU's KV cache holds;
+- a request that decodes is at one thing at a time. Its time for each token is the time of the stages that it is in and
+  of the attention tasks that it is in. Summed over decodes, that is at most the requests that have started, times the
+  interval. The same holds where each decode is weighted with its context: the sum is at most the KV cache of all that
+  started, and for decodes of the CPU tier at most what this tier holds, times the interval;
+- prompts of all who have started by the end of an interval are computed by then; a request gets its tokens one after
+  another.
+
+Times are lower bounds by construction: linear layers by tangents to the lower convex hull of their curve, attention by
+the largest affine function that is nowhere above the table, products of two amounts by tangents to a convex function
+below them. Left out are swaps, launches, block sizes, preemption, and all waiting but that above.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
+from apex.perf.operator_tables import OperatorTable
+
+SHARES = (*(0.0025 * k for k in (2, 2, 3, 4, 6, 8, 10, 12, 15, 18)), *(0.05,) * 16)
+"""The intervals' shares of the makespan. They are shorter where the run fills."""
+INTERVALS = len(SHARES)
+CLASSES = 4
+"""Of output lengths, at most."""
+PRECISION = 0.004
+"""Of the makespan: it lies between the bound and this fraction more."""
+GROWTH = 1.6
+"""Between neighbouring sizes at which tangents touch."""
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Seconds: ``fixed_s`` of a call, and those of each request and of each context token of it."""
+
+    fixed_s: float
+    request_s: float
+    token_s: float
+
+    @staticmethod
+    def below(surface: Surface, requests: float, contexts: tuple[float, float]) -> Affine:
+        """The largest affine function that is nowhere above ``surface``, up to so many requests, with contexts between
+        two lengths. Largest: in the mean of its share of the surface over all sizes."""
+        from scipy.optimize import linprog
+
+        firsts = sorted({1.0, *(f for f in surface.firsts if 1 <= f <= requests), max(1.0, requests)})
+        inside = {c for curve in surface.curves for c in curve.sizes if contexts[0] < c < contexts[1]}
+        seconds = sorted({contexts[0], contexts[1], *inside})
+        sizes = np.array([(1.0, n, n * context) for n in firsts for context in seconds])
+        times = np.array([surface(n, context) for n in firsts for context in seconds])
+        times = np.maximum(times, 1e-12)
+        shares = sizes / times[:, None]
+        scale = shares.max(axis=0)
+        found = linprog(-(shares / scale).sum(axis=0), shares / scale, np.ones(len(times)), bounds=(0, None))
+        return Affine(*(float(value) for value in found.x / scale))
+
+
+class Hull:
+    """The lower convex hull of seconds over a size. It is nondecreasing, and constant below the first size."""
+
+    def __init__(self, seconds: Callable[[float], float], sizes: Iterable[float]) -> None:
+        points: list[tuple[float, float]] = []
+        for point in [(size, seconds(size)) for size in sorted(set(sizes))]:
+            while len(points) > 1 and _slope(points[-2], points[-1]) >= _slope(points[-1], point):
+                points.pop()
+            points.append(point)
+        self.sizes, self.seconds = (np.array(values) for values in zip(*points, strict=True))
+        self.slopes = np.diff(self.seconds) / np.diff(self.sizes)
+
+    def __call__(self, size: float) -> float:
+        i = self._segment(size)
+        return float(self.seconds[i] + self.slopes[i] * (max(size, self.sizes[0]) - self.sizes[i]))
+
+    def slope(self, size: float) -> float:
+        """Seconds of one more at this size; 0 below the first."""
+        return float(self.slopes[self._segment(size)]) if size >= self.sizes[0] else 0.0
+
+    def _segment(self, size: float) -> int:
+        return int(np.clip(np.searchsorted(self.sizes, size, "right") - 1, 0, len(self.slopes) - 1))
+
+    def tangents(self) -> list[tuple[float, float]]:
+        """(a, b) such that a batch of n takes at least a + b n seconds, those that touch at a ladder of sizes."""
+        segments = sorted({self._segment(size) for size in ladder(*self.sizes[[0, -1]])})
+        return [(self.seconds[i] - self.slopes[i] * self.sizes[i], self.slopes[i]) for i in segments]
+
+    def row_tangents(self, beside: float, most: float) -> list[tuple[float, float]]:
+        """(a, b) such that d rows, each for the time of a batch of d and ``beside``, take at least a + b d seconds.
+
+        d times a convex nondecreasing function is convex for d from 0 on, so it lies above its tangents.
+        """
+        found = []
+        for d in ladder(1.0, most):
+            slope = self(d + beside) + d * self.slope(d + beside)
+            found.append((d * self(d + beside) - slope * d, slope))
+        return found
+
+
+def _slope(first: tuple[float, float], second: tuple[float, float]) -> float:
+    return (second[1] - first[1]) / (second[0] - first[0])
+
+
+def ladder(least: float, most: float) -> list[float]:
+    """Sizes from ``least`` to ``most``, each ``GROWTH`` of the one before."""
+    steps = max(0, math.ceil(math.log(max(most, least) / least, GROWTH) - 1e-9))
+    return [*(least * GROWTH**step for step in range(steps)), max(most, least)]
+
+
+def square_tangents(most: float) -> list[tuple[float, float]]:
+    """(a, b) such that the square of n is at least a + b n, for n up to ``most``."""
+    return [(-size * size, 2.0 * size) for size in ladder(max(1.0, most / GROWTH**9), most)]
+
+
+# -- machine and workload ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BoundMachine:
+    """What the bound knows of a machine with a model. The KV caches of the tiers are in tokens.
+
+    ``max_batched_tokens`` and ``max_requests``: limits of the GPU batch and of requests at once. The factors say how
+    many times as fast the GPU, the CPU and the link are as in the table.
+    """
+
+    table: ProfileTable
+    num_layers: int
+    gpu_tokens: float
+    cpu_tokens: float
+    max_batched_tokens: int
+    max_requests: int
+    has_host_work: bool = True
+    gpu_speed: float = 1.0
+    cpu_speed: float = 1.0
+    link_speed: float = 1.0
+    more_requests: float = 1.0
+
+
+@dataclass(frozen=True)
+class RequestClass:
+    """Requests with similar output lengths. Decodes are the output tokens after the first."""
+
+    count: int
+    decodes: float
+    """Of all requests together."""
+    least_decodes: int
+    most_decodes: int
+    contexts: tuple[float, float]
+    """The least and the most tokens to which a decode attends."""
+    sorted_prompts: tuple[float, ...]
+    """Prompt tokens, the shortest first."""
+    arrivals_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class BoundWorkload:
+    classes: tuple[RequestClass, ...]
+    output_tokens: int
+    prompt_tokens: int
+    attended: float
+    """Context tokens of all decodes."""
+    longest: float
+    """Tokens of the longest request."""
+
+    @staticmethod
+    def of(requests: Sequence[tuple[int, int, float]]) -> BoundWorkload:
+        """``requests``: prompt tokens, output tokens and arrival in seconds of each."""
+        ordered = sorted(requests, key=lambda request: request[1])
+        cut = np.unique(np.round(np.array([0.0, 0.4, 0.7, 0.9, 1.0]) * len(ordered)).astype(int))
+        if ordered[0][1] * 1.5 > ordered[-1][1]:  # all are much alike
+            cut = np.array([0, len(ordered)])
+        classes = tuple(request_class(ordered[a:b]) for a, b in zip(cut[:-1], cut[1:], strict=True))
+        return BoundWorkload(
+            classes,
+            sum(out for _, out, _ in requests),
+            sum(prompt for prompt, _, _ in requests),
+            sum(attended_tokens(prompt, out) for prompt, out, _ in requests),
+            max(prompt + out for prompt, out, _ in requests),
+        )
+
+    @property
+    def num_requests(self) -> int:
+        return sum(each.count for each in self.classes)
+
+    @property
+    def contexts(self) -> tuple[float, float]:
+        return min(each.contexts[0] for each in self.classes), max(each.contexts[1] for each in self.classes)
+
+
+def attended_tokens(prompt: int, output: int) -> float:
+    """Context tokens of the decodes of a request: its first one attends to the prompt and the first output token."""
+    return (output - 1) * (prompt + output / 2)
+
+
+def request_class(requests: Sequence[tuple[int, int, float]]) -> RequestClass:
+    decodes = [out - 1 for _, out, _ in requests]
+    return RequestClass(
+        len(requests),
+        float(sum(decodes)),
+        min(decodes),
+        max(decodes),
+        (min(prompt for prompt, _, _ in requests) + 1.0, max(prompt + out for prompt, out, _ in requests)),
+        tuple(sorted(float(prompt) for prompt, _, _ in requests)),
+        tuple(sorted(arrival for *_, arrival in requests)),
+    )
+
+
+# -- the program ------------------------------------------------------------------------------------------------------
+
+
+class Program:
+    """A linear program: variables from 0 on, rows ``sum of coefficients <= limit``, and what is maximised."""
+
+    def __init__(self) -> None:
+        self.num_variables = 0
+        self.rows: list[int] = []
+        self.columns: list[int] = []
+        self.values: list[float] = []
+        self.limits: list[float] = []
+
+    def variables(self, *shape: int) -> NDArray[np.int64]:
+        count = math.prod(shape)
+        found = np.arange(self.num_variables, self.num_variables + count).reshape(shape)
+        self.num_variables += count
+        return found
+
+    def at_most(self, limit: float, terms: Iterable[tuple[Any, float]]) -> None:
+        row = len(self.limits)
+        for variable, coefficient in terms:
+            self.rows.append(row)
+            self.columns.append(int(variable))
+            self.values.append(float(coefficient))
+        self.limits.append(limit)
+
+    def matrix(self) -> Any:
+        from scipy.sparse import csr_array
+
+        shape = len(self.limits), self.num_variables
+        return csr_array((self.values, (self.rows, self.columns)), shape=shape)
+
+
+LEAST_CHUNK = 128
+"""Prompt tokens: the kinds of passes are divided at powers of four times this, from this on."""
+CUTS_OF_PROMPTS = 6
+"""Tangents to the prompt tokens of the shortest prompts, over their number."""
+
+
+class Costs:
+    """Lower bounds of seconds on a machine, of all layers together, and the sizes of a workload there.
+
+    Context tokens count in units of ``unit``, the mean context of a decode, so that all amounts are of one order.
+    """
+
+    def __init__(self, machine: BoundMachine, workload: BoundWorkload) -> None:
+        table, layers = machine.table, machine.num_layers
+        self.num_layers = layers
+        self.unit = max(1.0, workload.attended / max(1.0, sum(each.decodes for each in workload.classes)))
+        self.gpu_tokens, self.cpu_tokens = machine.gpu_tokens / self.unit, machine.cpu_tokens / self.unit
+        self.contexts = tuple(context / self.unit for context in workload.contexts)
+        self.batch = machine.max_batched_tokens
+        self.max_requests = machine.max_requests
+        self.rows = float(min(machine.max_requests, workload.num_requests * machine.more_requests))
+        passes = layers - 1 + table.first_share  # the last stage is for sampled rows alone: see `ends`
+        gpu = machine.gpu_speed
+        sizes = [1, *(s for s in table.linear.sizes if 1 < s), self.batch + self.rows + 1]
+        self._sizes, self._linear_s = sizes, lambda size: passes * table.linear(size) / gpu
+        self.linear = self.linear_between(1, self.batch + self.rows)
+        model = PerfModel(table, layers)
+        last = [1, *(s for s in (*table.linear.sizes, *table.ends.sizes) if 1 < s <= self.rows), self.rows + 1]
+        self.ends = Hull(lambda size: ((1 - table.first_share) * table.linear(size) + table.ends(size)) / gpu, last)
+        self.host_s = model.host_work_s(0) if machine.has_host_work else 0.0
+        on_gpu = Affine.below(table.gpu_attention, self.rows, workload.contexts)
+        on_cpu = Affine.below(table.cpu_attention, self.rows, workload.contexts)
+        self.gpu_fixed, self.gpu_row = layers * on_gpu.fixed_s / gpu, layers * on_gpu.request_s / gpu
+        self.gpu_context = layers * on_gpu.token_s * self.unit / gpu
+        cpu = machine.cpu_speed
+        self.cpu_fixed, self.cpu_context = layers * on_cpu.fixed_s / cpu, layers * on_cpu.token_s * self.unit / cpu
+        self.cpu_row = layers * on_cpu.request_s / machine.link_speed
+        prompts = [prompt for each in workload.classes for prompt in each.sorted_prompts]
+        attention = {n: layers * least_prompt_attention_s(table, n, self.batch) / gpu for n in set(prompts)}
+        self.prompt_attention = sum(attention[n] for n in prompts)
+        self.least_prompt_attention = min(seconds / n for n, seconds in attention.items())
+        self.token_s = self.linear(1) + self.ends(1) + min(
+            self.host_s + self.gpu_fixed + self.gpu_row + self.gpu_context * self.contexts[0],
+            self.cpu_fixed + self.cpu_row + self.cpu_context * self.contexts[0],
+        )  # fmt: skip
+        """Of one token of a request, at least."""
+
+    def linear_between(self, least: float, most: float) -> Hull:
+        """The linear layers of a pass with so many rows."""
+        inside = [size for size in self._sizes if least < size < most]
+        return Hull(self._linear_s, [least, *inside, most])
+
+    @cached_property
+    def chunks(self) -> list[tuple[int, int]]:
+        """Prompt tokens of a pass with decodes, from and to, of each kind."""
+        edges = [1, *(size for k in range(10) if (size := LEAST_CHUNK << 2 * k) < self.batch), self.batch]
+        return [(0, 0), *zip(edges[:-1], edges[1:], strict=True)]
+
+
+def least_prompt_attention_s(table: ProfileTable, prompt: float, batch: int) -> float:
+    """One layer's attention of a prompt, in equal chunks of the best number; unequal ones take longer in sum, since the
+    time of a chunk grows faster than its size."""
+    attention, best = table.prefill_attention, math.inf
+    least = math.ceil(prompt / batch)
+    for count in range(least, least + 32):
+        chunk = prompt / count
+        seconds = sum(attention(chunk, i * chunk) - table.prefill_shared_s for i in range(count))
+        if seconds >= best:
+            break
+        best = seconds
+    return max(0.0, best)
+
+
+def prompt_cuts(prompts: Sequence[float]) -> list[tuple[float, float]]:
+    """(a, b) such that n of these prompts, sorted, have at least a + b n tokens: the sum is convex in n."""
+    sums, count = np.cumsum([0.0, *prompts]), len(prompts)
+    points = sorted({min(count - 1, round(count * k / CUTS_OF_PROMPTS)) for k in range(CUTS_OF_PROMPTS + 1)})
+    cuts = {(sums[n] - prompts[n] * n, prompts[n]) for n in points}
+    return sorted((float(a), float(b)) for a, b in cuts)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A program at one makespan, solved: the part of the workload that is done by then, and what its rows are worth."""
+
+    part: float
+    values: NDArray[np.float64]
+    prices: NDArray[np.float64]
+    program: Program
+
+
+def program_of(machine: BoundMachine, workload: BoundWorkload, makespan_s: float) -> Program:
+    """The program: the first variable is the part of the workload that is done in ``makespan_s``."""
+    costs = Costs(machine, workload)
+    program = Program()
+    (part,) = program.variables(1)
+    layers, rows, contexts = costs.num_layers, costs.rows, costs.contexts
+    most_context = min(rows * contexts[1], costs.gpu_tokens + costs.cpu_tokens)
+    ends = costs.ends.tangents()
+    own_linear, prompt_linear = costs.linear_between(1, rows + 1), costs.linear_between(1, costs.batch)
+    context_squares = square_tangents(most_context)
+    of_kinds = [costs.linear_between(max(1, chunk[0]), chunk[1] + rows + 1) for chunk in costs.chunks]
+    classes = workload.classes
+    given: list[list[NDArray[np.int64]]] = []  # [interval][class]: tokens to those that started in each interval
+    started = program.variables(INTERVALS, len(classes))
+    prompt_tokens = program.variables(INTERVALS)
+    attention_s = program.variables(INTERVALS)
+    all_context: list[tuple[int, float]] = []
+    end_s = 0.0
+    for i, share in enumerate(SHARES):
+        interval_s = makespan_s * share
+        end_s += interval_s
+        passes = [PassVariables(*program.variables(len(PassVariables.__slots__))) for _ in costs.chunks]
+        own = OwnVariables(*program.variables(len(OwnVariables.__slots__)))
+        alone = PromptVariables(*program.variables(len(PromptVariables.__slots__)))
+        # Attention tasks of riders that did not ride the stage before, in passes through all layers.
+        late_tasks, late_square = program.variables(2)
+        at_most = program.at_most
+        for kind, chunk, linear in zip(passes, costs.chunks, of_kinds, strict=True):
+            decodes = [(kind.on_gpu, 1.0), (kind.riders, 1.0), (kind.late, 1.0)]
+            at_most(0.0, [(kind.prompt, 1.0), (kind.passes, -chunk[1])])
+            at_most(0.0, [(kind.prompt, -1.0), (kind.passes, chunk[0])])
+            at_most(0.0, [(kind.prompt, 1.0), (kind.on_gpu, 1.0), (kind.passes, -costs.batch)])
+            at_most(0.0, [(kind.gpu_context, 1.0), (kind.passes, -costs.gpu_tokens)])
+            for a, b in linear.tangents():
+                at_most(0.0, [(kind.passes, a), (kind.prompt, b), *times(decodes, b), (kind.linear_s, -1.0)])
+            for a, b in ends:
+                at_most(0.0, [(kind.passes, a), *times(decodes, b), (kind.ends_s, -1.0)])
+            for a, b in linear.row_tangents(chunk[0], rows):
+                at_most(0.0, [(kind.passes, a), *times(decodes, b), (kind.rows_s, -1.0)])
+            for a, b in context_squares:
+                at_most(0.0, [(kind.passes, a), (kind.gpu_context, b), (kind.gpu_context_square, -1.0)])
+                at_most(0.0, [(kind.passes, a), (kind.rider_context, b), (kind.rider_context_square, -1.0)])
+            for count, context in (
+                (kind.on_gpu, kind.gpu_context), (kind.riders, kind.rider_context), (kind.late, kind.late_context)
+            ):  # fmt: skip
+                at_most(0.0, [(count, contexts[0]), (context, -1.0)])
+                at_most(0.0, [(context, 1.0), (count, -contexts[1])])
+        at_most(0.0, [(alone.prompt, 1.0), (alone.passes, -costs.batch)])
+        for a, b in prompt_linear.tangents():
+            at_most(0.0, [(alone.passes, a), (alone.prompt, b), (alone.linear_s, -1.0)])
+        for a, b in own_linear.tangents():
+            at_most(0.0, [(own.passes, a), (own.rows, b), (own.linear_s, -1.0)])
+        for a, b in own_linear.row_tangents(0.0, rows):
+            at_most(0.0, [(own.passes, a), (own.rows, b), (own.rows_s, -1.0)])
+        for a, b in context_squares:
+            at_most(0.0, [(own.passes, a), (own.context, b), (own.context_square, -1.0)])
+        at_most(0.0, [(own.rows, contexts[0]), (own.context, -1.0)])
+        at_most(0.0, [(own.context, 1.0), (own.rows, -contexts[1])])
+
+        # The GPU.
+        end_slope = costs.ends.slope(1.0)
+        gpu = [(attention_s[i], 1.0), (alone.linear_s, 1.0), (alone.passes, costs.host_s)]
+        gpu += [(own.linear_s, 1.0), (own.rows, end_slope)]
+        # A pass with GPU decodes has one launch of their attention, and attends to what the tier holds at most.
+        gpu_context_s = costs.gpu_context + costs.gpu_fixed / max(costs.gpu_tokens, 1e-9)
+        lane: list[tuple[int, float]] = [(alone.linear_s, 1.0), (alone.passes, costs.host_s)]
+        for kind in passes:
+            in_pass = [(kind.linear_s, 1.0), (kind.ends_s, 1.0), (kind.passes, costs.host_s)]
+            gpu += [*in_pass, (kind.on_gpu, costs.gpu_row), (kind.gpu_context, gpu_context_s)]
+            lane += [*in_pass, (kind.riders, costs.cpu_row), (kind.rider_context, costs.cpu_context)]
+        at_most(interval_s, gpu)
+        at_most(interval_s, lane)
+        # The CPU.
+        cpu = [(own.passes, costs.cpu_fixed), (own.rows, costs.cpu_row), (own.context, costs.cpu_context)]
+        cpu += [(late_tasks, costs.cpu_fixed)]
+        for kind in passes:
+            cpu += [(kind.riders, costs.cpu_row), (kind.rider_context, costs.cpu_context)]
+            cpu += [(kind.late, costs.cpu_row), (kind.late_context, costs.cpu_context)]
+            cpu += [(kind.rider_context, costs.cpu_fixed / max(costs.cpu_tokens, 1e-9))]
+        at_most(interval_s, cpu)
+        # Late riders: once a pass, or once after an own stage.
+        crossed = [(kind.passes, -1.0 / layers) for kind in passes]
+        at_most(0.0, [*((kind.late, 1.0) for kind in passes), (own.rows, -1.0), *times(crossed, rows)])
+        at_most(
+            0.0,
+            [*((kind.late_context, 1.0) for kind in passes), (own.context, -1.0), *times(crossed, costs.cpu_tokens)],
+        )
+        for a, b in context_squares:
+            late = [(kind.late_context, b) for kind in passes]
+            at_most(0.0, [(late_tasks, a), *late, (late_square, -1.0)])
+
+        # Requests at once.
+        least = contexts[0]
+        busy = [(own.rows_s, 1.0), (own.rows, costs.cpu_fixed + costs.cpu_row + costs.cpu_context * least)]
+        held = [(own.context, costs.linear(1) + costs.cpu_fixed), (own.context_square, costs.cpu_context)]
+        held += [(late_square, costs.cpu_context)]
+        on_gpu: list[tuple[int, float]] = []
+        for kind, chunk in zip(passes, costs.chunks, strict=True):
+            least_s = costs.linear(max(1, chunk[0]))
+            row_s_gpu = costs.host_s + costs.gpu_fixed + costs.ends(1)
+            busy += [(kind.rows_s, 1.0), (kind.on_gpu, row_s_gpu)]
+            busy += [(kind.riders, costs.cpu_row + costs.cpu_context * least)]
+            busy += [(kind.late, costs.cpu_fixed + costs.cpu_row + costs.cpu_context * least)]
+            held += [(kind.rider_context, least_s), (kind.rider_context_square, costs.cpu_context)]
+            held += [(kind.late_context, least_s + costs.cpu_fixed)]
+            on_gpu += [(kind.gpu_context, least_s + row_s_gpu), (kind.gpu_context_square, costs.gpu_context)]
+        at_most(costs.max_requests * interval_s, busy)
+        so_far = started[: i + 1].ravel()
+        at_most(0.0, [*busy, *((n, -interval_s) for n in so_far)])
+        at_most(costs.cpu_tokens * interval_s, held)
+
+        # Who starts, and who gets tokens.
+        tokens = [program.variables(i + 1) for _ in classes]
+        given.append(tokens)
+        kv = [*((p, 1.0) for p in prompt_tokens[: i + 1])]
+        kv += [(y, 1.0) for earlier in given for of_class in earlier for y in of_class]
+        at_most(0.0, [*held, *on_gpu, *times(kv, -interval_s / costs.unit)])
+        computed = [*((kind.prompt, 1.0) for kind in passes), (alone.prompt, 1.0)]
+        at_most(0.0, [(prompt_tokens[i], 1.0), *times(computed, -1.0)])
+        at_most(0.0, [(prompt_tokens[i], costs.least_prompt_attention), (attention_s[i], -1.0)])
+        decodes = [(kind.on_gpu, 1.0) for kind in passes] + [(own.rows, 1.0)]
+        decodes += [(v, 1.0) for kind in passes for v in (kind.riders, kind.late)]
+        at_most(0.0, [*((y, 1.0) for of_class in tokens for y in of_class), *times(decodes, -1.0)])
+        context = [(own.context, 1.0)]
+        context += [(v, 1.0) for kind in passes for v in (kind.gpu_context, kind.rider_context, kind.late_context)]
+        all_context += context
+        of_classes = list(zip(classes, tokens, strict=True))
+        shortest = [(y, each.contexts[0] / costs.unit) for each, those in of_classes for y in those]
+        longest = [(y, each.contexts[1] / costs.unit) for each, those in of_classes for y in those]
+        at_most(0.0, [*shortest, *times(context, -1.0)])
+        at_most(0.0, [*context, *times(longest, -1.0)])
+        for c, _ in enumerate(classes):
+            for s in range(i + 1):
+                at_most(0.0, [(tokens[c][s], 1.0), (started[s, c], -interval_s / costs.token_s)])
+        needed = program.variables(len(classes))
+        at_most(0.0, [*((n, 1.0) for n in needed), *((p, -1.0) for p in prompt_tokens[: i + 1])])
+        for c, each in enumerate(classes):
+            here = [(n, 1.0) for n in started[: i + 1, c]]
+            for a, b in prompt_cuts(each.sorted_prompts):
+                at_most(0.0, [(part, a * machine.more_requests), *times(here, b), (needed[c], -1.0)])
+            arrived = float(np.searchsorted(each.arrivals_s, end_s, "right"))
+            if arrived < each.count:
+                at_most(arrived * machine.more_requests, here)
+
+    more = machine.more_requests
+    for c, each in enumerate(classes):
+        everyone = [(n, 1.0) for n in started[:, c]]
+        at_most(0.0, [(part, each.count * more), *times(everyone, -1.0)])
+        at_most(0.0, [(part, -each.count * more), *everyone])
+        tokens = [(y, 1.0) for of_interval in given for y in of_interval[c]]
+        at_most(0.0, [(part, each.decodes * more), *times(tokens, -1.0)])
+        at_most(0.0, [(part, -each.decodes * more), *tokens])
+        for s in range(INTERVALS):
+            here = [(given[i][c][s], 1.0) for i in range(s, INTERVALS)]
+            at_most(0.0, [*here, (started[s, c], -each.most_decodes)])
+            at_most(0.0, [*times(here, -1.0), (started[s, c], each.least_decodes)])
+    at_most(0.0, [(part, workload.prompt_tokens * more), *((p, -1.0) for p in prompt_tokens)])
+    at_most(0.0, [(part, costs.prompt_attention * more), *((a, -1.0) for a in attention_s)])
+    at_most(0.0, [(part, workload.attended * more / costs.unit), *times(all_context, -1.0)])
+    return program
+
+
+@dataclass(slots=True)
+class PassVariables:
+    """Variables of the passes of one kind in one interval. Riders: those that ride the stage before, too; late: others.
+    A square is the sum over passes of the square of a number in each, times nothing."""
+
+    passes: int
+    prompt: int
+    on_gpu: int
+    riders: int
+    late: int
+    gpu_context: int
+    rider_context: int
+    late_context: int
+    linear_s: int
+    ends_s: int
+    rows_s: int
+    gpu_context_square: int
+    rider_context_square: int
+
+
+@dataclass(slots=True)
+class OwnVariables:
+    """Variables of passes of CPU batches without the GPU batch."""
+
+    passes: int
+    rows: int
+    context: int
+    linear_s: int
+    rows_s: int
+    context_square: int
+
+
+@dataclass(slots=True)
+class PromptVariables:
+    """Variables of passes without decodes."""
+
+    passes: int
+    prompt: int
+    linear_s: int
+
+
+def times(terms: Iterable[tuple[Any, float]], factor: float) -> list[tuple[Any, float]]:
+    return [(variable, coefficient * factor) for variable, coefficient in terms]
+
+
+def solve(machine: BoundMachine, workload: BoundWorkload, makespan_s: float, method: str = "highs-ds") -> Solved:
+    from scipy.optimize import linprog
+
+    program = program_of(machine, workload, makespan_s)
+    objective = np.zeros(program.num_variables)
+    objective[0] = -1.0
+    found = linprog(objective, program.matrix(), program.limits, bounds=(0, None), method=method)
+    if found.status:
+        raise RuntimeError(f"the linear program of the bound was not solved: {found.message}")
+    return Solved(-found.fun, found.x, -found.ineqlin.marginals, program)
+
+
+# -- the bound ----------------------------------------------------------------------------------------------------------
+
+RESOURCES: Mapping[str, tuple[str, str]] = {
+    "GPU": ("gpu_speed", "a GPU 10% faster"),
+    "CPU": ("cpu_speed", "CPU attention that reads 10% faster"),
+    "GPU memory": ("gpu_tokens", "10% more KV cache on the GPU"),
+    "CPU memory": ("cpu_tokens", "10% more KV cache on the host"),
+    "link": ("link_speed", "a link 10% faster"),
+    "requests": ("more_requests", "10% more requests"),
+}
+"""Each resource: the field of a machine that scales it, and in words what 10% more of it is."""
+MORE = 1.1
+
+
+@dataclass(frozen=True)
+class Bound:
+    """No schedule makes more than ``tokens_per_s``, nor ends sooner than ``makespan_s``.
+
+    ``gains``: for each resource, the output tokens per second by which 10% more of it would raise the bound, by the
+    prices of the program: true for small changes.
+    """
+
+    tokens_per_s: float
+    makespan_s: float
+    gains: Mapping[str, float]
+
+    @property
+    def binding(self) -> str:
+        """The resource of which more would raise the bound most."""
+        return max(self.gains, key=lambda name: self.gains[name])
+
+
+def bound(machine: BoundMachine, workload: BoundWorkload) -> Bound:
+    """The bound of a workload on a machine; takes some seconds."""
+    longest = makespan_of_one_by_one(machine, workload)
+    impossible, possible = 0.0, math.inf  # makespans
+    guess = longest
+    solved: Solved | None = None
+    best: Solved | None = None
+    while possible - impossible > PRECISION * impossible:
+        solved = solve(machine, workload, guess)
+        if solved.part < 1.0:
+            impossible, best = guess, solved
+        else:
+            possible = guess
+        # The part that is done grows about as the makespan does. Half of the precision below: this is to be impossible.
+        guess = guess / max(solved.part, 1e-3) ** 0.9 * (1 - PRECISION / 2)
+        if not impossible * (1 + PRECISION / 4) < guess < possible * (1 - PRECISION / 4):
+            guess = (impossible + possible) / 2 if math.isfinite(possible) else impossible * (1 + PRECISION / 2)
+    assert best is not None
+    return Bound(workload.output_tokens / impossible, impossible, gains(machine, workload, impossible, best))
