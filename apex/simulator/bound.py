@@ -40,7 +40,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -49,14 +48,14 @@ from numpy.typing import NDArray
 from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
 from apex.perf.operator_tables import OperatorTable
 
-SHARES = (*(0.0025 * k for k in (2, 2, 3, 4, 6, 8, 10, 12, 15, 18)), *(0.05,) * 16)
+SHARES = (0.01, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, *(0.08,) * 10)
 """The intervals' shares of the makespan. They are shorter where the run fills."""
 INTERVALS = len(SHARES)
 CLASSES = 4
 """Of output lengths, at most."""
 PRECISION = 0.004
 """Of the makespan: it lies between the bound and this fraction more."""
-GROWTH = 1.6
+GROWTH = 1.8
 """Between neighbouring sizes at which tangents touch."""
 
 
@@ -117,15 +116,15 @@ class Hull:
         segments = sorted({self._segment(size) for size in ladder(*self.sizes[[0, -1]])})
         return [(self.seconds[i] - self.slopes[i] * self.sizes[i], self.slopes[i]) for i in segments]
 
-    def row_tangents(self, beside: float, most: float) -> list[tuple[float, float]]:
-        """(a, b) such that d rows, each for the time of a batch of d and ``beside``, take at least a + b d seconds.
+    def row_tangents(self, most: float) -> list[tuple[float, float]]:
+        """(a, b) such that n rows, each for the time of a batch of n, take at least a + b n seconds.
 
-        d times a convex nondecreasing function is convex for d from 0 on, so it lies above its tangents.
+        n times a convex nondecreasing function is convex for n from 0 on, so it lies above its tangents.
         """
         found = []
-        for d in ladder(1.0, most):
-            slope = self(d + beside) + d * self.slope(d + beside)
-            found.append((d * self(d + beside) - slope * d, slope))
+        for n in ladder(1.0, most):
+            slope = self(n) + n * self.slope(n)
+            found.append((n * self(n) - slope * n, slope))
         return found
 
 
@@ -141,7 +140,7 @@ def ladder(least: float, most: float) -> list[float]:
 
 def square_tangents(most: float) -> list[tuple[float, float]]:
     """(a, b) such that the square of n is at least a + b n, for n up to ``most``."""
-    return [(-size * size, 2.0 * size) for size in ladder(max(1.0, most / GROWTH**9), most)]
+    return [(-size * size, 2.0 * size) for size in ladder(max(1.0, most / GROWTH**7), most)]
 
 
 # -- machine and workload ---------------------------------------------------------------------------------------------
@@ -191,8 +190,10 @@ class BoundWorkload:
     prompt_tokens: int
     attended: float
     """Context tokens of all decodes."""
-    longest: float
-    """Tokens of the longest request."""
+    shortest_contexts: tuple[tuple[float, float], ...]
+    """(a, b) such that any n decodes attend to at least a + b n tokens."""
+    longest_means: tuple[tuple[float, float], ...]
+    """(a, b) such that n decodes that are the first ones of their requests attend to at most a + b n tokens."""
 
     @staticmethod
     def of(requests: Sequence[tuple[int, int, float]]) -> BoundWorkload:
@@ -207,7 +208,8 @@ class BoundWorkload:
             sum(out for _, out, _ in requests),
             sum(prompt for prompt, _, _ in requests),
             sum(attended_tokens(prompt, out) for prompt, out, _ in requests),
-            max(prompt + out for prompt, out, _ in requests),
+            shortest_contexts(requests),
+            longest_means(requests),
         )
 
     @property
@@ -224,6 +226,31 @@ def attended_tokens(prompt: int, output: int) -> float:
     return (output - 1) * (prompt + output / 2)
 
 
+CUTS = (0.0, 0.03, 0.1, 0.25, 0.45, 0.7, 0.9, 0.98)
+"""Parts of all decodes at which tangents touch."""
+
+
+def shortest_contexts(requests: Sequence[tuple[int, int, float]]) -> tuple[tuple[float, float], ...]:
+    """See :class:`BoundWorkload`. The sum of the n shortest contexts is convex in n."""
+    contexts = np.sort(np.concatenate([np.arange(prompt + 1, prompt + out) for prompt, out, _ in requests]))
+    return tangents_of_sums(contexts.astype(float), np.ones(len(contexts)))
+
+
+def longest_means(requests: Sequence[tuple[int, int, float]]) -> tuple[tuple[float, float], ...]:
+    """See :class:`BoundWorkload`. The first decodes of a request attend to less, in the mean, than all of them. So n
+    of them attend to at most what all decodes of the requests with the longest means do, which is concave in n."""
+    decoding = sorted((-(prompt + out / 2), out - 1) for prompt, out, _ in requests if out > 1)
+    means, counts = (np.array(values, dtype=float) for values in zip(*decoding, strict=True))
+    return tuple((-a, -b) for a, b in tangents_of_sums(means, counts))
+
+
+def tangents_of_sums(values: NDArray[np.float64], counts: NDArray[np.float64]) -> tuple[tuple[float, float], ...]:
+    """(a, b) of tangents to the sum of the first n of ascending values, each ``counts`` times."""
+    before, sums = np.cumsum(counts) - counts, np.cumsum(values * counts) - values * counts
+    touched = {int(np.searchsorted(before, cut * counts.sum(), "right")) - 1 for cut in CUTS}
+    return tuple((float(sums[k] - values[k] * before[k]), float(values[k])) for k in sorted(touched))
+
+
 def request_class(requests: Sequence[tuple[int, int, float]]) -> RequestClass:
     decodes = [out - 1 for _, out, _ in requests]
     return RequestClass(
@@ -236,6 +263,9 @@ def request_class(requests: Sequence[tuple[int, int, float]]) -> RequestClass:
         tuple(sorted(arrival for *_, arrival in requests)),
     )
 
+
+Term = tuple[Any, float]
+"""A variable and its coefficient."""
 
 # -- the program ------------------------------------------------------------------------------------------------------
 
@@ -296,7 +326,9 @@ class Costs:
         gpu = machine.gpu_speed
         sizes = [1, *(s for s in table.linear.sizes if 1 < s), self.batch + self.rows + 1]
         self._sizes, self._linear_s = sizes, lambda size: passes * table.linear(size) / gpu
-        self.linear = self.linear_between(1, self.batch + self.rows)
+        self.linear = self.linear_of(0, 1, self.batch + self.rows)
+        self.own_linear, self.prompt_linear = self.linear_of(0, 1, self.rows + 1), self.linear_of(0, 1, self.batch)
+        self.kinds = [self._kind(least, most) for least, most in chunk_ranges(self.batch)]
         model = PerfModel(table, layers)
         last = [1, *(s for s in (*table.linear.sizes, *table.ends.sizes) if 1 < s <= self.rows), self.rows + 1]
         self.ends = Hull(lambda size: ((1 - table.first_share) * table.linear(size) + table.ends(size)) / gpu, last)
@@ -318,16 +350,42 @@ class Costs:
         )  # fmt: skip
         """Of one token of a request, at least."""
 
-    def linear_between(self, least: float, most: float) -> Hull:
-        """The linear layers of a pass with so many rows."""
-        inside = [size for size in self._sizes if least < size < most]
-        return Hull(self._linear_s, [least, *inside, most])
+    def linear_of(self, beside: float, least: float, most: float) -> Hull:
+        """The linear layers of a pass of so many tokens, over those that are ``beside`` others."""
+        least, most = max(1.0, beside + least), beside + most
+        sizes = [least, *(size for size in self._sizes if least < size < most), most]
+        return Hull(self._linear_s, sizes)
 
-    @cached_property
-    def chunks(self) -> list[tuple[int, int]]:
-        """Prompt tokens of a pass with decodes, from and to, of each kind."""
-        edges = [1, *(size for k in range(10) if (size := LEAST_CHUNK << 2 * k) < self.batch), self.batch]
-        return [(0, 0), *zip(edges[:-1], edges[1:], strict=True)]
+    def _kind(self, least_prompt: int, most_prompt: int) -> Kind:
+        linear = self.linear_of(least_prompt, 0, most_prompt - least_prompt + self.rows + 1)
+
+        def both_s(decodes: float) -> float:
+            own = [decodes * k / 8 for k in range(1, 9)]
+            split = [linear(least_prompt + decodes - o) + self.own_linear(o) for o in own]
+            return min(linear(least_prompt + decodes), *split)
+
+        return Kind(least_prompt, most_prompt, linear, Hull(both_s, ladder(1.0, self.rows + 1)))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Passes of the GPU batch with decodes and so many prompt tokens.
+
+    Attributes:
+        linear: seconds of their linear layers, over tokens.
+        both: those and the own stages meanwhile, over the decodes in both, at the best division, with the least prompt.
+    """
+
+    least_prompt: int
+    most_prompt: int
+    linear: Hull
+    both: Hull
+
+
+def chunk_ranges(batch: int) -> list[tuple[int, int]]:
+    """Prompt tokens of a pass of each kind, from and to."""
+    edges = [1, *(size for k in range(6) if (size := LEAST_CHUNK << k) < batch), batch]
+    return [(0, 0), *zip(edges[:-1], edges[1:], strict=True)]
 
 
 def least_prompt_attention_s(table: ProfileTable, prompt: float, batch: int) -> float:
@@ -352,143 +410,141 @@ def prompt_cuts(prompts: Sequence[float]) -> list[tuple[float, float]]:
     return sorted((float(a), float(b)) for a, b in cuts)
 
 
-@dataclass(frozen=True)
-class Solved:
-    """A program at one makespan, solved: the part of the workload that is done by then, and what its rows are worth."""
-
-    part: float
-    values: NDArray[np.float64]
-    prices: NDArray[np.float64]
-    program: Program
-
-
 def program_of(machine: BoundMachine, workload: BoundWorkload, makespan_s: float) -> Program:
     """The program: the first variable is the part of the workload that is done in ``makespan_s``."""
-    costs = Costs(machine, workload)
-    program = Program()
+    costs, program, classes = Costs(machine, workload), Program(), workload.classes
+    at_most, layers, rows, contexts = program.at_most, costs.num_layers, costs.rows, costs.contexts
+    held_at_once = min(costs.cpu_tokens, rows * contexts[1])  # context tokens of the CPU tier
+    whole = machine.more_requests
     (part,) = program.variables(1)
-    layers, rows, contexts = costs.num_layers, costs.rows, costs.contexts
-    most_context = min(rows * contexts[1], costs.gpu_tokens + costs.cpu_tokens)
-    ends = costs.ends.tangents()
-    own_linear, prompt_linear = costs.linear_between(1, rows + 1), costs.linear_between(1, costs.batch)
-    context_squares = square_tangents(most_context)
-    of_kinds = [costs.linear_between(max(1, chunk[0]), chunk[1] + rows + 1) for chunk in costs.chunks]
-    classes = workload.classes
-    given: list[list[NDArray[np.int64]]] = []  # [interval][class]: tokens to those that started in each interval
     started = program.variables(INTERVALS, len(classes))
-    prompt_tokens = program.variables(INTERVALS)
-    attention_s = program.variables(INTERVALS)
-    all_context: list[tuple[int, float]] = []
+    prompt_tokens, attention_s = program.variables(INTERVALS), program.variables(INTERVALS)
+    given: list[list[NDArray[np.int64]]] = []  # [interval][class]: tokens to those that started in each interval
+    attended: list[dict[str, list[Term]]] = []  # of each interval: decodes and contexts by where they are done
+    ends, squares = costs.ends.tangents(), square_tangents(held_at_once)
+    end_slope, least = costs.ends.slope(1.0), contexts[0]
     end_s = 0.0
     for i, share in enumerate(SHARES):
         interval_s = makespan_s * share
         end_s += interval_s
-        passes = [PassVariables(*program.variables(len(PassVariables.__slots__))) for _ in costs.chunks]
-        own = OwnVariables(*program.variables(len(OwnVariables.__slots__)))
-        alone = PromptVariables(*program.variables(len(PromptVariables.__slots__)))
-        # Attention tasks of riders that did not ride the stage before, in passes through all layers.
-        late_tasks, late_square = program.variables(2)
-        at_most = program.at_most
-        for kind, chunk, linear in zip(passes, costs.chunks, of_kinds, strict=True):
-            decodes = [(kind.on_gpu, 1.0), (kind.riders, 1.0), (kind.late, 1.0)]
-            at_most(0.0, [(kind.prompt, 1.0), (kind.passes, -chunk[1])])
-            at_most(0.0, [(kind.prompt, -1.0), (kind.passes, chunk[0])])
+        passes = [PassVariables(*program.variables(len(PassVariables.__slots__))) for _ in costs.kinds]
+        beside, apart = (OwnVariables(*program.variables(len(OwnVariables.__slots__))) for _ in range(2))
+        prompts = PromptVariables(*program.variables(len(PromptVariables.__slots__)))
+        (apart_s,) = program.variables(1)
+
+        # Passes of the GPU batch.
+        for kind, of_kind in zip(passes, costs.kinds, strict=True):
+            in_products = [(kind.on_gpu, 1.0), (kind.riders, 1.0), (kind.late, 1.0)]
+            decodes = [*in_products, (kind.own, 1.0)]
+            at_most(0.0, [(kind.prompt, 1.0), (kind.passes, -of_kind.most_prompt)])
+            at_most(0.0, [(kind.prompt, -1.0), (kind.passes, of_kind.least_prompt)])
             at_most(0.0, [(kind.prompt, 1.0), (kind.on_gpu, 1.0), (kind.passes, -costs.batch)])
             at_most(0.0, [(kind.gpu_context, 1.0), (kind.passes, -costs.gpu_tokens)])
-            for a, b in linear.tangents():
-                at_most(0.0, [(kind.passes, a), (kind.prompt, b), *times(decodes, b), (kind.linear_s, -1.0)])
-            for a, b in ends:
-                at_most(0.0, [(kind.passes, a), *times(decodes, b), (kind.ends_s, -1.0)])
-            for a, b in linear.row_tangents(chunk[0], rows):
-                at_most(0.0, [(kind.passes, a), *times(decodes, b), (kind.rows_s, -1.0)])
-            for a, b in context_squares:
-                at_most(0.0, [(kind.passes, a), (kind.gpu_context, b), (kind.gpu_context_square, -1.0)])
-                at_most(0.0, [(kind.passes, a), (kind.rider_context, b), (kind.rider_context_square, -1.0)])
-            for count, context in (
-                (kind.on_gpu, kind.gpu_context), (kind.riders, kind.rider_context), (kind.late, kind.late_context)
-            ):  # fmt: skip
+            # A request crosses a layer at most once while the GPU batch does, and once more between two passes.
+            at_most(0.0, [*decodes, (kind.passes, -rows * (1 + 1 / layers))])
+            in_cpu_tier = [(kind.rider_context, 1.0), (kind.late_context, 1.0), (kind.own_context, 1.0)]
+            at_most(0.0, [*in_cpu_tier, (kind.passes, -held_at_once * (1 + 1 / layers))])
+            for count, context in kind.places:
                 at_most(0.0, [(count, contexts[0]), (context, -1.0)])
                 at_most(0.0, [(context, 1.0), (count, -contexts[1])])
-        at_most(0.0, [(alone.prompt, 1.0), (alone.passes, -costs.batch)])
-        for a, b in prompt_linear.tangents():
-            at_most(0.0, [(alone.passes, a), (alone.prompt, b), (alone.linear_s, -1.0)])
-        for a, b in own_linear.tangents():
-            at_most(0.0, [(own.passes, a), (own.rows, b), (own.linear_s, -1.0)])
-        for a, b in own_linear.row_tangents(0.0, rows):
-            at_most(0.0, [(own.passes, a), (own.rows, b), (own.rows_s, -1.0)])
-        for a, b in context_squares:
-            at_most(0.0, [(own.passes, a), (own.context, b), (own.context_square, -1.0)])
-        at_most(0.0, [(own.rows, contexts[0]), (own.context, -1.0)])
-        at_most(0.0, [(own.context, 1.0), (own.rows, -contexts[1])])
+            for fixed, each in of_kind.linear.tangents():
+                terms = [(kind.prompt, each), *times(in_products, each)]
+                at_most(0.0, [(kind.passes, fixed), *terms, (kind.linear_s, -1.0)])
+            for fixed, each in ends:
+                at_most(0.0, [(kind.passes, fixed), *times(in_products, each), (kind.ends_s, -1.0)])
+            for fixed, each in of_kind.both.row_tangents(rows):
+                at_most(0.0, [(kind.passes, fixed), *times(decodes, each), (kind.rows_s, -1.0)])
+        for fixed, each in costs.prompt_linear.tangents():
+            at_most(0.0, [(prompts.passes, fixed), (prompts.prompt, each), (prompts.linear_s, -1.0)])
+        at_most(0.0, [(prompts.prompt, 1.0), (prompts.passes, -costs.batch)])
+        # Own passes: beside those of the GPU batch, and apart from them.
+        at_most(0.0, [*((kind.own, 1.0) for kind in passes), (beside.rows, -1.0)])
+        at_most(0.0, [(beside.rows, 1.0), *((kind.own, -1.0) for kind in passes)])
+        at_most(0.0, [*((kind.own_context, 1.0) for kind in passes), (beside.context, -1.0)])
+        at_most(0.0, [(beside.context, 1.0), *((kind.own_context, -1.0) for kind in passes)])
+        at_most(0.0, [(apart.rows, contexts[0]), (apart.context, -1.0)])
+        at_most(0.0, [(apart.context, 1.0), (apart.rows, -contexts[1])])
+        for own in (beside, apart):
+            for fixed, each in costs.own_linear.tangents():
+                at_most(0.0, [(own.passes, fixed), (own.rows, each), (own.linear_s, -1.0)])
+            for fixed, each in squares:
+                at_most(0.0, [(own.passes, fixed), (own.context, each), (own.context_square, -1.0)])
+        for fixed, each in costs.own_linear.row_tangents(rows):
+            at_most(0.0, [(apart.passes, fixed), (apart.rows, each), (apart.rows_s, -1.0)])
 
-        # The GPU.
-        end_slope = costs.ends.slope(1.0)
-        gpu = [(attention_s[i], 1.0), (alone.linear_s, 1.0), (alone.passes, costs.host_s)]
-        gpu += [(own.linear_s, 1.0), (own.rows, end_slope)]
-        # A pass with GPU decodes has one launch of their attention, and attends to what the tier holds at most.
-        gpu_context_s = costs.gpu_context + costs.gpu_fixed / max(costs.gpu_tokens, 1e-9)
-        lane: list[tuple[int, float]] = [(alone.linear_s, 1.0), (alone.passes, costs.host_s)]
+        # The GPU, the GPU batch, and the CPU.
+        gpu: list[Term] = [(attention_s[i], 1.0), (beside.linear_s, 1.0), (beside.rows, end_slope)]
+        lane: list[Term] = [(prompts.linear_s, 1.0), (prompts.passes, costs.host_s), (apart_s, 1.0)]
         for kind in passes:
-            in_pass = [(kind.linear_s, 1.0), (kind.ends_s, 1.0), (kind.passes, costs.host_s)]
-            gpu += [*in_pass, (kind.on_gpu, costs.gpu_row), (kind.gpu_context, gpu_context_s)]
-            lane += [*in_pass, (kind.riders, costs.cpu_row), (kind.rider_context, costs.cpu_context)]
+            lane += [(kind.linear_s, 1.0), (kind.ends_s, 1.0), (kind.passes, costs.host_s)]
+        # A pass with GPU decodes has one call of their attention, and attends to what the tier holds at most.
+        gpu_context_s = costs.gpu_context + costs.gpu_fixed / max(costs.gpu_tokens, 1e-9)
+        gpu += lane
+        for kind in passes:
+            gpu += [(kind.on_gpu, costs.gpu_row), (kind.gpu_context, gpu_context_s)]
+            lane = [*lane, (kind.riders, costs.cpu_row), (kind.rider_context, costs.cpu_context)]
+        own_cpu = [
+            [(own.passes, costs.cpu_fixed), (own.rows, costs.cpu_row), (own.context, costs.cpu_context)]
+            for own in (beside, apart)
+        ]
+        cpu: list[Term] = [*own_cpu[0], *own_cpu[1]]
+        for kind in passes:
+            cpu += [(kind.riders, costs.cpu_row), (kind.late, costs.cpu_row)]
+            cpu += [(kind.rider_context, costs.cpu_context), (kind.late_context, costs.cpu_context)]
         at_most(interval_s, gpu)
         at_most(interval_s, lane)
-        # The CPU.
-        cpu = [(own.passes, costs.cpu_fixed), (own.rows, costs.cpu_row), (own.context, costs.cpu_context)]
-        cpu += [(late_tasks, costs.cpu_fixed)]
-        for kind in passes:
-            cpu += [(kind.riders, costs.cpu_row), (kind.rider_context, costs.cpu_context)]
-            cpu += [(kind.late, costs.cpu_row), (kind.late_context, costs.cpu_context)]
-            cpu += [(kind.rider_context, costs.cpu_fixed / max(costs.cpu_tokens, 1e-9))]
         at_most(interval_s, cpu)
-        # Late riders: once a pass, or once after an own stage.
-        crossed = [(kind.passes, -1.0 / layers) for kind in passes]
-        at_most(0.0, [*((kind.late, 1.0) for kind in passes), (own.rows, -1.0), *times(crossed, rows)])
-        at_most(
-            0.0,
-            [*((kind.late_context, 1.0) for kind in passes), (own.context, -1.0), *times(crossed, costs.cpu_tokens)],
-        )
-        for a, b in context_squares:
-            late = [(kind.late_context, b) for kind in passes]
-            at_most(0.0, [(late_tasks, a), *late, (late_square, -1.0)])
+        at_most(0.0, [(apart.linear_s, 1.0), (apart.rows, end_slope), (apart_s, -1.0)])
+        at_most(0.0, [*own_cpu[1], (apart_s, -1.0)])
+        # Who is late rides once a pass: it stays behind the GPU batch from then on, since it crosses one layer at most
+        # while that does. To ride again it needs its attention before the next stage of the GPU batch, as riders do.
+        once = [(kind.passes, -1.0 / layers) for kind in passes]
+        all_late: list[Term] = [(kind.late, 1.0) for kind in passes]
+        late_contexts: list[Term] = [(kind.late_context, 1.0) for kind in passes]
+        at_most(0.0, [*all_late, *times(once, rows)])
+        at_most(0.0, [*late_contexts, *times(once, held_at_once)])
 
-        # Requests at once.
-        least = contexts[0]
-        busy = [(own.rows_s, 1.0), (own.rows, costs.cpu_fixed + costs.cpu_row + costs.cpu_context * least)]
-        held = [(own.context, costs.linear(1) + costs.cpu_fixed), (own.context_square, costs.cpu_context)]
-        held += [(late_square, costs.cpu_context)]
-        on_gpu: list[tuple[int, float]] = []
-        for kind, chunk in zip(passes, costs.chunks, strict=True):
-            least_s = costs.linear(max(1, chunk[0]))
-            row_s_gpu = costs.host_s + costs.gpu_fixed + costs.ends(1)
-            busy += [(kind.rows_s, 1.0), (kind.on_gpu, row_s_gpu)]
-            busy += [(kind.riders, costs.cpu_row + costs.cpu_context * least)]
-            busy += [(kind.late, costs.cpu_fixed + costs.cpu_row + costs.cpu_context * least)]
-            held += [(kind.rider_context, least_s), (kind.rider_context_square, costs.cpu_context)]
-            held += [(kind.late_context, least_s + costs.cpu_fixed)]
-            on_gpu += [(kind.gpu_context, least_s + row_s_gpu), (kind.gpu_context_square, costs.gpu_context)]
-        at_most(costs.max_requests * interval_s, busy)
-        so_far = started[: i + 1].ravel()
-        at_most(0.0, [*busy, *((n, -interval_s) for n in so_far)])
+        # Requests at once: seconds of each decode, and seconds of each weighted with its context.
+        apart_row_s = costs.cpu_fixed + costs.cpu_row + costs.cpu_context * least
+        busy: list[Term] = [(apart.rows_s, 1.0), (apart.rows, apart_row_s)]
+        apart_held: list[Term] = [(apart.context, costs.linear(1) + costs.cpu_fixed)]
+        apart_held += [(apart.context_square, costs.cpu_context)]
+        held: list[Term] = [*apart_held, (beside.context, costs.linear(1) + costs.cpu_fixed)]
+        held += [(beside.context_square, costs.cpu_context)]
+        on_gpu: list[Term] = []
+        at_most(0.0, [*busy, (apart_s, -rows)])
+        at_most(0.0, [*apart_held, (apart_s, -held_at_once)])
+        for kind, of_kind in zip(passes, costs.kinds, strict=True):
+            pass_s = costs.host_s + costs.ends(1)
+            busy += [(kind.rows_s, 1.0), *((v, pass_s) for v in (kind.on_gpu, kind.riders, kind.late, kind.own))]
+            busy += [(kind.riders, costs.cpu_row + costs.cpu_context * least), (kind.on_gpu, costs.gpu_fixed)]
+            least_s = of_kind.linear(0)
+            held += [(kind.rider_context, least_s), (kind.late_context, least_s + costs.cpu_fixed)]
+            on_gpu += [(kind.gpu_context, least_s + pass_s)]
+        at_most(rows * interval_s * (1 + 1 / layers), busy)
+        at_most(0.0, [*busy, *((n, -interval_s * (1 + 1 / layers)) for n in started[: i + 1].ravel())])
         at_most(costs.cpu_tokens * interval_s, held)
 
         # Who starts, and who gets tokens.
         tokens = [program.variables(i + 1) for _ in classes]
         given.append(tokens)
-        kv = [*((p, 1.0) for p in prompt_tokens[: i + 1])]
+        kv: list[Term] = [(p, 1.0) for p in prompt_tokens[: i + 1]]
         kv += [(y, 1.0) for earlier in given for of_class in earlier for y in of_class]
         at_most(0.0, [*held, *on_gpu, *times(kv, -interval_s / costs.unit)])
-        computed = [*((kind.prompt, 1.0) for kind in passes), (alone.prompt, 1.0)]
+        computed: list[Term] = [*((kind.prompt, 1.0) for kind in passes), (prompts.prompt, 1.0)]
         at_most(0.0, [(prompt_tokens[i], 1.0), *times(computed, -1.0)])
         at_most(0.0, [(prompt_tokens[i], costs.least_prompt_attention), (attention_s[i], -1.0)])
-        decodes = [(kind.on_gpu, 1.0) for kind in passes] + [(own.rows, 1.0)]
-        decodes += [(v, 1.0) for kind in passes for v in (kind.riders, kind.late)]
-        at_most(0.0, [*((y, 1.0) for of_class in tokens for y in of_class), *times(decodes, -1.0)])
-        context = [(own.context, 1.0)]
-        context += [(v, 1.0) for kind in passes for v in (kind.gpu_context, kind.rider_context, kind.late_context)]
-        all_context += context
+        where: dict[str, list[Term]] = {"beside": [(beside.rows, 1.0)], "apart": [(apart.rows, 1.0)]}
+        where |= {"beside context": [(beside.context, 1.0)], "apart context": [(apart.context, 1.0)]}
+        for name, count in (("gpu", "on_gpu"), ("rider", "riders"), ("late", "late")):
+            where[name] = [(getattr(kind, count), 1.0) for kind in passes]
+            where[f"{name} context"] = [(getattr(kind, f"{name}_context"), 1.0) for kind in passes]
+        attended.append(where)
+        everywhere = [term for name in PLACES for term in where[name]]
+        at_most(0.0, [*((y, 1.0) for of_class in tokens for y in of_class), *times(everywhere, -1.0)])
+        at_most(0.0, [*everywhere, *((y, -1.0) for of_class in tokens for y in of_class)])
         of_classes = list(zip(classes, tokens, strict=True))
+        context = [term for name in PLACES for term in where[f"{name} context"]]
         shortest = [(y, each.contexts[0] / costs.unit) for each, those in of_classes for y in those]
         longest = [(y, each.contexts[1] / costs.unit) for each, those in of_classes for y in those]
         at_most(0.0, [*shortest, *times(context, -1.0)])
@@ -499,54 +555,88 @@ def program_of(machine: BoundMachine, workload: BoundWorkload, makespan_s: float
         needed = program.variables(len(classes))
         at_most(0.0, [*((n, 1.0) for n in needed), *((p, -1.0) for p in prompt_tokens[: i + 1])])
         for c, each in enumerate(classes):
-            here = [(n, 1.0) for n in started[: i + 1, c]]
-            for a, b in prompt_cuts(each.sorted_prompts):
-                at_most(0.0, [(part, a * machine.more_requests), *times(here, b), (needed[c], -1.0)])
+            here: list[Term] = [(n, 1.0) for n in started[: i + 1, c]]
+            for fixed, slope in prompt_cuts(each.sorted_prompts):
+                at_most(0.0, [(part, fixed * whole), *times(here, slope), (needed[c], -1.0)])
             arrived = float(np.searchsorted(each.arrivals_s, end_s, "right"))
             if arrived < each.count:
-                at_most(arrived * machine.more_requests, here)
+                at_most(arrived * whole, here)
 
-    more = machine.more_requests
+    # Contexts: no choice of so many decodes has less than those with the shortest ones. A request's decodes so far have
+    # shorter contexts than all of its decodes.
+    for name in PLACES:
+        here = [term for where in attended for term in where[name]]
+        context = [term for where in attended for term in where[f"{name} context"]]
+        for fixed, each in workload.shortest_contexts:
+            at_most(0.0, [(part, fixed * whole / costs.unit), *times(here, each / costs.unit), *times(context, -1.0)])
+    for i in range(INTERVALS):
+        here = [term for where in attended[: i + 1] for name in PLACES for term in where[name]]
+        context = [term for where in attended[: i + 1] for name in PLACES for term in where[f"{name} context"]]
+        for fixed, each in workload.shortest_contexts:
+            at_most(0.0, [(part, fixed * whole / costs.unit), *times(here, each / costs.unit), *times(context, -1.0)])
+        for fixed, each in workload.longest_means:
+            at_most(0.0, [*context, (part, -fixed * whole / costs.unit), *times(here, -each / costs.unit)])
+    # All work is done, as far as the part says.
     for c, each in enumerate(classes):
-        everyone = [(n, 1.0) for n in started[:, c]]
-        at_most(0.0, [(part, each.count * more), *times(everyone, -1.0)])
-        at_most(0.0, [(part, -each.count * more), *everyone])
-        tokens = [(y, 1.0) for of_interval in given for y in of_interval[c]]
-        at_most(0.0, [(part, each.decodes * more), *times(tokens, -1.0)])
-        at_most(0.0, [(part, -each.decodes * more), *tokens])
+        equal(program, [(n, 1.0) for n in started[:, c]], (part, each.count * whole))
+        equal(program, [(y, 1.0) for of in given for y in of[c]], (part, each.decodes * whole))
         for s in range(INTERVALS):
             here = [(given[i][c][s], 1.0) for i in range(s, INTERVALS)]
             at_most(0.0, [*here, (started[s, c], -each.most_decodes)])
             at_most(0.0, [*times(here, -1.0), (started[s, c], each.least_decodes)])
-    at_most(0.0, [(part, workload.prompt_tokens * more), *((p, -1.0) for p in prompt_tokens)])
-    at_most(0.0, [(part, costs.prompt_attention * more), *((a, -1.0) for a in attention_s)])
-    at_most(0.0, [(part, workload.attended * more / costs.unit), *times(all_context, -1.0)])
+    equal(program, [(p, 1.0) for p in prompt_tokens], (part, workload.prompt_tokens * whole))
+    at_most(0.0, [(part, costs.prompt_attention * whole), *((a, -1.0) for a in attention_s)])
+    context = [term for where in attended for name in PLACES for term in where[f"{name} context"]]
+    at_most(0.0, [(part, workload.attended * whole / costs.unit), *times(context, -1.0)])
     return program
+
+
+def equal(program: Program, terms: Sequence[Term], to: Term) -> None:
+    """The terms are in sum what ``to`` is."""
+    program.at_most(0.0, [*terms, (to[0], -to[1])])
+    program.at_most(0.0, [*times(terms, -1.0), to])
+
+
+def times(terms: Iterable[Term], factor: float) -> list[Term]:
+    return [(variable, coefficient * factor) for variable, coefficient in terms]
+
+
+PLACES = ("gpu", "rider", "late", "beside", "apart")
+"""Where decodes are done."""
 
 
 @dataclass(slots=True)
 class PassVariables:
-    """Variables of the passes of one kind in one interval. Riders: those that ride the stage before, too; late: others.
-    A square is the sum over passes of the square of a number in each, times nothing."""
+    """Of the passes of the GPU batch of one kind, in one interval, in sum.
+
+    Riders have ridden the stage before, too; those that are late have not. ``own``: decodes of the CPU tier that take
+    own stages meanwhile. ``linear_s`` and ``ends_s``: seconds. ``rows_s``: each decode's seconds of its pass.
+    """
 
     passes: int
     prompt: int
     on_gpu: int
     riders: int
     late: int
+    own: int
     gpu_context: int
     rider_context: int
     late_context: int
+    own_context: int
     linear_s: int
     ends_s: int
     rows_s: int
-    gpu_context_square: int
-    rider_context_square: int
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Decodes, and their context."""
+        gpu, riders = (self.on_gpu, self.gpu_context), (self.riders, self.rider_context)
+        return [gpu, riders, (self.late, self.late_context), (self.own, self.own_context)]
 
 
 @dataclass(slots=True)
 class OwnVariables:
-    """Variables of passes of CPU batches without the GPU batch."""
+    """Of own passes of CPU batches in one interval. ``context_square``: the squares of each pass's context, in sum."""
 
     passes: int
     rows: int
@@ -558,15 +648,21 @@ class OwnVariables:
 
 @dataclass(slots=True)
 class PromptVariables:
-    """Variables of passes without decodes."""
+    """Of passes of the GPU batch without decodes, in one interval."""
 
     passes: int
     prompt: int
     linear_s: int
 
 
-def times(terms: Iterable[tuple[Any, float]], factor: float) -> list[tuple[Any, float]]:
-    return [(variable, coefficient * factor) for variable, coefficient in terms]
+@dataclass(frozen=True)
+class Solved:
+    """A program at one makespan, solved: the part of the workload that is done by then, and what its rows are worth."""
+
+    part: float
+    values: NDArray[np.float64]
+    prices: NDArray[np.float64]
+    program: Program
 
 
 def solve(machine: BoundMachine, workload: BoundWorkload, makespan_s: float, method: str = "highs-ds") -> Solved:
