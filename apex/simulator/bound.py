@@ -1,38 +1,39 @@
 """What no schedule of a machine and a workload can exceed, in output tokens per second, and what binds there.
 
-The bound is a linear program. It is a relaxation: what the simulator charges for is charged at most once here, and
-whatever a schedule does is possible here too. So its least makespan is no longer than that of any schedule.
+The bound is a linear program, and a relaxation: each thing for which the simulator charges time is charged here at most
+once, and what any schedule does is possible here, too. So its least makespan is no longer than that of any schedule.
 
-**Work.** Each request has a prompt, and output tokens of which the first comes with the prompt and the others are
-decodes. A decode attends on the GPU or on the CPU. The program divides the makespan into intervals, and finds for each
-of them, as numbers that need not be whole:
+**Work.** A request has a prompt, and output tokens of which the first comes with the prompt; the others are decodes. A
+decode attends on the GPU, or on the CPU. The program cuts the makespan into intervals. For each of them it finds, as
+numbers that need not be whole:
 
-- passes of the GPU batch through all layers, with GPU decodes, prompt tokens, and decodes of the CPU tier that ride.
-  The passes are of kinds, by the prompt tokens of one pass;
-- own passes of CPU batches, without the GPU batch;
-- the context tokens to which the decodes of each kind of pass attend;
-- how many requests of each class of output lengths start, and how many tokens those get that started in an earlier
-  interval.
+- passes of the GPU batch through all layers, of several kinds by their prompt tokens, with GPU decodes in them, and
+  decodes of the CPU tier that ride;
+- own passes of CPU batches, beside those of the GPU batch or apart from them;
+- the context tokens to which the decodes in each of these attend;
+- how many requests of each class of output lengths start, and how many tokens those get that started earlier.
 
-**Resources.** In each interval
+**Resources.** In each interval:
 
-- the GPU computes one thing at a time: linear layers, attention of prompts and GPU decodes, the ends of passes, and
-  host work for each GPU batch take no more than the interval;
-- so does the CPU worker with attention tasks: a fixed time of each, a time per row (the *link*: Q, K, V and output), and
-  a time per context token;
-- a request that rides two stages in a row needs its attention in between. So the linear layers of the passes and the
-  attention of such riders take no more than the interval. Others ride once a pass, or once after each own stage;
-- GPU decodes of one pass attend to no more context than the GPU's KV cache holds;
-- a request that decodes is at one thing at a time. Its time for each token is the time of the stages that it is in and
-  of the attention tasks that it is in. Summed over decodes, that is at most the requests that have started, times the
-  interval. The same holds where each decode is weighted with its context: the sum is at most the KV cache of all that
-  started, and for decodes of the CPU tier at most what this tier holds, times the interval;
-- prompts of all who have started by the end of an interval are computed by then; a request gets its tokens one after
-  another.
+- GPU: linear layers, attention of prompts and of GPU decodes, ends of passes and the host's work for each GPU batch
+  take no longer than the interval, one after the other.
+- CPU: so do attention tasks, with a fixed time of each, a time per context token and a time per row. The last is the
+  *link*: Q, K, V and output on their way.
+- Riders: a request that rides two stages in a row needs its attention between them. So the linear layers of passes and
+  the attention of such riders, one after the other, take no longer than the interval. The executor takes a request
+  through one layer at most while the GPU batch crosses one. So whoever misses a stage rides no more in that pass.
+- GPU memory: the GPU decodes of a pass attend to no more context than the GPU's KV cache holds.
+- Requests and CPU memory: a request is in one place at a time. For each decode its stages, or those of the GPU batch
+  that pass meanwhile, and its attention take time. In sum that is no more than the requests that have started, times
+  the interval. Weighted with the context of each, it is no more than the KV cache of all that have started, and for the
+  CPU tier no more than this holds, times the interval.
+- Order: prompts of all that have started by the end of an interval are computed by then. A request gets its tokens one
+  after another.
 
-Times are lower bounds by construction: linear layers by tangents to the lower convex hull of their curve, attention by
-the largest affine function that is nowhere above the table, products of two amounts by tangents to a convex function
-below them. Left out are swaps, launches, block sizes, preemption, and all waiting but that above.
+Each approximation errs to the side of a higher bound. Linear layers are tangents to the lower convex hull of their
+curve. Attention is the largest affine function that is nowhere above its table, exact for predicted ones. Products of
+two amounts are tangents to a convex function of them. Requests of a class may be started in any order, so only sums
+over the class are exact. Left out: swaps, launches, sizes of blocks, preemption, and all waiting but that above.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apex.perf.model import PerfModel, ProfileTable, Surface
+from apex.perf.operator_tables import OperatorTable
 
 SHARES = (0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, *(0.125,) * 6)
 """The intervals' shares of the makespan. They are shorter where the run fills."""
@@ -336,7 +338,8 @@ class Costs:
         self.host_s = model.host_work_s(0) if machine.has_host_work else 0.0
         on_gpu = Affine.below(table.gpu_attention, top, workload.contexts)
         on_cpu = Affine.below(table.cpu_attention, top, workload.contexts)
-        self.gpu_fixed, self.gpu_row = layers * on_gpu.fixed_s / gpu, layers * on_gpu.request_s / gpu
+        on_gpu_fixed_s = max(0.0, on_gpu.fixed_s - saved_beside_chunks_s(table))
+        self.gpu_fixed, self.gpu_row = layers * on_gpu_fixed_s / gpu, layers * on_gpu.request_s / gpu
         self.gpu_context = layers * on_gpu.token_s * self.unit / gpu
         cpu = machine.cpu_speed
         self.cpu_fixed, self.cpu_context = layers * on_cpu.fixed_s / cpu, layers * on_cpu.token_s * self.unit / cpu
@@ -401,6 +404,19 @@ def least_prompt_attention_s(table: ProfileTable, prompt: float, batch: int) -> 
             break
         best = seconds
     return max(0.0, best)
+
+
+def saved_beside_chunks_s(table: ProfileTable) -> float:
+    """What one layer's attention of decodes and a chunk in one call saves at most, over two calls. 0 where a table has
+    no such calls."""
+    if not isinstance(table, OperatorTable) or table.mixed_attention is None:
+        return 0.0
+    saved = [
+        table.prefill_attention(new, cached) + table.gpu_attention(decodes, context) - seconds
+        for new, cached, decodes, context, seconds in table.mixed_attention.points
+        if decodes >= 1 and new >= 1
+    ]
+    return max(0.0, *saved)
 
 
 def prompt_cuts(prompts: Sequence[float]) -> list[tuple[float, float]]:
