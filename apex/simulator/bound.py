@@ -331,15 +331,14 @@ class Costs:
         self._sizes, self._linear_s = sizes, lambda size: passes * table.linear(size) / gpu
         self.linear = self.linear_of(0, 1, self.batch + top)
         self.own_linear, self.prompt_linear = self.linear_of(0, 1, top + 1), self.linear_of(0, 1, self.batch)
-        self.kinds = [self._kind(least, most) for least, most in chunk_ranges(self.batch)]
+        self.kinds = [self._kind(chunks, table, layers / gpu) for chunks in chunk_ranges(self.batch)]
         model = PerfModel(table, layers)
         last = [1, *(s for s in (*table.linear.sizes, *table.ends.sizes) if 1 < s <= top), top + 1]
         self.ends = Hull(lambda size: ((1 - table.first_share) * table.linear(size) + table.ends(size)) / gpu, last)
         self.host_s = model.host_work_s(0) if machine.has_host_work else 0.0
         on_gpu = Affine.below(table.gpu_attention, top, workload.contexts)
         on_cpu = Affine.below(table.cpu_attention, top, workload.contexts)
-        on_gpu_fixed_s = max(0.0, on_gpu.fixed_s - saved_beside_chunks_s(table))
-        self.gpu_fixed, self.gpu_row = layers * on_gpu_fixed_s / gpu, layers * on_gpu.request_s / gpu
+        self.gpu_fixed, self.gpu_row = layers * on_gpu.fixed_s / gpu, layers * on_gpu.request_s / gpu
         self.gpu_context = layers * on_gpu.token_s * self.unit / gpu
         cpu = machine.cpu_speed
         self.cpu_fixed, self.cpu_context = layers * on_cpu.fixed_s / cpu, layers * on_cpu.token_s * self.unit / cpu
@@ -360,7 +359,8 @@ class Costs:
         sizes = [least, *(size for size in self._sizes if least < size < most), most]
         return Hull(self._linear_s, sizes)
 
-    def _kind(self, least_prompt: int, most_prompt: int) -> Kind:
+    def _kind(self, chunks: tuple[int, int], table: ProfileTable, layers: float) -> Kind:
+        least_prompt, most_prompt = chunks
         linear = self.linear_of(least_prompt, 0, most_prompt - least_prompt + self.top + 1)
 
         def both_s(decodes: float) -> float:
@@ -368,7 +368,8 @@ class Costs:
             split = [linear(least_prompt + decodes - o) + self.own_linear(o) for o in own]
             return min(linear(least_prompt + decodes), *split)
 
-        return Kind(least_prompt, most_prompt, linear, Hull(both_s, ladder(1.0, self.top + 1)))
+        both = Hull(both_s, ladder(1.0, self.top + 1))
+        return Kind(least_prompt, most_prompt, linear, both, layers * saved_beside_chunks_s(table, chunks))
 
 
 @dataclass(frozen=True)
@@ -378,12 +379,14 @@ class Kind:
     Attributes:
         linear: seconds of their linear layers, over tokens.
         both: those and the own stages meanwhile, over the decodes in both, at the best division, with the least prompt.
+        saved_s: what attention of decodes and prompts in one call saves at most.
     """
 
     least_prompt: int
     most_prompt: int
     linear: Hull
     both: Hull
+    saved_s: float
 
 
 def chunk_ranges(batch: int) -> list[tuple[int, int]]:
@@ -406,17 +409,18 @@ def least_prompt_attention_s(table: ProfileTable, prompt: float, batch: int) -> 
     return max(0.0, best)
 
 
-def saved_beside_chunks_s(table: ProfileTable) -> float:
-    """What one layer's attention of decodes and a chunk in one call saves at most, over two calls. 0 where a table has
-    no such calls."""
+def saved_beside_chunks_s(table: ProfileTable, chunks: tuple[int, int]) -> float:
+    """What one layer's attention of decodes and a chunk in one call saves at most over two calls, with a chunk between
+    two sizes. 0 where a table has no such calls."""
     if not isinstance(table, OperatorTable) or table.mixed_attention is None:
         return 0.0
+    least, most = chunks[0] / 2, chunks[1] * 2  # interpolated, so the measured sizes around count
     saved = [
         table.prefill_attention(new, cached) + table.gpu_attention(decodes, context) - seconds
         for new, cached, decodes, context, seconds in table.mixed_attention.points
-        if decodes >= 1 and new >= 1
+        if decodes >= 1 and least <= new <= most
     ]
-    return max(0.0, *saved)
+    return max(0.0, *saved) if saved else 0.0
 
 
 def prompt_cuts(prompts: Sequence[float]) -> list[tuple[float, float]]:
@@ -498,8 +502,9 @@ def program_of(machine: BoundMachine, workload: BoundWorkload, makespan_s: float
         # A pass with GPU decodes has one call of their attention, and attends to what the tier holds at most.
         gpu_context_s = costs.gpu_context + costs.gpu_fixed / max(costs.gpu_tokens, 1e-9)
         gpu += lane
-        for kind in passes:
+        for kind, of_kind in zip(passes, costs.kinds, strict=True):
             gpu += [(kind.on_gpu, costs.gpu_row), (kind.gpu_context, gpu_context_s)]
+            gpu += [(kind.passes, -of_kind.saved_s)]
             lane = [*lane, (kind.riders, costs.cpu_row), (kind.rider_context, costs.cpu_context)]
         own_cpu = [
             [(own.passes, costs.cpu_fixed), (own.rows, costs.cpu_row), (own.context, costs.cpu_context)]
