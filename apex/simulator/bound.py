@@ -693,8 +693,11 @@ def solve(machine: BoundMachine, workload: BoundWorkload, makespan_s: float, sha
     program = program_of(machine, workload, makespan_s, shares)
     objective = np.zeros(program.num_variables)
     objective[0] = -1.0
-    found = linprog(objective, program.matrix(), program.limits, bounds=(0, None), method="highs-ipm")
-    if found.status:
+    for method in ("highs-ipm", "highs-ds"):  # the first is faster, and fails on some programs
+        found = linprog(objective, program.matrix(), program.limits, bounds=(0, None), method=method)
+        if not found.status:
+            break
+    else:
         raise RuntimeError(f"the linear program of the bound was not solved: {found.message}")
     return Solved(-found.fun, makespan_s, found.x, -found.ineqlin.marginals, program)
 
@@ -725,19 +728,34 @@ class Bound:
     tokens_per_s: float
     gains: Mapping[str, float]
 
+    def lines(self) -> list[str]:
+        """What 10% more of each resource would raise it by, in words; the one that raises it most first."""
+        by_gain = sorted(self.gains.items(), key=lambda item: -item[1])
+        return [f"{RESOURCES[name][1]}: {gain:+,.1f} tok/s" for name, gain in by_gain]
+
     @property
     def binding(self) -> str:
         """The resource of which more raises the bound most."""
         return max(self.gains, key=lambda name: self.gains[name])
 
 
+def why_no_bound(*, weights_off_gpu: bool, several_hosts: bool, windows: bool, arrivals: bool, prefixes: bool) -> str:
+    """Which part of a machine or workload the program does not have, in a sentence; empty if it has all."""
+    missing = {
+        "weights that are not all on the GPU": weights_off_gpu,
+        "CPU attention on several hosts": several_hosts,
+        "attention windows": windows,
+        "requests that arrive one after another": arrivals,
+        "prompts that share beginnings": prefixes,
+    }
+    found = [what for what, is_there in missing.items() if is_there]
+    return f"the bound is not made for {' and '.join(found)}" if found else ""
+
+
 def bound(machine: BoundMachine, workload: BoundWorkload) -> Bound:
     """The bound of a workload on a machine, when all requests are there at once. Takes 10 to 30 seconds."""
-    nearly = _solve_near(machine, workload, _first_guess_s(machine, workload), COARSE, 0.05)
-    solved = _solve_near(machine, workload, nearly.makespan_s / nearly.part, SHARES, PRECISION)
-    # A schedule for a makespan also gives one for a longer makespan, in which all amounts are larger in proportion. So
-    # the part that is done grows at least as the makespan does, and the whole takes at least this long:
-    makespan_s = solved.makespan_s / max(solved.part, 1.0)
+    _, nearly_s = _solve_near(machine, workload, _first_guess_s(machine, workload), COARSE, 0.05)
+    solved, makespan_s = _solve_near(machine, workload, nearly_s, SHARES, PRECISION)
     rate = workload.output_tokens / makespan_s
     return Bound(rate, {name: _gain(machine, workload, solved, rate, name) for name in RESOURCES})
 
@@ -751,20 +769,24 @@ def _first_guess_s(machine: BoundMachine, workload: BoundWorkload) -> float:
 
 def _solve_near(
     machine: BoundMachine, workload: BoundWorkload, makespan_s: float, shares: Sequence[float], precision: float
-) -> Solved:
-    """A program in whose makespan the whole is done, and by this precision not more."""
-    impossible_s, possible_s = 0.0, math.inf
-    while True:
+) -> tuple[Solved, float]:
+    """A program in whose makespan all is done, and a makespan in which it is not, shorter by ``precision`` at most.
+
+    A schedule for a makespan also gives one for a longer makespan, in which all amounts are larger in proportion. So
+    the part that is done grows at least as the makespan does.
+    """
+    impossible_s, possible_s, possible = 0.0, math.inf, None
+    while possible is None or possible_s > impossible_s * (1 + precision):
         solved = solve(machine, workload, makespan_s, shares)
-        if 1.0 <= solved.part <= 1.0 + precision:
-            return solved
         if solved.part < 1.0:
             impossible_s = max(impossible_s, makespan_s)
         else:
-            possible_s, impossible_s = makespan_s, max(impossible_s, makespan_s / solved.part)
+            possible_s, possible = makespan_s, solved
+            impossible_s = max(impossible_s, makespan_s / solved.part)
         makespan_s /= (max(solved.part, 0.05) / (1 + precision / 2)) ** 0.85
         if not impossible_s < makespan_s < possible_s:
             makespan_s = (impossible_s + possible_s) / 2
+    return possible, impossible_s
 
 
 def _gain(machine: BoundMachine, workload: BoundWorkload, solved: Solved, rate: float, name: str) -> float:
