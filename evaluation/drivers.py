@@ -22,6 +22,7 @@ from apex.replay.loop import STALL_TIMEOUT_S, replay_requests
 from apex.replay.metrics import DEFAULT_TARGETS, Targets, compute_metrics
 from apex.replay.records import ReplayRequest, RequestRecord, summary_of
 from apex.simulator.backend import OWN_ENGINE, VLLM, vllm_runtime
+from apex.simulator.bound import Bound, BoundMachine, BoundWorkload, bound, why_no_bound
 from apex.simulator.build import build_simulated
 from apex.simulator.links import Interconnect, RemoteHosts, SimulatedWeights
 from apex.strategy import StrategyConfig
@@ -183,6 +184,8 @@ def warm_up(workload: Workload) -> Workload:
 
 # -- simulated --------------------------------------------------------------------------------------------------------
 
+WITH_BOUND = "with_bound"
+"""A field of a task's values: whether its row also has what no schedule can exceed (:mod:`apex.simulator.bound`)."""
 PLACEHOLDER_PROMPTS = PromptTokens(vocab_size=1, text_ids=(0,))
 
 
@@ -296,7 +299,42 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
         "gpu_busy_fraction": busy.gpu_s / wall_s if wall_s else None,
         "extrapolated": ", ".join(sorted(engine.backend.extrapolated)) or None,
     }
+    if task.values.get(WITH_BOUND):
+        limit = bound_of(task)
+        rate = values["output_tokens_per_s"]
+        values |= {
+            "no_schedule_tokens_per_s": limit.tokens_per_s,
+            "of_the_bound": None if rate is None else rate / limit.tokens_per_s,
+            "binds": limit.binding,
+        }
     return PointResult(values, records, {"engine": engine.describe(), "engine_stats": dict(result.stats)})
+
+
+def bound_of(task: SimulatedTask) -> Bound:
+    """What no schedule of the task's machine and requests can exceed.
+
+    Raises:
+        ValueError: the bound is not made for such a task; the message says what it lacks.
+    """
+    hardware, rows = task.hardware, task.lengths.rows
+    reason = why_no_bound(
+        weights_off_gpu=hardware.weights is not None,
+        several_hosts=hardware.remote_hosts is not None,
+        windows=False,
+        arrivals=any(row.arrival_s for row in rows),
+        prefixes=task.prompts is not None,
+    )
+    if reason:
+        raise ValueError(reason)
+    machine = BoundMachine(
+        hardware.table,
+        hardware.num_layers,
+        float(task.num_gpu_blocks * task.block_size),
+        float(task.num_cpu_blocks * task.block_size),
+        task.limits.max_num_batched_tokens,
+        task.limits.max_num_seqs,
+    )
+    return bound(machine, BoundWorkload.of([(row.input_tokens, row.output_tokens) for row in rows]))
 
 
 def told_lengths(task: SimulatedTask) -> Lengths:

@@ -34,7 +34,7 @@ from apex.simulator.predicted_profile import host_read_gb_s as read_gb_s
 from apex.strategy import StrategyConfig
 from apex.workloads.catalogue import Trace, UniformTrace, load_trace, synthetic_name
 from apex.workloads.requests import Lengths, WorkloadSpec, make_lengths
-from evaluation.drivers import SimulatedHardware, SimulatedTask
+from evaluation.drivers import WITH_BOUND, SimulatedHardware, SimulatedTask
 from evaluation.run import Point
 from swiftllm.core.request import Tier
 from swiftllm.systems import find_system
@@ -523,6 +523,12 @@ def vllm_defaults(task: SimulatedTask, today: bool) -> SimulatedTask:
 def duration_s(task: SimulatedTask, seconds: float) -> SimulatedTask:
     """Virtual seconds after which the run is cut."""
     return replace(task, duration_s=seconds)
+
+
+@axis(TASK, has_cpu_attention)
+def with_bound(task: SimulatedTask, wanted: bool) -> SimulatedTask:
+    """Whether rows also have what no schedule can exceed, see :mod:`apex.simulator.bound`: half a minute a row."""
+    return replace(task, values={**task.values, WITH_BOUND: wanted}) if wanted else task
 
 
 def with_strategy(task: SimulatedTask, **fields: Any) -> SimulatedTask:

@@ -22,7 +22,6 @@ from tyro.constructors import ConstructorRegistry, StructConstructorSpec, Struct
 from apex.cli.output import InputError, input_errors
 from apex.source_tree import CONFIGS
 from apex.strategy import StrategyConfig
-from apex.timeline.files import names_file, write_timeline
 from swiftllm.config import EngineConfig, check_at_least
 from swiftllm.core.request import SamplingParams
 from swiftllm.files import check_writable
@@ -388,6 +387,8 @@ class TimelineFlags:
             return
         check_at_least(1, self, "timeline_iterations")
         check_at_least(0, self, "timeline_start")
+        from apex.timeline.recorder import names_file
+
         if names_file(self.trace_timeline) and len(systems) > 1:
             raise ValueError(
                 f"--trace-timeline {self.trace_timeline}: {len(systems)} systems need a folder, not a file"
@@ -406,7 +407,7 @@ class TimelineFlags:
         if self.trace_timeline is None:
             yield
             return
-        from apex.timeline.recorder import recording
+        from apex.timeline.recorder import recording, write_timeline
 
         window = {"num_iterations": self.timeline_iterations, "start": self.timeline_start}
         with recording(engine, **window, progress=progress) as recorder:

@@ -26,6 +26,7 @@ from swiftllm.machine import GIB
 from swiftllm.systems import find_system
 
 if TYPE_CHECKING:
+    from apex.simulator.bound import Bound
     from apex.simulator.predicted_machine import PlacedMachine, PredictedMachine
     from apex.workloads.requests import Lengths
     from swiftllm.engine.engine import Engine
@@ -110,6 +111,9 @@ class Simulate(SystemsCommand):
     """Requests that hold KV cache at once at most, in both tiers together."""
     seed: int = 0
     """Seed of lengths and arrivals."""
+    bound: bool = False
+    """Print what no schedule of this machine and these requests can exceed, by a linear program, and what 10% more of
+    each resource would bring; takes up to a minute."""
     output: OutputFile = None
     """Write the figures to this JSON file too."""
     traffic: TrafficFlags = field(default_factory=TrafficFlags)
@@ -162,7 +166,11 @@ class Simulate(SystemsCommand):
                 records.append(measured | self._memory(machine, lengths, placed[run], blocks[run]))
                 remaining.ended()
         bound = None
-        if self.traffic.workload is None and not any(placed.values()) and not self.best_effort_words:
+        limit = None
+        if self.bound:
+            limit = self._limit(machine, placed, blocks, next(iter(loads.values())))
+            records = [record | {"no_schedule_tokens_per_s": limit.tokens_per_s} for record in records]
+        elif self.traffic.workload is None and not any(placed.values()) and not self.best_effort_words:
             bound = self._bound(machine, blocks.values())
             records = [record | {"bound_tokens_per_s": bound[0]} for record in records]
         console = stdout_console()
@@ -175,6 +183,8 @@ class Simulate(SystemsCommand):
         self.report(records, "SIMULATED", f"{machine.description}\n{self.request_words}", remark)
         if bound is not None:
             print("bound: {:,.0f} tok/s, decodes alone with GPU and CPU overlapped, {} + {} of them".format(*bound))
+        if limit is not None:
+            print_limit(limit, records)
         for line in filter(None, why_none):
             print(f"apex: {line}", file=sys.stderr)
         self._advise(machine, records, strategy)
@@ -273,6 +283,37 @@ class Simulate(SystemsCommand):
         per_slot = context / LayerGroups.of(machine.model, self.block_size).slots(context)
         tokens = tuple(per_slot * self.block_size * max(of_tier) for of_tier in zip(*blocks, strict=True))
         return decode_bound(machine.table, machine.model.num_layers, context, tokens, most)
+
+    def _limit(
+        self,
+        machine: PredictedMachine,
+        placed: Mapping[tuple[str, str], PlacedMachine | None],
+        blocks: Mapping[tuple[str, str], tuple[int, int]],
+        lengths: Lengths,
+    ) -> Bound:
+        from apex.simulator.bound import BoundMachine, BoundWorkload, bound, why_no_bound
+
+        with input_errors(of_engine=False):
+            reason = why_no_bound(
+                weights_off_gpu=any(placed.values()),
+                several_hosts=machine.remote_hosts is not None,
+                windows=machine.model.windows is not None,
+                arrivals=self.num_loads > 1 or any(row.arrival_s for row in lengths.rows),
+                prefixes=False,
+            )
+            if reason:
+                raise ValueError(f"--bound: {reason}")
+        gpu, cpu = (max(of_tier) * self.block_size for of_tier in zip(*blocks.values(), strict=True))
+        found = BoundMachine(
+            machine.table,
+            machine.model.num_layers,
+            gpu,
+            cpu,
+            self.max_num_batched_tokens,
+            self.max_num_seqs,
+            has_host_work=VLLM not in self.system,  # its host works beside the GPU
+        )
+        return bound(found, BoundWorkload.of(self.sizes(lengths)))
 
     def check_flags(self) -> None:
         super().check_flags()
@@ -401,6 +442,27 @@ class Simulate(SystemsCommand):
 def one_token_each(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     """Texts of these lengths of which no two begin alike. The first is of the simulated outputs' token."""
     return [(i % VOCABULARY,) * size for i, size in enumerate(sizes)]
+
+
+def print_limit(limit: Bound, records: Sequence[Mapping[str, Any]]) -> None:
+    """Print the bound, what of it the systems reach, and what more of each resource would bring."""
+    reached = {record["system"]: record["output_tokens_per_s"] for record in records if record["output_tokens_per_s"]}
+    parts = ", ".join(f"{system} {rate / limit.tokens_per_s:.0%}" for system, rate in reached.items())
+    print(f"\nSIMULATED: no schedule of this machine makes more than {limit.tokens_per_s:,.0f} tok/s of these requests")
+    print(f"Of that: {parts}. What binds most is {BINDING[limit.binding]}. The bound would change with")
+    for line in limit.lines():
+        print(f"    {line}")
+
+
+BINDING = {
+    "GPU": "the GPU's time",
+    "CPU": "the time of CPU attention",
+    "GPU memory": "the GPU's memory",
+    "CPU memory": "the host's memory",
+    "link": "the link between GPU and host",
+    "requests": "the number of requests",
+}
+"""Each resource of the bound in a sentence."""
 
 
 def requests_under_way(records: Sequence[RequestRecord]) -> float | None:

@@ -1,16 +1,18 @@
-"""Records timelines of an engine: of a run, or of single iterations for the status page."""
+"""Records timelines of an engine, of a run or of single iterations for the status page, and writes those of runs."""
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from apex.timeline.spans import CpuBatchTag, Iteration, Kind, Poll, Span, SpanWork, Timeline, span_name
+from apex.timeline.spans import CpuBatchTag, Iteration, Kind, Poll, Span, SpanWork, Timeline, span_name, trace_json
 from swiftllm.core.plan import GpuBatchItem, IterationPlan, StepResult, Swap
 from swiftllm.core.request import Request, RequestOutput
 from swiftllm.engine.backend import AttentionFuture, AttentionTimes, Batch, ExecutorBackend, SwapTimes
@@ -492,3 +494,29 @@ def span_rows(spans: Sequence[Span], kinds: Sequence[Kind], zero_s: float, num_l
 
 def milliseconds(seconds: float) -> float:
     return round(seconds * 1e3, 3)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+# A timeline as two files in one folder: a trace for viewers and a picture.
+
+
+def names_file(target: Path) -> bool:
+    """Whether ``target`` names one of the two files; otherwise it is a folder for both."""
+    return target.suffix in (".json", ".png")
+
+
+def write_timeline(timeline: Timeline, target: Path) -> tuple[Path, Path]:
+    """Write trace and picture in one folder, see :func:`names_file`; returns their paths.
+
+    Raises:
+        OSError: the files cannot be written.
+    """
+    import apex.environment  # noqa: F401  before matplotlib
+    from apex.timeline.figure import draw_timeline  # here, because matplotlib loads slowly
+
+    stem = target.with_suffix("") if names_file(target) else target / f"{timeline.system}-timeline"
+    trace, picture = Path(f"{stem}.json"), Path(f"{stem}.png")
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    trace.write_text(json.dumps(trace_json(timeline)) + "\n")
+    draw_timeline(timeline).savefig(picture, dpi=160)
+    return trace, picture

@@ -1,6 +1,6 @@
 """The data of a timeline: what an executor did and when, over a few consecutive iterations.
 
-``apex/timeline/recorder.py`` records a timeline, ``apex/timeline/files.py`` writes its trace and its picture. Times are
+``apex/timeline/recorder.py`` records a timeline and writes its trace and its picture. Times are
 those of the backend's clock. A GPU runs asynchronously, so there a span is the host's: from the start of the launch to
 its return.
 """

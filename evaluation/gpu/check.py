@@ -191,8 +191,7 @@ def replay_case(engine: Engine, case: Case, name: str, limit_s: float) -> dict[s
 def trace(engine: Engine, case: Case, folder: Path, limit_s: float) -> str | None:
     """The name of a picture of some iterations, None where none of them moved CPU requests. Requests that fill the GPU
     tier one and a half times are enough for that."""
-    from apex.timeline.files import write_timeline
-    from apex.timeline.recorder import recording
+    from apex.timeline.recorder import recording, write_timeline
 
     output_len = max(4, case.output_len // 4)
     fitting = case.num_gpu_blocks * engine.kv.block_size // (case.input_len + output_len)

@@ -48,7 +48,8 @@ class Options(StudyOptions):
     latency: latency of some cases under load, beside neo and apex.
     wrong-tables: throughput of the cases where the profile table is wrong about CPU attention.
     Fields to --set: kernel (native, ispc or llamafile for every system), hand_over_us (what submitting an attention
-    task costs the GPU batch), without (prompt-chunks, free-running or lockstep: adaptive without one of its ideas)."""
+    task costs the GPU batch), with_bound (true: a column of the bound, see docs/simulator.md; half a minute a row),
+    without (prompt-chunks, free-running or lockstep: adaptive without one of its ideas)."""
 
 
 # -- points -----------------------------------------------------------------------------------------------------------
@@ -412,6 +413,7 @@ PARTS = {
                 (
                     ("case", "case", "s"), ("system", "system", "s"), ("tok/s", RATE, ".1f"),
                     ("over best", "ratio_to_best_published", ".3f"), ("of bound", "fraction_of_bound", ".2f"),
+                    ("of the bound", "of_the_bound", ".2f"), ("binds", "binds", "s"),
                     ("TTFT p50", "ttft_s_p50", ".1f"), ("p99 (s)", "ttft_s_p99", ".1f"),
                     ("TPOT p50", "tpot_s_p50", ".3f"), ("p99 (s)", "tpot_s_p99", ".3f"),
                     ("GPU batch", "gpu_batch_busy_fraction", ".0%"), ("CPU", "cpu_busy_fraction", ".0%"),

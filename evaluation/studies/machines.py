@@ -10,7 +10,7 @@ from apex.cli.output import number
 from apex.simulator.hardware_files import GpuLink, Host, load_gpu, load_host, load_link, load_model_config
 from apex.simulator.predicted_machine import PredictedMachine
 from apex.simulator.predicted_profile import hardware_profile
-from evaluation.drivers import SimulatedHardware, SimulatedTask
+from evaluation.drivers import WITH_BOUND, SimulatedHardware, SimulatedTask
 from evaluation.grid import Place, lengths_of
 from evaluation.options import StudyOptions
 from evaluation.results.folder import FlatRecord
@@ -26,7 +26,8 @@ class Options(StudyOptions):
     CPU attention adds. SIMULATED (predicted times, no GPU needed).
 
     Machines, models and lengths come from configs/experiments/machines.yaml. Results and provenance go to
-    results/machines/<run>/. Running the same command again continues an interrupted run.
+    results/machines/<run>/. Running the same command again continues an interrupted run. With --set with_bound=true
+    rows also say what part of the bound they reach (docs/simulator.md), which takes half a minute a row.
     """
 
 
@@ -38,7 +39,7 @@ IDEAL = "swiftllm over an ideal link"
 MACHINE = ("gpu", "host", "model", "dtype", "link", "tensor_parallel")
 FIELDS = (
     *MACHINE, "machine", "num_gpus", "input_len", "output_len", "run", "system", "seed", "fills_of_gpu_tier",
-    "least_requests", "cpu_kernel",
+    "least_requests", "cpu_kernel", WITH_BOUND,
 )  # fmt: skip
 
 
@@ -62,6 +63,7 @@ def point(place: Place) -> Point:
         "replicas": replicas,
         "tensor_parallel": place["tensor_parallel"],
         "run": run,
+        **({WITH_BOUND: True} if place.get(WITH_BOUND) else {}),
         "cpu_bandwidth_gb_s": float(here.table.identity["cpu_attention_gb_s"]),
     }
     hardware = SimulatedHardware(here.gpu.name, here.model_name, here.dtype, here.table, here.model.num_layers)
@@ -174,7 +176,8 @@ STUDY = Study(
                 ("machine", "machine", "s"), ("model", "model", "s"), ("in/out", "lengths", "s"),
                 ("replicas", "arrangement", "s"), ("system", "system", "s"), ("tok/s", "rate", ""),
                 ("/ GPU only", "ratio_to_gpu_only", ".2f"), ("all-reduce", "all_reduce_share", ".0%"),
-                ("CPU busy", "cpu_busy_fraction", ".0%"),
+                ("CPU busy", "cpu_busy_fraction", ".0%"), ("of the bound", "of_the_bound", ".2f"),
+                ("binds", "binds", "s"),
             ),
             "[bold]SIMULATED[/]: output tokens per second of the whole machine; the best of each is bold",
             lines=lines,

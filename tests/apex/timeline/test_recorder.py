@@ -13,8 +13,7 @@ from apex.cli import main
 from apex.simulator.backend import SimulatedBatch
 from apex.simulator.links import Interconnect
 from apex.strategy import StrategyConfig
-from apex.timeline.files import write_timeline
-from apex.timeline.recorder import RecordingBackend, recording
+from apex.timeline.recorder import RecordingBackend, recording, write_timeline
 from apex.timeline.spans import CpuBatchTag, Kind, Timeline, trace_json
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import GpuBatchItem

@@ -16,7 +16,7 @@ DRAW = (
     "assert get_backend().lower() == 'agg', get_backend()\n"
 )
 TIMELINE = (
-    "from apex.timeline.files import write_timeline\n"
+    "from apex.timeline.recorder import write_timeline\n"
     "try: write_timeline(None, None)\n"
     "except AttributeError: pass\n"  # of the target, after matplotlib is loaded
     "import matplotlib; assert matplotlib.get_backend().lower() == 'agg'\n"
