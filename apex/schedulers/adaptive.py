@@ -281,8 +281,6 @@ def cpu_batches_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Float
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 EFFICIENT = 1.09
 """A batch is efficient if its linear time per token is at most this multiple of the least of any batch."""
-GROWTH = 1.25
-"""While the batch grows, a chunk is at least this multiple of the steady one."""
 AMORTISED, MOST_AMORTISED = 10, 40
 """A chunk need not be larger once its linear time is this multiple of what an iteration costs in any case.
 
@@ -379,7 +377,6 @@ def prompt_chunk(
     joined: float,
     cpu_decodes: int,
     gpu_attention_s: float,
-    is_settled: bool,
     short_queue_tokens: float = 0.0,
 ) -> int:
     """The most prompt tokens of the next iteration.
@@ -388,7 +385,6 @@ def prompt_chunk(
         gpu_batch_decodes, joined, cpu_decodes: numbers of decodes of the GPU batch, of CPU decodes that join its
             stages, and of all CPU decodes.
         gpu_attention_s: attention of the GPU batch's decodes, in seconds of one layer.
-        is_settled: whether the steady chunk rests on outputs seen.
         short_queue_tokens: prompt tokens of all who wait, if they are few; they are served at once.
     """
     if not gpu_batch_decodes and not cpu_decodes:
@@ -398,8 +394,7 @@ def prompt_chunk(
     if need.hurries:
         wanted = largest
     elif need.grows:
-        wanted = max(sizes.efficient - gpu_batch_decodes, GROWTH * need.steady_tokens if is_settled else 0.0)
-        wanted = min(wanted, largest)
+        wanted = max(sizes.efficient - gpu_batch_decodes, need.steady_tokens)
     else:
         wanted = need.steady_tokens
     if short_queue_tokens:
@@ -654,7 +649,6 @@ class Adaptive(Hybrid):
             joined=self._choice.joined,
             cpu_decodes=len(on_cpu),
             gpu_attention_s=self.model.gpu_attention_s(len(on_gpu), gpu_context),
-            is_settled=self.lengths.is_settled,
             short_queue_tokens=load.steady.prompt_limit if is_short else 0.0,
         )
         if not self.config.disable_prompt_chunks:
