@@ -12,7 +12,7 @@ from apex.schedulers.adaptive import (
     OperationTimes,
     PromptNeed,
     free_prompt_tokens,
-    is_short_queue,
+    most_in_short_queue,
     prompt_chunk,
     waiting_pays,
 )
@@ -64,8 +64,7 @@ def test_hurry() -> None:
 
 def test_a_short_queue_is_served_at_once() -> None:
     """Efficiently, and in four passes; a chunk that is larger anyway stays."""
-    assert [is_short_queue(waiting, 160) for waiting in (4, 10, 11)] == [True, True, False]
-    assert is_short_queue(4, 0) and not is_short_queue(5, 0)
+    assert [most_in_short_queue(decoding) for decoding in (0, 79, 80, 160)] == [4, 4, 5, 10]
     small = replace(STEADY, steady_tokens=5.0)
     assert prompt_chunk(SIZES, small, **LOAD, short_queue_tokens=40) == 96 - 20
     assert prompt_chunk(SIZES, small, **LOAD, short_queue_tokens=1000) == 250
