@@ -354,6 +354,20 @@ def host(setting: PaperSetting, system: str, name: str) -> PaperSetting:
 
 
 @axis(SETTING)
+def gpu(setting: PaperSetting, system: str, name: str) -> PaperSetting:
+    """Another GPU, with the setting's pool of KV blocks."""
+    return replace(
+        setting, name=f"{setting.name}-{name}", gpu=name, title=f"{load_gpu(name).name}, else {setting.title}"
+    )
+
+
+@axis(SETTING)
+def max_num_batched_tokens(setting: PaperSetting, system: str, number: int) -> PaperSetting:
+    """Another budget of tokens of an iteration."""
+    return setting.with_figures("varied", max_num_batched_tokens=number)
+
+
+@axis(SETTING)
 def num_gpu_blocks(setting: PaperSetting, system: str, number: float) -> PaperSetting:
     """Another pool of KV blocks on the GPU."""
     return setting.with_figures("varied", num_gpu_blocks=int(number))

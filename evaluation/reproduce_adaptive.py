@@ -1,4 +1,5 @@
-"""Compares the scheduler `adaptive` with the papers' schedulers: 25 cases, a map, latency under load, wrong tables.
+"""Compares the scheduler `adaptive` with the papers' schedulers: 25 cases, a map, latency under load, wrong tables,
+checks.
 
 python evaluation/reproduce_adaptive.py [--part map] [--quick] [--help]
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -14,8 +15,8 @@ from apex.perf.model import Curve, GpuBatchLoad, PerfModel, Surface, context_tok
 from apex.schedulers.hybrid import CpuDecodes, Hybrid, LengthsSeen, Pipeline, gpu_batch_s, gpu_only, pipelined
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import FREE_RUNNING, OVERLAPPED, CpuBatchMode, IterationPlan, Strategy
-from swiftllm.core.request import FinishReason, Request, Tier
-from swiftllm.scheduling.scheduler import PlanBuilder
+from swiftllm.core.request import FinishReason, Request, ServiceClass, Tier
+from swiftllm.scheduling.scheduler import PlanBuilder, start_prompt
 from swiftllm.scheduling.state import CpuBatch, SchedulerState
 
 # -- times of many sizes -----------------------------------------------------------------------------------------------
@@ -281,8 +282,6 @@ def cpu_batches_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Float
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 EFFICIENT = 1.09
 """A batch is efficient if its linear time per token is at most this multiple of the least of any batch."""
-GROWTH = 1.25
-"""While the batch grows, a chunk is at least this multiple of the steady one."""
 AMORTISED, MOST_AMORTISED = 10, 40
 """A chunk need not be larger once its linear time is this multiple of what an iteration costs in any case.
 
@@ -349,9 +348,9 @@ def free_prompt_tokens(sizes: ChunkSizes, gpu_batch_decodes: int, joined: float)
     return max(0.0, sizes.free - gpu_batch_decodes - joined)
 
 
-def is_short_queue(waiting: int, decoding: int) -> bool:
-    """Whether so few requests wait for their first token that they should be served at once."""
-    return waiting <= max(SHORT_QUEUE_PASSES, SHORT_QUEUE * decoding)
+def most_in_short_queue(decoding: int) -> int:
+    """The most requests that wait for their first token and should be served at once, beside so many that decode."""
+    return max(SHORT_QUEUE_PASSES, int(SHORT_QUEUE * decoding))
 
 
 def waiting_pays(
@@ -379,7 +378,6 @@ def prompt_chunk(
     joined: float,
     cpu_decodes: int,
     gpu_attention_s: float,
-    is_settled: bool,
     short_queue_tokens: float = 0.0,
 ) -> int:
     """The most prompt tokens of the next iteration.
@@ -388,7 +386,6 @@ def prompt_chunk(
         gpu_batch_decodes, joined, cpu_decodes: numbers of decodes of the GPU batch, of CPU decodes that join its
             stages, and of all CPU decodes.
         gpu_attention_s: attention of the GPU batch's decodes, in seconds of one layer.
-        is_settled: whether the steady chunk rests on outputs seen.
         short_queue_tokens: prompt tokens of all who wait, if they are few; they are served at once.
     """
     if not gpu_batch_decodes and not cpu_decodes:
@@ -398,8 +395,7 @@ def prompt_chunk(
     if need.hurries:
         wanted = largest
     elif need.grows:
-        wanted = max(sizes.efficient - gpu_batch_decodes, GROWTH * need.steady_tokens if is_settled else 0.0)
-        wanted = min(wanted, largest)
+        wanted = max(sizes.efficient - gpu_batch_decodes, need.steady_tokens)
     else:
         wanted = need.steady_tokens
     if short_queue_tokens:
@@ -620,6 +616,7 @@ class Adaptive(Hybrid):
         self.lengths.add_output(request.output_len, aborted=request.finish_reason is FinishReason.ABORT)
 
     def decide(self, builder: PlanBuilder, startable: CpuDecodes) -> IterationPlan:
+        self._start_first_tokens(builder)
         under_way, load = builder.state.cpu_batches.under_way(), GpuBatchLoad.from_builder(builder)
         if not startable and not under_way:
             return gpu_only(builder, self.model, load)
@@ -646,7 +643,7 @@ class Adaptive(Hybrid):
         if self._choice is None or not self._choice.rests_on(load.sizes()):
             strategies = self._strategies(load.cpu_decodes)
             self._choice = choose(self.times, self._chunk_sizes, load, strategies, self.config.max_cpu_batches)
-        is_short = is_short_queue(queue, len(on_gpu) + len(on_cpu))
+        is_short = queue <= most_in_short_queue(len(on_gpu) + len(on_cpu))
         chunk = prompt_chunk(
             self._chunk_sizes,
             self._choice.need,
@@ -654,11 +651,31 @@ class Adaptive(Hybrid):
             joined=self._choice.joined,
             cpu_decodes=len(on_cpu),
             gpu_attention_s=self.model.gpu_attention_s(len(on_gpu), gpu_context),
-            is_settled=self.lengths.is_settled,
             short_queue_tokens=load.steady.prompt_limit if is_short else 0.0,
         )
         if not self.config.disable_prompt_chunks:
             builder.prompt_limit = min(builder.prompt_limit, chunk)
+
+    def _start_first_tokens(self, builder: PlanBuilder) -> None:
+        """Where few wait for their first token, start them with the blocks that others keep for growth.
+
+        They come before requests that have a first token and were preempted after they came: of those that were
+        preempted earlier none is overtaken, and each overtakes once, so nobody starves. It is the youngest, and makes
+        way first, with its first token sent.
+        """
+        state = builder.state
+        most = most_in_short_queue(sum(map(len, state.decoding.values())))
+        newest = [request for request in state.waiting[-most - 1 :] if not request.output_len]
+        if not newest or len(newest) + len(state.prefilling) > most:
+            return
+        preempted_s = math.inf  # when the first of those that are overtaken was
+        for request in state.waiting.of_class(ServiceClass.LATENCY_SENSITIVE):
+            if request.output_len:
+                preempted_s = min(preempted_s, request.tier_history[-1][0])
+                continue
+            may_overtake = not request.num_preemptions and request.arrival_s <= preempted_s
+            if not may_overtake or not start_prompt(builder, request, find_tier=state.find_growth_room):
+                break
 
     def _load(self, state: SchedulerState, gpu_decodes: int, gpu_context: int, queue: int) -> Load:
         """The load of this iteration; ``gpu_context`` is summed in tokens, ``queue`` counts requests without a token

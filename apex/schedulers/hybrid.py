@@ -288,7 +288,6 @@ class Pipeline:
 
 PRIOR_OUTPUT_TOKENS = 512
 """Mean output assumed of requests about which nothing is known."""
-ENOUGH_FINISHED = 8
 MEMORY = 512
 """Requests after which the older ones count half, so that a change of the workload is noticed."""
 EDGES = np.unique(np.concatenate(([0], np.round(1.2 ** np.arange(80))))).astype(float)
@@ -330,11 +329,6 @@ class LengthsSeen:
     def mean_prompt(self) -> float:
         """Mean prompt of all requests, in tokens."""
         return self._prompt_tokens / self._num_prompts if self._num_prompts else 0.0
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether enough requests have finished to tell the mean output from them."""
-        return self.num_finished >= ENOUGH_FINISHED
 
     def mean_output(self, unfinished: Sequence[int]) -> float:
         """Expected output of a request in tokens; ``unfinished`` are the outputs so far of those that go on.

@@ -1,4 +1,5 @@
-"""The scheduler `adaptive` beside the papers' schedulers: cases, a map, latency under load, wrong profile tables."""
+"""The scheduler `adaptive` beside the papers' schedulers: cases, a map, latency under load, wrong profile
+tables, and checks of what it must hold."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import pandas as pd
 import tyro
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -30,7 +32,7 @@ from evaluation.study import RATE, Rows, Study, Table, command
 NAME = "adaptive"
 PUBLISHED = ("swiftllm", "neo", "apex")
 """The papers' systems, to which all are compared."""
-PartName = Literal["cases", "map", "latency", "wrong-tables"]
+PartName = Literal["cases", "map", "latency", "wrong-tables", "checks"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Options(StudyOptions):
     map: throughput over CPU bandwidth and output length (15 minutes on two cores).
     latency: latency of some cases under load, beside neo and apex.
     wrong-tables: throughput of the cases where the profile table is wrong about CPU attention.
+    checks: what `adaptive` must hold, on workloads of no case (a minute on two cores).
     Fields to --set: kernel (native, ispc or llamafile for every system), hand_over_us (what submitting an attention
     task costs the GPU batch), with_bound (true: a column of the bound, see docs/simulator.md; half a minute a row),
     without (prompt-chunks, free-running or lockstep: adaptive without one of its ideas)."""
@@ -58,6 +61,8 @@ ERROR = ("actual_over_believed", "online_correction")
 """Fields of a row that name the error of its profile table; None for a system that has no table."""
 ROW = ("case", "kernel", "without", "hand_over_us")
 """Fields that every row has."""
+LIMITS = ("least_over_best", "most_ttft_over_best")
+"""Fields of a row of the checks: what its ratios to the best published system must keep; None where any will do."""
 CHANGES = {"hand_over_us": 0.0, "without": [None]}
 """Fields of all sections: no change."""
 
@@ -79,6 +84,12 @@ def case_point(place: Place) -> Point:
     if error and (ratio := place["actual_over_believed"]) is not None:
         names = (*names, f"x{ratio:g}", "corrected" if place["online_correction"] else "uncorrected")
     return named_point(names, place, error, bound_tokens_per_s=bound_of(place))
+
+
+def check_point(place: Place) -> Point:
+    """A case of the checks with a system; where an idea of `adaptive` is switched off, named after it."""
+    names = (place["case"], *([place["without"]] if place.get("without") else ()))
+    return named_point(names, place, LIMITS, bound_tokens_per_s=bound_of(place))
 
 
 def map_point(place: Place) -> Point:
@@ -192,6 +203,8 @@ def least_makespan_s(gpu_batch: Sequence[tuple[float, float]], attended: float, 
 
 # -- ratios -----------------------------------------------------------------------------------------------------------
 
+MOST_WITHOUT = 1.005
+"""A row without an idea may be faster than with all of them by this factor."""
 LATENCY_RATIOS = {
     "per_token_latency_s_mean": "latency_over",
     "ttft_s_p99": "ttft_p99_over",
@@ -217,13 +230,37 @@ def with_best(rows: Rows, at: Sequence[str] = ("case",), any_of: Sequence[str] =
     )
 
 
+def over_least(rows: Rows, metric: str, at: Sequence[str]) -> pd.Series:
+    """The metric over the least of the published systems at the same place."""
+    frame = frame_of(rows)
+    values = frame[metric].astype(float)
+    return over(values, bases(frame, frame["system"].isin(PUBLISHED) & (values > 0), at, best=-values))
+
+
+def with_checks(rows: Rows) -> list[FlatRecord]:
+    """As ``with_best``; also the p99 of the first token over the best of the published systems, and whether a row
+    ``holds``: its ratios keep their limits. Without an idea it must not be faster than with all of them."""
+    checked = with_columns(with_best(rows), ttft_over_best=over_least(rows, "ttft_s_p99", ("case",)))
+    whole = {row["case"]: row[RATE] for row in checked if row["system"] == SUBJECT and not row["without"]}
+    for row in checked:
+        row["holds"] = None
+        if row["system"] == SUBJECT and row["without"]:
+            row["holds"] = row[RATE] <= MOST_WITHOUT * whole[row["case"]]
+        elif row["system"] == SUBJECT:
+            least, most = (row[limit] for limit in LIMITS)
+            keeps_rate = least is None or row["ratio_to_best_published"] >= least
+            row["holds"] = keeps_rate and (most is None or row["ttft_over_best"] <= most)
+    return checked
+
+
 def with_latency_ratios(rows: Rows) -> list[FlatRecord]:
     """Adds to each row its latencies over those of each published system at the same load, named as in
-    ``LATENCY_RATIOS`` with the system's name; None where that did not run."""
+    ``LATENCY_RATIOS`` with the system's name, and over the least of these; None where that did not run."""
     frame, ratios = frame_of(rows), {}
     for system in PUBLISHED:
         base = bases(frame, frame["system"] == system, ("case", "load"))
         ratios |= {f"{name}_{system}": over(frame[metric], base) for metric, name in LATENCY_RATIOS.items()}
+    ratios |= {f"{name}_best": over_least(rows, metric, ("case", "load")) for metric, name in LATENCY_RATIOS.items()}
     return with_columns(rows, **ratios)
 
 
@@ -257,6 +294,26 @@ def print_map(summary: Rows, console: Console) -> None:
             f"{len(ratios)} cells: {ratios[0]:.3f} to {ratios[-1]:.3f}, geometric mean {mean:.3f}, "
             f"{sum(ratio < 1 for ratio in ratios)} below 1\n"
         )
+
+
+CHECKED: Columns = (
+    ("case", "case", "s"), ("without", "without", "s"), ("tok/s", RATE, ".1f"), ("best", "best_published", "s"),
+    ("over best", "ratio_to_best_published", ".3f"), ("least", "least_over_best", "g"),
+    ("TTFT p99 (s)", "ttft_s_p99", ".1f"), ("over best", "ttft_over_best", ".3f"),
+    ("most", "most_ttft_over_best", "g"), ("s/token", "per_token_latency_s_mean", ".3f"), ("holds", "holds", ""),
+)  # fmt: skip
+
+
+def print_checks(summary: Rows, console: Console) -> None:
+    rows = subject_rows(summary)
+    console.print(f"\nSIMULATED; {SUBJECT} over the best of the published systems: throughput, p99 of the first token")
+    console.print(rows_table(rows, CHECKED))
+    ratios = [row["ratio_to_best_published"] for row in rows if not row["without"]]
+    broken = [row["case"] for row in rows if not row["holds"]]
+    console.print(
+        f"{len(ratios)} cases: {min(ratios):.3f} to {max(ratios):.3f}, geometric mean "
+        f"{statistics.geometric_mean(ratios):.3f}; not held: {', '.join(broken) or 'none'}\n"
+    )
 
 
 def error_rows(summary: Rows) -> Iterator[FlatRecord]:
@@ -455,7 +512,8 @@ PARTS = {
                     ("case", "case", "s"), ("load", "load", ".0%"), ("s/token / neo", "latency_over_neo", ".3f"),
                     ("/ apex", "latency_over_apex", ".3f"), ("TTFT p99 / neo", "ttft_p99_over_neo", ".3f"),
                     ("/ apex", "ttft_p99_over_apex", ".3f"), ("TPOT p99 / neo", "tpot_p99_over_neo", ".3f"),
-                    ("/ apex", "tpot_p99_over_apex", ".3f"),
+                    ("/ apex", "tpot_p99_over_apex", ".3f"), ("s/token / best", "latency_over_best", ".3f"),
+                    ("TTFT p99 / best", "ttft_p99_over_best", ".3f"),
                 ),
                 f"\nlatencies of {SUBJECT} over those of the others",
                 lines=lambda rows: [row for row in rows if row["system"] == SUBJECT],
@@ -483,6 +541,15 @@ PARTS = {
                 lines=lambda rows: list(error_rows(rows)),
             )
         ],
+    ),
+    "checks": Study(
+        f"{NAME}-checks",
+        file=NAME,
+        section=lambda settings: {**CHANGES, **settings["checks"], "system": settings["system"]},
+        fields=OF_CASES | set(LIMITS),
+        point=check_point,
+        derive=with_checks,
+        tables=[print_checks],
     ),
 }  # fmt: skip
 main = command(Options, PARTS)

@@ -216,9 +216,15 @@ def new_prompts(
         pass
 
 
-def start_prompt(builder: PlanBuilder, request: Request, made_way: Callable[[PlanBuilder], None] | None = None) -> bool:
+def start_prompt(
+    builder: PlanBuilder,
+    request: Request,
+    made_way: Callable[[PlanBuilder], None] | None = None,
+    find_tier: Callable[[Request, int], Tier | None] | None = None,
+) -> bool:
     """Start a waiting request with the first chunk of its prompt. False: it has no room, no token is left for it, or
-    this plan computes blocks that the next one will find for it."""
+    this plan computes blocks that the next one will find for it. ``find_tier`` looks for room, by default the state's.
+    """
     state = builder.state
     if builder.prompt_tokens_left <= 0 or not state.look_ahead.knows(request):
         return False
@@ -229,7 +235,7 @@ def start_prompt(builder: PlanBuilder, request: Request, made_way: Callable[[Pla
     # With ``whole_prompts`` room is asked for all tokens, though blocks are held for this chunk alone: a prompt that
     # starts without room for its end could be preempted half-way.
     num_blocks = state.kv.blocks_for(request.num_tokens if state.rules.whole_prompts else num_tokens)
-    tier = state.find_tier(request, num_blocks)
+    tier = (find_tier or state.find_tier)(request, num_blocks)
     if tier is None:
         return False
     # Only now that it is sure to start: nobody is preempted for a prompt that then has to wait.

@@ -595,6 +595,14 @@ class SchedulerState:
         tier = next((tier for tier in self.open_tiers if self.may_start(tier, request, num_blocks)), None)
         return tier if tier is not None and self._take_seat(request) else None
 
+    def find_growth_room(self, request: Request, num_blocks: int) -> Tier | None:
+        """The CPU tier, if so many blocks and one to grow are free there, even if others keep them for their next
+        token; a seat is freed for the request. None: it waits."""
+        fits = Tier.CPU in self.open_tiers and can_hold(self.kv, Tier.CPU, request)
+        num_blocks += self.kv.groups.growth
+        fits = fits and any(pool.num_free >= num_blocks for pool in self.kv.pools(Tier.CPU))
+        return Tier.CPU if fits and self._take_seat(request) else None
+
     def may_start(self, tier: Tier, request: Request, num_blocks: int) -> bool:
         """Whether a waiting request may start there with so many blocks, if there is a seat for it."""
         if tier not in self.rules.tiers_of(request.service_class):

@@ -92,6 +92,14 @@ def test_a_wrong_table_has_rows_of_its_own(config, capsys) -> None:
     assert "actual / believed" in capsys.readouterr().out
 
 
+def test_checks_have_rows_and_say_what_is_not_held(config, capsys) -> None:
+    assert run(config, part=("checks",), only=("case=a10-u300-300-40",)) == 0
+    *published, row = rows_of(config.parent, "adaptive-checks")
+    assert [other["system"] for other in published] == ["swiftllm", "neo"] and row["system"] == "adaptive"
+    assert row["holds"] is (row["ratio_to_best_published"] >= row["least_over_best"])
+    assert f"not held: {'none' if row['holds'] else row['case']}" in capsys.readouterr().out
+
+
 def test_what_cannot_be_run_is_refused(config, tmp_path, capsys) -> None:
     for options, message in (
         ({"only": ("case=nothing",)}, "no case nothing"),

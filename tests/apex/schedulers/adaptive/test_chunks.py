@@ -12,7 +12,7 @@ from apex.schedulers.adaptive import (
     OperationTimes,
     PromptNeed,
     free_prompt_tokens,
-    is_short_queue,
+    most_in_short_queue,
     prompt_chunk,
     waiting_pays,
 )
@@ -23,7 +23,7 @@ TABLE = replace(flat_table(), linear=Curve((1, 100, 8100), (1e-3, 1e-3, 81e-3)))
 MODEL = PerfModel(TABLE, num_layers=10)
 SIZES = ChunkSizes(OperationTimes(MODEL), budget=20_000, flat_tokens=MODEL.flat_linear_tokens)
 STEADY = PromptNeed(steady_tokens=300.0, prompt_per_output=2.0, grows=False, hurries=False)
-LOAD = {"gpu_batch_decodes": 20, "joined": 10.0, "cpu_decodes": 50, "gpu_attention_s": 0.0, "is_settled": True}
+LOAD = {"gpu_batch_decodes": 20, "joined": 10.0, "cpu_decodes": 50, "gpu_attention_s": 0.0}
 
 
 def test_efficient_is_the_first_size_within_9_percent_of_the_cheapest_token() -> None:
@@ -51,14 +51,11 @@ def test_steady_chunk_and_shadow() -> None:
     assert prompt_chunk(SIZES, replace(STEADY, steady_tokens=5.0), **LOAD) == 70  # they cost nothing
 
 
-def test_growth_is_a_quarter_more_and_efficient() -> None:
+def test_growth_is_efficient_and_never_below_the_steady_chunk() -> None:
     grows = replace(STEADY, grows=True)
-    assert prompt_chunk(SIZES, grows, **LOAD) == 375
-    assert prompt_chunk(SIZES, replace(grows, steady_tokens=10.0), **LOAD) == 96 - 20
-    assert prompt_chunk(SIZES, replace(grows, steady_tokens=900.0), **LOAD) == SIZES.largest(0.0, 2.0)
-    assert prompt_chunk(SIZES, replace(grows, steady_tokens=3000.0), **LOAD) == 3000  # never below the steady one
-    unsettled = prompt_chunk(SIZES, replace(grows, steady_tokens=400.0), **{**LOAD, "is_settled": False})
-    assert unsettled == 96 - 20  # a guess of the output length is no reason to hurry
+    assert prompt_chunk(SIZES, grows, **LOAD) == 300
+    assert prompt_chunk(SIZES, replace(grows, steady_tokens=75.0), **LOAD) == 96 - 20
+    assert prompt_chunk(SIZES, replace(grows, steady_tokens=3000.0), **LOAD) == 3000
 
 
 def test_hurry() -> None:
@@ -67,8 +64,7 @@ def test_hurry() -> None:
 
 def test_a_short_queue_is_served_at_once() -> None:
     """Efficiently, and in four passes; a chunk that is larger anyway stays."""
-    assert [is_short_queue(waiting, 160) for waiting in (4, 10, 11)] == [True, True, False]
-    assert is_short_queue(4, 0) and not is_short_queue(5, 0)
+    assert [most_in_short_queue(decoding) for decoding in (0, 79, 80, 160)] == [4, 4, 5, 10]
     small = replace(STEADY, steady_tokens=5.0)
     assert prompt_chunk(SIZES, small, **LOAD, short_queue_tokens=40) == 96 - 20
     assert prompt_chunk(SIZES, small, **LOAD, short_queue_tokens=1000) == 250

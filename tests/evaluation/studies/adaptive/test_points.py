@@ -46,6 +46,15 @@ def on_map(tmp_path: Path) -> Callable[..., list[Point]]:
     return points
 
 
+def test_checks_repeat_a_case_without_each_idea_in_adaptive_alone() -> None:
+    points = PARTS["checks"].points_of(options_of("a10-u1000-500-120"))
+    assert [point.key.removeprefix("a10-u1000-500-120-") for point in points] == [
+        *("swiftllm", "neo", "apex", "adaptive"), *(f"{idea}-adaptive" for idea in IDEAS)
+    ]  # fmt: skip
+    cards = {point.task.hardware.gpu for point in PARTS["checks"].points_of(options_of("4090-u500-200-50"))}
+    assert cards == {"RTX-4090"}
+
+
 # -- cases ------------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from evaluation.studies.adaptive import with_best, with_error_ratios, with_latency_ratios
+from evaluation.studies.adaptive import with_best, with_checks, with_error_ratios, with_latency_ratios
 
 
 def row(system: str, rate: float | None, **place: Any) -> dict[str, Any]:
@@ -57,6 +57,25 @@ def test_ratios_are_to_the_same_load() -> None:
     assert (half["latency_over_neo"], half["ttft_p99_over_neo"], half["tpot_p99_over_neo"]) == (0.5, 1.25, 1.0)
     assert full["latency_over_neo"] == pytest.approx(1.5) and full["ttft_p99_over_neo"] is None
     assert full["tpot_p99_over_neo"] == 0.5 and full["latency_over_apex"] is None
+    assert half["ttft_p99_over_best"] == 1.25 and full["latency_over_best"] == pytest.approx(1.5)
+
+
+def test_a_check_holds_while_its_ratios_keep_their_limits() -> None:
+    def checked(system: str, rate: float, ttft: float, without: str | None = None, **limits: float) -> dict:
+        limits = {"least_over_best": 0.9, "most_ttft_over_best": None, **limits}
+        return row(system, rate, case="a", ttft_s_p99=ttft, without=without, **limits)
+
+    published = [checked("neo", 100.0, 4.0), checked("apex", 80.0, 2.0)]
+
+    def holds(*rows: dict) -> list[bool]:
+        return [here["holds"] for here in with_checks([*published, *rows])[2:]]
+
+    assert holds(checked("adaptive", 95.0, 9.0)) == [True]
+    assert holds(checked("adaptive", 89.0, 1.0)) == [False]
+    assert holds(checked("adaptive", 95.0, 2.2, most_ttft_over_best=1.15)) == [True]
+    assert holds(checked("adaptive", 95.0, 2.4, most_ttft_over_best=1.15)) == [False]  # the best has 2.0
+    without = [checked("adaptive", rate, 1.0, without="lockstep") for rate in (50.0, 95.4, 96.0)]
+    assert holds(checked("adaptive", 95.0, 1.0), *without) == [True, True, True, False]
 
 
 def test_ratios_are_to_the_same_error() -> None:
