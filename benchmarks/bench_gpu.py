@@ -52,6 +52,7 @@ from benchmarks.gpu_parts import (
 )
 from evaluation.gpu.check import CASES, Case, model_folder
 from evaluation.gpu.report import part_lines
+from evaluation.gpu.stages import GPU_BATCH_PARTS, MACHINE_PARTS
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import Request, SamplingParams, Tier
@@ -72,8 +73,8 @@ HOWS = {
     "top_k=50": ({"temperature": 1.0, "top_k": 50},),
 }
 PARTS = (
-    *("versions", "both_ways", "pinned_allocation", "polling", "wake_up", "memory", "gemm"),
-    *("captures", "gpu_batch_profiles", "gpu_batch_times"),
+    *MACHINE_PARTS,
+    *GPU_BATCH_PARTS,
     *("iterations", "sampling", "iterations_eager", "decode_attention"),
     *("coded_products", "experts", "cpu_attention", "cpu_attention_beside"),
 )

@@ -1,6 +1,6 @@
 """Turns a folder of scripts/gpu_check.sh into summary.json, a figure, one page of text, and one archive of it all.
 
-python evaluation/gpu/report.py FOLDER [--archive FILE]
+python -m evaluation.gpu.report FOLDER [--archive FILE]
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and not __package__:  # run as a file
+if __name__ == "__main__":
     NEEDS = ()
-    import here
+    from evaluation import here
 
 from functools import cache
 
