@@ -39,8 +39,6 @@ from evaluation.results.folder import PREDICTED, FlatRecord, span_of
 from evaluation.results.rows import distinct, grouped
 from evaluation.run import Run
 
-# -- charts ------------------------------------------------------------------------------------------------------------
-
 # -- bars side by side in groups: panels in a row, parts of a figure in a column --------------------------------------
 
 METRIC = "output_tokens_per_s"
