@@ -51,6 +51,8 @@ from benchmarks.gpu_parts import (
     versions,
 )
 from evaluation.gpu.check import CASES, Case, model_folder
+from evaluation.gpu.report import part_lines
+from evaluation.gpu.stages import GPU_BATCH_PARTS, MACHINE_PARTS
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import Request, SamplingParams, Tier
@@ -71,14 +73,13 @@ HOWS = {
     "top_k=50": ({"temperature": 1.0, "top_k": 50},),
 }
 PARTS = (
-    *("versions", "both_ways", "pinned_allocation", "polling", "wake_up", "memory", "gemm"),
-    *("captures", "gpu_batch_profiles", "gpu_batch_times"),
+    *MACHINE_PARTS,
+    *GPU_BATCH_PARTS,
     *("iterations", "sampling", "iterations_eager", "decode_attention"),
     *("coded_products", "experts", "cpu_attention", "cpu_attention_beside"),
 )
 OF_A_GPU = ("both_ways", "pinned_allocation", "polling", "wake_up", "captures")
 """What a host has nothing of."""
-SHOWN_KERNELS = 3
 PINNED_SIZES = (1 << 20, 4 << 20, 64 << 20, 256 << 20)
 HOWS["mixed"] = tuple(how for (how,) in HOWS.values())
 
@@ -250,7 +251,7 @@ def measure(
             else:
                 if needs_gpu:
                     figures["needs_gpu"] = sorted({*figures.get("needs_gpu", ()), name})
-                show(name.replace("_", " "), {"needs": "a GPU"} if needs_gpu else figures[name])
+                print("\n".join(part_lines(name, {"needs": "a GPU"} if needs_gpu else figures[name])), flush=True)
             yield figures
     finally:
         while backends:
@@ -288,18 +289,6 @@ def open_backend(case: Case, hardware: Device | None = None) -> TorchBackend:
                     raise
                 print(f"trying half of the layers: {error}", flush=True)
             raw["num_hidden_layers"] //= 2
-
-
-def show(title: str, figures: dict | list[dict]) -> None:
-    print(f"{title}:")
-    for row in figures if isinstance(figures, list) else [figures]:
-        print("  " + ", ".join(f"{name} {shown(value)}" for name, value in row.items()), flush=True)
-
-
-def shown(value: Any) -> str:
-    if isinstance(value, list):  # the first few of a table's rows
-        return "; ".join(" ".join(shown(cell) for cell in row.values()) for row in value[:SHOWN_KERNELS])
-    return f"{value:.4g}" if isinstance(value, float) else f"{value}"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
@@ -19,6 +19,7 @@ from apex.cli.output import stdout_console
 from evaluation.drivers import run_point
 from evaluation.grid import FIELDS, Grid, Place, concerns, possible_points
 from evaluation.options import RunOptions, StudyOptions, assignments, experiment_settings
+from evaluation.plots.figure import Figure
 from evaluation.results.folder import FlatRecord, ResultFolder, read_json
 from evaluation.results.progress import print_line
 from evaluation.results.provenance import machine_identity
@@ -113,54 +114,6 @@ class Table:
             console.print(rows_table(lines, columns))
 
 
-@dataclass(frozen=True)
-class Axis:
-    """A vertical axis: a field of rows, and its name."""
-
-    field: str
-    label: str
-    log: bool = False
-
-
-@dataclass(frozen=True)
-class Figure:
-    """Panels of lines over ``x``, or of groups of bars by ``x``, with the notes that all figures have. Called with a
-    run, it draws this.
-
-    Attributes:
-        y: a row of panels for each.
-        panel: fields whose values make up a panel.
-        series: fields whose values make up a line, or a bar of each group.
-        title_of, label_of: words for a panel and for a line, from one of its rows; by default the values of its fields.
-        look_of: further arguments of a line or a bar, from one of its rows.
-        is_drawn: whether a row is.
-        notes: those that come first.
-    """
-
-    title: str
-    kind: Literal["lines", "bars"]
-    x: str
-    x_label: str
-    y: Sequence[Axis]
-    panel: Sequence[str]
-    series: Sequence[str] = ("system",)
-    title_of: Callable[[FlatRecord], str] | None = None
-    label_of: Callable[[FlatRecord], str] | None = None
-    look_of: Callable[[FlatRecord], Mapping[str, Any]] = lambda row: {}
-    is_drawn: Callable[[FlatRecord], bool] = lambda row: True
-    log_x: bool = False
-    notes: str = ""
-
-    def __call__(self, run: Run) -> Drawing:
-        """
-        Raises:
-            ValueError: there is nothing to draw.
-        """
-        from evaluation.plots.charts import draw  # matplotlib takes a second to import
-
-        return draw(self, run)
-
-
 # -- studies ----------------------------------------------------------------------------------------------------------
 
 
@@ -186,7 +139,7 @@ class Study:
         ratios: further fields of the rows.
         derive: adds fields to the rows that are computed from all rows together, before the ratios.
         tables: print the rows, one after the other.
-        figure: draws a run; None where tables say it all. ValueError where there is nothing to draw.
+        figure: declared, or what draws a run; None where tables say it all. ValueError where there is nothing to draw.
         show: shows a run in place of ``tables`` and ``figure``.
         run_point: runs a point.
         describe: what decides the numbers of points, JSON-able: a run is continued only where it is equal.
@@ -206,7 +159,7 @@ class Study:
     refused: Callable[[Place], str] | None = None
     ratios: Mapping[str, Ratio] = field(default_factory=dict)
     tables: Sequence[Callable[[Rows, Console], None]] = ()
-    figure: Callable[[Run], Drawing] | None = None
+    figure: Figure | Callable[[Run], Drawing] | None = None
 
     def points_of(self, options: Any) -> list[Point]:
         """The points that the options choose.
@@ -247,9 +200,11 @@ class Study:
         for table in self.tables:
             table(run.summary, console)
         if self.figure is not None:
+            from evaluation.plots.charts import draw  # matplotlib takes a second to import
             from evaluation.plots.style import show_figure
 
-            show_figure(self.figure(run), run.folder, console)
+            drawing = draw(self.figure, run) if isinstance(self.figure, Figure) else self.figure(run)
+            show_figure(drawing, run.folder, console)
 
     def run(
         self,

@@ -23,4 +23,4 @@ export PYTHONUNBUFFERED=1
 export PYTHONFAULTHANDLER=1 # a part that crashes or hangs says where
 ulimit -c 0                 # and leaves no image of its gigabytes
 unset NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE # float32 is checked to its last bits
-exec "${PYTHON:-python3}" evaluation/gpu/stages.py "$@"
+exec "${PYTHON:-python3}" -m evaluation.gpu.stages "$@"

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from evaluation.grid import simulate, simulated_point
 from evaluation.options import StudyOptions
-from evaluation.study import Axis, Figure, Ratio, Study, command
+from evaluation.plots.figure import Axis, Figure
+from evaluation.study import Ratio, Study, command
 
 X = "host_read_gb_s"
 

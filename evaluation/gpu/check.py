@@ -1,6 +1,6 @@
 """One system end to end on this machine's GPU, in a paper's setting: a part of scripts/gpu_check.sh.
 
-python evaluation/gpu/check.py --system apex --case llama-2-7b --folder FOLDER
+python -m evaluation.gpu.check --system apex --case llama-2-7b --folder FOLDER
 
 Needs torch, numpy, Triton and pacpu alone, since a machine with a GPU may have no network; matplotlib draws a timeline
 where it is there. Weights are random: times and counts are what is of interest. The profile table measured on the spot
@@ -24,9 +24,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-if __name__ == "__main__" and not __package__:  # run as a file
+if __name__ == "__main__":
     NEEDS = ("numpy", "pacpu", "torch")
-    import here
+    from evaluation import here
 
 from apex.perf.model import ProfileTable
 from apex.replay.loop import check_requests, replay_requests

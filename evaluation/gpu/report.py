@@ -1,6 +1,6 @@
 """Turns a folder of scripts/gpu_check.sh into summary.json, a figure, one page of text, and one archive of it all.
 
-python evaluation/gpu/report.py FOLDER [--archive FILE]
+python -m evaluation.gpu.report FOLDER [--archive FILE]
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and not __package__:  # run as a file
+if __name__ == "__main__":
     NEEDS = ()
-    import here
+    from evaluation import here
 
 from functools import cache
 
@@ -33,6 +33,10 @@ PARTS = "parts.txt"
 CHECKS = "checks"  # a folder
 OK, NOT_REACHED, LACKS = "ok", "not reached", "needs "
 SHOWN_KERNELS = 5  # of a profile, on the page; summary.json has more
+ABOUT = ("warnings", "failed", "needs_gpu", "versions")
+"""Of the benchmark's file, what is no part's figures, or stands in the head of the page."""
+TITLES = {"memory": "memory, GB/s"}
+"""Of parts whose name alone does not say what their figures are."""
 SYSTEMS = ("swiftllm", "neo", "apex", "adaptive")
 
 
@@ -144,7 +148,7 @@ def page(
         lines.append("**A rehearsal on a CPU with a tiny model: no figure here says anything about a GPU.**")
     lines += ["", *(f"- {line}" for line in verdict(parts, checks, kernels or {}, runs))]
     if versions := kernels and kernels.get("versions"):
-        known = (f"{name.replace('_', ' ')} {value}" for name, value in versions.items() if value)
+        known = (f"{words(name)} {value}" for name, value in versions.items() if value)
         lines += ["", f"{', '.join(known)}."]
     if missing := missing_packages():
         lines += ["", f"Not installed here, so nothing that needs them was checked: {', '.join(missing)}."]
@@ -164,71 +168,47 @@ def page(
 
 
 def kernel_lines(kernels: dict[str, Any]) -> list[str]:
-    """What the benchmark measured, with goals; a part of it may have failed."""
+    """What the benchmark measured: goals, then the figures of each part; a part may have failed."""
     lines = ["", f"{kernels['model']}, {kernels['num_layers']} layers, {kernels['dtype']}:", ""]
     rows = [
         (goal.what, f"{goal.value:.3g}", f"{goal.relation} {goal.goal:g}", "met" if goal.met else "**missed**")
         for goal in goals(kernels)
     ]
     lines += markdown_lines(("measured", "value", "goal", ""), rows)
-    memory = (f"{name.replace('_', ' ')} {rate:.0f}" for name, rate in kernels.get("memory", {}).items())
-    lines += ["", f"Memory, GB/s: {', '.join(memory) or 'not measured'}."]
-    lines += machine_lines(kernels)
-    if product := kernels.get("gemm"):
-        lines.append(f"A product of {product['size']:,} x {product['size']:,}: {product['tflops']:.3g} TFLOP/s.")
-    if beside := kernels.get("cpu_attention_beside"):
-        lines.append(
-            f"CPU attention with {beside['threads']} threads: {beside['alone_gb_s']:.3g} GB/s alone, "
-            f"{beside['beside_gb_s']:.3g} GB/s beside a busy device and its bus."
-        )
-    if captured := kernels.get("captured"):
-        lines.append(
-            f"{captured['graphs']:,} graphs captured in {captured['seconds']:.1f} s; they take "
-            f"{captured['bytes'] / 2**20:,.0f} MiB."
-        )
     lines += [f"Warning: {warning}." for warning in kernels["warnings"]]
-    if wake_up := kernels.get("wake_up"):
-        lines.append(f"A sleeping host hears of an event {wake_up['us']:.0f} us later than a spinning one.")
-    if draws := kernels.get("sampling"):
-        title = f"sampling, {draws[0]['rows']} rows of {draws[0]['vocab_size']:,}"
-        lines += ["", *markdown_lines((title, "ms"), [(row["how"], f"{row['ms']:.2f}") for row in draws])]
-    return lines + gpu_batch_lines(kernels)
-
-
-def machine_lines(kernels: dict[str, Any]) -> list[str]:
-    """The bus both ways, pinned memory, and looking at events."""
-    lines = []
-    if both := kernels.get("both_ways"):
-        lines.append(f"Copies both ways at once: {both['each_gb_s']:.3g} GB/s each way.")
-    if pinned := kernels.get("pinned_allocation"):
-        of_sizes = (f"{row['ms_per_MB']:.3g} of {row['MB']:.0f} MB" for row in pinned)
-        lines.append(f"Allocating pinned memory, ms/MB: {', '.join(of_sizes)}.")
-    if polling := kernels.get("polling"):
-        lines.append(
-            f"A look at an event takes {polling['query_us']:.3g} us, the shortest sleep {polling['sleep_us']:.3g}."
-        )
+    for part, figures in kernels.items():
+        if figures and isinstance(figures, (dict, list)) and part not in ABOUT:
+            lines += part_lines(part, figures)
     return lines
 
 
-def gpu_batch_lines(kernels: dict[str, Any]) -> list[str]:
-    """Captures by bucket, iterations by kind of GPU batch, and where the time of these goes."""
-    lines = []
-    if captured := kernels.get("captures"):
-        rows = [
-            (str(one["rows"]), str(one["graphs"]), f"{one['seconds']:.2f}", f"{one['MiB']:.0f}") for one in captured
-        ]
-        lines += ["", *markdown_lines(("rows of graphs", "graphs", "s", "MiB"), rows)]
-    if times := kernels.get("gpu_batch_times"):
-        rows = [(row["gpu_batch"], f"{row['ms']:.2f}", f"{row['host_ms']:.2f}") for row in times]
-        lines += ["", *markdown_lines(("iteration of", "ms", "host's ms"), rows)]
-    for table in kernels.get("gpu_batch_profiles") or ():
-        about = f"{table['gpu_batch']}, {table['iterations']} iterations"
-        if table["span_us"]:
-            about += f": {table['launches']} launches, {table['span_us']:.0f} us, idle {table['idle_us']:.0f} us"
-        rows = [(one["name"], str(one["calls"]), f"{one['us']:.0f}") for one in table["kernels"][:SHOWN_KERNELS]]
-        rows = [(name.replace("|", " "), *rest) for name, *rest in rows]
-        lines += ["", *markdown_lines((about, "calls", "us"), rows)]
+def part_lines(part: str, figures: dict[str, Any] | list[dict[str, Any]]) -> list[str]:
+    """The figures of a part as a table, and the first rows of each table that a row has in itself."""
+    rows = figures if isinstance(figures, list) else [figures]
+    inner = {name for row in rows for name, value in row.items() if isinstance(value, list)}
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in inner]
+    lines = [
+        "",
+        f"{TITLES.get(part, words(part))}:",
+        "",
+        *markdown_lines(list(map(words, names)), [_cells(row, names) for row in rows]),
+    ]
+    for row in rows:
+        for name in sorted(inner & row.keys()):
+            lines += part_lines(f"{words(part)}, {next(iter(row.values()))}", row[name][:SHOWN_KERNELS])
     return lines
+
+
+def _cells(row: dict[str, Any], names: Sequence[str]) -> list[str]:
+    values = (row.get(name) for name in names)
+    return [
+        "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", " ")
+        for value in values
+    ]
+
+
+def words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def name_of(run: dict[str, Any]) -> str:

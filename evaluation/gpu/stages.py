@@ -1,6 +1,6 @@
 """The stages of scripts/gpu_check.sh: what is checked and measured on a GPU machine, in this order.
 
-python evaluation/gpu/stages.py [FOLDER] [--stages NAMES] [--minutes N] [--rehearse]
+python -m evaluation.gpu.stages [FOLDER] [--stages NAMES] [--minutes N] [--rehearse]
 
 What the first minutes on a card must tell comes first. A stage is begun if what is left of the call's time is enough
 for what it takes by estimate, and ends with the call. The same command with the same folder goes on with the stages
@@ -28,9 +28,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-if __name__ == "__main__" and not __package__:  # run as a file
+if __name__ == "__main__":
     NEEDS = ("numpy", "pybind11", "setuptools", "torch")
-    import here
+    from evaluation import here
 
 from evaluation.gpu.report import (
     CHECKS,
@@ -217,7 +217,7 @@ def all_stages(folder: Path, rehearse: bool) -> list[Stage]:
         checks("random-load", "--seconds", str(load_s), "random-load"),
     )
     # Profiles are kept with the results, and none is taken from elsewhere.
-    measure = ("env", f"APEX_CACHE_DIR={folder}/measured", sys.executable, "evaluation/gpu/check.py")
+    measure = ("env", f"APEX_CACHE_DIR={folder}/measured", sys.executable, "-m", "evaluation.gpu.check")
 
     def run(system: str, case: str) -> Stage:
         options = ("--system", system, "--case", case, "--limit", "{limit_s}", "--folder", f"{folder}/end_to_end")
@@ -336,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stop_on_sigterm()
     all_well, _ = run_stages(chosen, folder, end_s, archive)
     limit_s = END_S * (REHEARSAL_FACTOR if options.rehearse else 1.0)
-    report = sys.executable, "evaluation/gpu/report.py", str(folder), "--archive", str(archive)
+    report = sys.executable, "-m", "evaluation.gpu.report", str(folder), "--archive", str(archive)
     all_well &= run_stage(one("report", limit_s, limit_s, *report), folder)
     write_archive(folder, archive)  # with the report's own result
     if left := [stage.name for stage in stages if not stage.is_done(folder)]:

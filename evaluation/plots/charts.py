@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
@@ -19,6 +19,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+from evaluation.plots.figure import Axis
+from evaluation.plots.figure import Figure as DeclaredFigure
 from evaluation.plots.notes import PREDICTION, figure_text
 from evaluation.plots.style import (
     FAINT,
@@ -36,12 +38,6 @@ from evaluation.plots.style import (
 from evaluation.results.folder import PREDICTED, FlatRecord, span_of
 from evaluation.results.rows import distinct, grouped
 from evaluation.run import Run
-
-if TYPE_CHECKING:
-    from evaluation.study import Axis
-    from evaluation.study import Figure as DeclaredFigure
-
-# -- charts ------------------------------------------------------------------------------------------------------------
 
 # -- bars side by side in groups: panels in a row, parts of a figure in a column --------------------------------------
 
@@ -518,7 +514,6 @@ def draw_plane(ax: Axes, plane: Plane, scale: ScalarMappable) -> None:
 
 
 # -- figures that a study declares -------------------------------------------------------------------------------------
-# Draws a :class:`evaluation.study.Figure`.
 
 
 def draw(figure: DeclaredFigure, run: Run) -> Drawing:

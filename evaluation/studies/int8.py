@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from evaluation.grid import Place, simulate, simulated_point
 from evaluation.options import StudyOptions
+from evaluation.plots.figure import Axis, Figure
 from evaluation.run import Point
-from evaluation.study import RATE, Axis, Figure, Ratio, Study, Table, command
+from evaluation.study import RATE, Ratio, Study, Table, command
 
 CASE = ("setting", "workload_title")
 

@@ -518,15 +518,6 @@ def parts(options: Options) -> dict[str, Study]:
     return {**made, **{also: made[figure] for also, figure in ALSO_DRAWN.items()}, HTTP: http_study(options, settings)}
 
 
-def http_study(options: Options, settings: Mapping[str, Any]) -> Study:
-    """Figure http, which needs an HTTP client."""
-
-    return study(options, settings)
-
-
-main = command(Options, parts)
-
-
 # -- measured over HTTP ------------------------------------------------------------------------------------------------
 # Two classes of service over HTTP on this machine: a server for each point, MEASURED at the client.
 #
@@ -735,8 +726,8 @@ async def _refusals(server: Server, prompt_len: int) -> dict[str, Any]:
 # -- the study --------------------------------------------------------------------------------------------------------
 
 
-def study(options: Options, settings: Mapping[str, Any]) -> Study:
-    """What is served here: the points, what they print, and what decides their numbers."""
+def http_study(options: Options, settings: Mapping[str, Any]) -> Study:
+    """Figure http, of what is served here: the points, what they print, and what decides their numbers."""
     section, model = settings[HTTP], functools.cache(lambda: model_folder(options.model))
     return Study(
         NAME,
@@ -781,3 +772,6 @@ def print_contract(rows: Rows, console: Console) -> None:
     console.print(
         table(("what must hold", "bound", "found", "holds"), lines, left=("what must hold", "bound", "found"))
     )
+
+
+main = command(Options, parts)

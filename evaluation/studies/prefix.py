@@ -21,11 +21,12 @@ from apex.workloads.requests import Lengths, WorkloadSpec, load_prompt_tokens
 from evaluation.drivers import ENGINE_FIELDS, SimulatedTask, build_engine, run_point
 from evaluation.grid import Place, clip_lengths, simulated_point, simulated_task
 from evaluation.options import Folder, StudyOptions, experiment_settings
+from evaluation.plots.figure import Axis, Figure
 from evaluation.results.folder import FlatRecord
 from evaluation.results.paths import model_folder
 from evaluation.results.provenance import OtherWork, model_identity
 from evaluation.run import Point, PointResult, identity
-from evaluation.study import RATE, Axis, Figure, Ratio, Rows, Study, Table, command
+from evaluation.study import RATE, Ratio, Rows, Study, Table, command
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
 

@@ -15,15 +15,16 @@ import pytest
 from apex import environment
 from apex.environment import ROOT, has_package, use_environment
 
-FOLDERS = ("evaluation", "evaluation/gpu", "scripts", "benchmarks")
+FOLDERS = ("evaluation", "scripts", "benchmarks")
 FILES = [
     file.relative_to(ROOT).as_posix()
     for folder in FOLDERS
     for file in sorted((ROOT / folder).glob("*.py"))
     if '__name__ == "__main__"' in file.read_text()
 ]
-COMMANDS = [(file,) for file in FILES] + [("-m", name) for name in ("apex", "evaluation.calibrate")]
-NEED_NO_PACKAGE = {("evaluation/gpu/report.py",), ("scripts/fetch_llamafile.py",), ("scripts/prepare_model.py",)}
+MODULES = ("apex", "evaluation.calibrate", *(f"evaluation.gpu.{name}" for name in ("check", "report", "stages")))
+COMMANDS = [(file,) for file in FILES] + [("-m", name) for name in MODULES]
+NEED_NO_PACKAGE = {("-m", "evaluation.gpu.report"), ("scripts/fetch_llamafile.py",), ("scripts/prepare_model.py",)}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_after_setup_every_script_goes_on_with_the_same_arguments(bare_python: P
 
 @pytest.mark.parametrize(
     "command",
-    [("-u", "evaluation/reproduce_fig5.py"), ("-m", "apex"), ("evaluation/gpu/check.py",), ("scripts/ablation.py",)],
+    [("-u", "evaluation/reproduce_fig5.py"), ("-m", "apex"), ("-m", "evaluation.gpu.check"), ("scripts/ablation.py",)],
     ids=lambda command: command[-1],
 )
 def test_after_setup_help_is_help(bare_python: Path, tmp_path: Path, command: Sequence[str]) -> None:

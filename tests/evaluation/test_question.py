@@ -13,7 +13,7 @@ from rich.console import Console
 from apex.cli import main
 from apex.placement.search import UniformLoad
 from apex.replay.metrics import Targets, compute_metrics
-from apex.simulator.predicted_machine import PredictedMachine, WeightPlacer, predict_machine
+from apex.simulator.predicted_machine import PlacedMachine, PredictedMachine, WeightPlacer, predict_machine
 from apex.strategy import StrategyConfig
 from evaluation.drivers import SimulatedHardware, SimulatedTask, run_simulated_point
 from evaluation.grid import lengths_of
@@ -21,10 +21,26 @@ from evaluation.run import Point
 from swiftllm.scheduling.validation import SchedulerLimits
 from swiftllm.systems import find_system
 
-RATES, REQUESTS, SEED, BLOCK = (1.0, 4.0), 25, 3, 16
+RATES, REQUESTS, SEED, BLOCK = (1.0, 4.0), 12, 3, 16
 STRATEGY = StrategyConfig(ttft_slo_s=3.0, tpot_slo_s=0.15)
 LIMITS = {"max_num_batched_tokens": 1024, "max_num_seqs": 100}
 METRICS = compute_metrics((), 0.0, targets=Targets())
+
+
+@pytest.fixture
+def placed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for a placement takes seconds: the same machine is placed once for the same question."""
+    found: list[tuple[PredictedMachine, Any, PlacedMachine]] = []
+    search = WeightPlacer.place_for_rate
+
+    def place(placer: WeightPlacer, *asked: Any, offloads: bool) -> PlacedMachine:
+        for machine, question, placed in found:
+            if question == (asked, offloads) and machine == placer.machine:
+                return placed
+        found.append((placer.machine, (asked, offloads), search(placer, *asked, offloads=offloads)))
+        return found[-1][-1]
+
+    monkeypatch.setattr(WeightPlacer, "place_for_rate", place)
 
 
 def command_rows(tmp_path: Path, model: str, systems: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -56,6 +72,7 @@ def experiment_row(machine: PredictedMachine, system: str, rate: float) -> dict[
     return run_simulated_point(Point("one", "one", "one", task), "", Console(file=io.StringIO())).values
 
 
+@pytest.mark.usefixtures("placed_once")
 @pytest.mark.parametrize("model", ["qwen2.5-3b", "qwen2.5-7b"])  # all weights on the GPU, and not all
 def test_rows_equal_those_of_an_experiments_points(tmp_path: Path, model: str) -> None:
     systems = ("swiftllm", "neo", "apex", "omniserve")

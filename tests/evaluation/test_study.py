@@ -12,8 +12,9 @@ from rich.console import Console
 
 from evaluation.grid import FIELDS, Place, simulate, simulated_point
 from evaluation.options import StudyOptions, assignments
+from evaluation.plots.figure import Axis, Figure
 from evaluation.run import Run
-from evaluation.study import Axis, Figure, Ratio, Study, Table, with_ratios
+from evaluation.study import Ratio, Study, Table, with_ratios
 
 SECTION = {
     "system": ["swiftllm", "neo", "adaptive"],
@@ -123,7 +124,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
         "x": "out", "x_label": "output", "y": [Axis("output_tokens_per_s", "tok/s")], "panel": ["tier"],
         "is_drawn": lambda row: row["tier"] is not None, "notes": "a note", **changes,
     }  # fmt: skip
-    return Figure("T", **fields)(Run(Path(), "x", ROWS, {}))
+    return charts.draw(Figure("T", **fields), Run(Path(), "x", ROWS, {}))
 
 
 def test_lines_have_a_panel_for_each_axis_and_group(monkeypatch) -> None:

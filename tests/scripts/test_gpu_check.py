@@ -39,7 +39,7 @@ ABSENT = (
 """What a machine with torch and a compiler may lack."""
 PARTS = (
     *("build", "machine", "operations", "decode-attention", "quantised", "experts"),
-    *("tokens", "tokens-models", "tokens-tiers", "random-load", "gpu_parts", "speeds"),
+    *("tokens", "tokens-models", "tokens-tiers", "random-load", "gpu_batches", "speeds"),
     *(f"{system}-rehearsal" for system in ("apex", "swiftllm", "neo", "adaptive")),
     "report",
 )
@@ -59,7 +59,7 @@ def test_rehearsal_writes_a_report(tmp_path: Path) -> None:
         return done.stdout
 
     told = rehearse("--stages", "build,machine")
-    assert "not done yet: kernels, tokens, gpu_parts, apex-rehearsal, " in told and "to go on: " in told
+    assert "not done yet: kernels, tokens, gpu_batches, apex-rehearsal, " in told and "to go on: " in told
     figures = json.loads((run / "kernels.json").read_text())
     assert figures["gemm"]["tflops"] > 0 and "iterations" not in figures
     assert "not done yet" not in rehearse()
@@ -75,7 +75,13 @@ def test_rehearsal_writes_a_report(tmp_path: Path) -> None:
     assert {"tyro", "rich", "fastapi", "tokenizers", "transformers"} <= set(summary["missing_packages"])
     assert len(list((run / "measured/profiles").glob("*.json"))) == 1, "the profile of this machine"
     page = (run / "README.md").read_text()
-    for words in ("A rehearsal on a CPU", "weight-reading floor", "without graphs", "busy device", "rich, tyro"):
+    for words in (
+        "A rehearsal on a CPU",
+        "weight-reading floor",
+        "without graphs",
+        "cpu attention beside",
+        "rich, tyro",
+    ):
         assert words in page
     for picture in ("end_to_end.png", "end_to_end/apex-rehearsal-timeline.png"):
         assert (run / picture).stat().st_size > 5000 and picture in page
