@@ -68,7 +68,9 @@ def finish(engine: Engine) -> None:
     """Steps until nothing is left; slots never move, and all are free at the end."""
     held: dict[str, int] = {}
     starts: dict[str, int] = {}
-    while engine.has_unfinished():
+    for _ in range(5_000):
+        if not engine.has_unfinished():
+            break
         engine.step()
         engine.kv.state_slots.check()
         now = dict(engine.kv.state_slots.of_request)
@@ -78,6 +80,7 @@ def finish(engine: Engine) -> None:
                 assert held[request_id] == slot, "a state has moved"
             starts[request_id] = request.num_preemptions
         held = now
+    assert not engine.has_unfinished(), engine.status()
     assert not engine.kv.state_slots.of_request
     engine.kv.check_blocks()
 
