@@ -350,8 +350,10 @@ class Ops:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         for own, chunk in rows.slices():
             read = torch.cat([chunk.read(inputs).t(), x[own]])
-            terms = [read[tap : tap + chunk.num_rows].float() * taps[tap] for tap in range(width)]
-            out[own] = F.silu(sum(terms[1:], terms[0]))
+            total = read[: chunk.num_rows].float() * taps[0]
+            for tap in range(1, width):
+                total.addcmul_(read[tap : tap + chunk.num_rows].float(), taps[tap])
+            out[own] = F.silu(total, inplace=True)
             chunk.write(inputs, read[chunk.num_rows :].t())
         if len(rows.decode_slots):
             read = torch.cat([rows.read(inputs), x[rows.first_decode :, :, None]], 2)

@@ -156,9 +156,11 @@ def activation_bytes(
     sampling = held + attended + logits * itemsize + at_once * BYTES_PER_LOGIT
     mixing = 0
     if (linear := model.linear) is not None:
-        projected = (linear.conv_channels + linear.values_size) * itemsize
-        heads = 4 * (4 * linear.num_value_heads * linear.key_dim + 3 * linear.values_size)  # in float32
-        mixing = held + hidden + rows * (projected + max(projected, 4 * linear.conv_channels) + heads)
+        channels, keys = linear.conv_channels, linear.num_value_heads * linear.key_dim
+        convolving = 2 * channels * itemsize + 2 * channels * 4  # arithmetic is in float32
+        attending = channels * itemsize + (3 * keys + 5 * linear.values_size) * 4
+        projected = (channels + linear.values_size) * itemsize
+        mixing = held + hidden + rows * (projected + max(convolving, attending))
     peak = max(own_attention, crossing, long_attention, decoding, sampling, mixing)
     peak += requests * model.state_bytes(itemsize)
     return peak + context * rotary + (0 if on_host else _graph_buffers(model, itemsize, residual_itemsize, requests))
