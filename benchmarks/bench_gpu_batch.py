@@ -5,6 +5,9 @@ torch's alternate within a round. Figures are medians over rounds of CPU time, w
 other work. The lower bound of a part is the longer of two times: streaming its weights (for attention: K and V) from
 memory once, and its multiply-adds in float32 at the rate of a product that stays in the cache.
 
+With --experts it measures 4-bit experts in host memory instead: their products beside those of dense 4-bit matrices,
+and decodes whose experts the CPU computes beside decodes whose experts are copied first.
+
 OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/bench_gpu_batch.py [--help]
 """
 
@@ -12,8 +15,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -25,12 +28,19 @@ from rich.console import Console
 from rich.table import Table
 
 from apex.cli.options import parse_options
+from apex.simulator.hardware_files import load_model_config
+from apex.simulator.predicted_machine import INT4
 from evaluation.results.paths import default_model
+from swiftllm.device import HostDevice
 from swiftllm.model.config import ModelConfig
+from swiftllm.model.llama import LlamaModel
+from swiftllm.model.placement import Place, Placement
 from swiftllm.model.rope import rotary_table
+from swiftllm.model.stages import LoadedWeights, host_memory
 from swiftllm.model.weights import LayerWeights, LlamaWeights, dummy_weights
-from swiftllm.ops.cpu import CpuOps
+from swiftllm.ops.cpu import CodedExperts, CpuOps
 from swiftllm.ops.interface import Linear, Ops
+from swiftllm.ops.matrices import ExpertWeights, QuantisedMatrix
 from swiftllm.runtime.cpu_tuning import read_limit
 
 BLOCK_SIZE = 16
@@ -138,6 +148,96 @@ def timed(run: Callable[[], object]) -> float:
     return time.thread_time() - start_s
 
 
+# -- experts in host memory --------------------------------------------------------------------------------------------
+
+EXPERT_MODEL = "qwen3-30b-a3b"
+EXPERT_ROWS = (1, 2, 4, 8, 16)
+STREAMS = (1, 16)
+LAYERS = 4  # of which two lie between others: more bytes than caches hold
+
+
+@torch.inference_mode()
+def expert_products(config: ModelConfig, dtype: torch.dtype, rounds: int, threads: int) -> Table:
+    """GB/s of codes, scales and zero points: of the experts of a layer with some rows each, and of two dense matrices
+    of as many elements with as many rows."""
+    assert config.experts is not None
+    experts, slots = config.experts.num_experts, config.experts.per_token
+    layer = dummy_weights(replace(config, num_layers=1), "cpu", dtype).layers[0]
+    stacks = layer.gate_up, layer.down
+    assert layer.router is not None and all(isinstance(stack, QuantisedMatrix) for stack in stacks)
+    ops = CpuOps(num_threads=threads)
+    layer_of_experts = CodedExperts(ops, ExpertWeights(layer.router, *stacks, slots, normalises=True))
+    dense = [(ops.make_quantised_linear(stack, None), stack.in_features) for stack in stacks]
+    num_bytes = sum(stack.nbytes for stack in stacks)
+    table = Table("rows", "experts GB/s", "dense GB/s", "ratio")
+    for count in EXPERT_ROWS:
+        rows = count * experts // slots  # so that each expert has so many
+        ids = (torch.arange(rows * slots) % experts).view(rows, slots)
+        x, likelihoods = torch.randn(rows, config.hidden_size).to(dtype), torch.full((rows, slots), 1 / slots)
+        inputs = [torch.randn(count, size).to(dtype) for _, size in dense]
+        work = (
+            lambda x=x, ids=ids, likelihoods=likelihoods: layer_of_experts.compute(x, ids, likelihoods),
+            lambda inputs=inputs: [linear(x) for (linear, _), x in zip(dense, inputs, strict=True)],
+        )
+        seconds = _interleaved(work, rounds, threads)
+        rates = [num_bytes / statistics.median(taken) / 1e9 for taken in seconds]
+        ratio = statistics.median(of_dense / of_experts for of_experts, of_dense in zip(*seconds, strict=True))
+        table.add_row(str(count), *(f"{rate:.1f}" for rate in rates), f"{ratio:.2f}")
+    return table
+
+
+@torch.inference_mode()
+def expert_streams(config: ModelConfig, dtype: torch.dtype, rounds: int, threads: int) -> Table:
+    """Decodes through stages with their experts in host memory. The CPU stands for the GPU, too.
+
+    Copied experts take the longer of copy and computation, as where these overlap.
+    """
+    whole, config, device, ops = (
+        config.num_layers,
+        replace(config, num_layers=LAYERS),
+        HostDevice(),
+        CpuOps(num_threads=threads),
+    )
+    places = (Place.RESIDENT, *[Place.EXPERTS] * (LAYERS - 1), Place.RESIDENT)
+    placement = Placement(places, most_cpu_rows=max(STREAMS))
+    tensors = dummy_weights(config, "cpu", dtype, on_host=host_memory(placement, device))
+    weights = LoadedWeights(config, tensors, ops, placement, device, ops)
+    model, host_experts = LlamaModel(config, weights, ops, max_model_len=16), weights.host_experts
+    assert host_experts is not None
+    stages = range(LAYERS - 1)
+    table = Table("streams", "computed, tokens/s", "copied, tokens/s", "ratio")
+    for count in STREAMS:
+        attended = torch.randn(count, config.num_heads, config.head_dim).to(dtype)
+        residual = torch.randn(count, config.hidden_size).to(dtype)
+        rotary_rows = model.rotary_table[torch.zeros(count, dtype=torch.int64)]
+
+        def compute(attended=attended, residual=residual, rotary_rows=rotary_rows) -> None:
+            for stage in stages:
+                model.stage(stage, attended, residual.clone(), rotary_rows)
+
+        def copy() -> None:
+            for stage in stages:
+                host_experts.slots.enter(stage)
+
+        computed, copies = _interleaved((compute, copy), rounds, threads)
+        copied = [max(pair) for pair in zip(computed, copies, strict=True)]
+        rates = [count * len(stages) / whole / statistics.median(taken) for taken in (computed, copied)]
+        ratio = statistics.median(slow / fast for slow, fast in zip(copied, computed, strict=True))
+        table.add_row(str(count), *(f"{rate:.1f}" for rate in rates), f"{ratio:.2f}")
+    return table
+
+
+def _interleaved(work: Sequence[Callable[[], object]], rounds: int, threads: int) -> list[list[float]]:
+    """Seconds of each, round by round; the first round warms up. CPU time of one thread, elapsed time of several."""
+    seconds: list[list[float]] = [[] for _ in work]
+    for _ in range(rounds + 1):
+        for run, taken in zip(work, seconds, strict=True):
+            start_s = time.perf_counter()
+            cpu_s = timed(run)
+            taken.append(cpu_s if threads == 1 else time.perf_counter() - start_s)
+    return [taken[1:] for taken in seconds]
+
+
 @dataclass(frozen=True)
 class Options:
     """Measure every part of a GPU batch on the CPU's decode iteration, and compare it with its lower bound and with
@@ -153,12 +253,23 @@ class Options:
     """Number of rounds, over which medians are taken."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of weights, activations and KV cache."""
+    experts: bool = False
+    """Measure 4-bit experts of the sizes of Qwen3-30B-A3B in host memory instead."""
+    threads: int = 1
+    """Threads with --experts."""
 
 
 def main(options: Options) -> None:
     """Measure and print the table."""
     torch.set_num_threads(1)
     element = getattr(torch, options.dtype)
+    if options.experts:
+        sizes = replace(load_model_config(EXPERT_MODEL), quantisation=INT4, vocab_size=64)
+        how = f"{options.dtype}, {options.threads} threads; one core reads {read_limit(1) / 1e9:.1f} GB/s"
+        print(f"experts of {EXPERT_MODEL} in 4 bits, {how}")
+        for measure in (expert_products, expert_streams):
+            Console().print(measure(sizes, element, options.rounds, options.threads))
+        return
     config = ModelConfig.from_folder(options.model or default_model())
     weights = dummy_weights(config, "cpu", element)
     gpu_batch = DecodeGpuBatch(config, weights, element, options.num_rows, options.context_len)
