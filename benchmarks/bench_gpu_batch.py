@@ -163,8 +163,9 @@ def expert_products(config: ModelConfig, dtype: torch.dtype, rounds: int, thread
     assert config.experts is not None
     experts, slots = config.experts.num_experts, config.experts.per_token
     layer = dummy_weights(replace(config, num_layers=1), "cpu", dtype).layers[0]
-    stacks = layer.gate_up, layer.down
-    assert layer.router is not None and all(isinstance(stack, QuantisedMatrix) for stack in stacks)
+    gate_up, down = layer.gate_up, layer.down
+    assert layer.router is not None and isinstance(gate_up, QuantisedMatrix) and isinstance(down, QuantisedMatrix)
+    stacks = gate_up, down
     ops = CpuOps(num_threads=threads)
     layer_of_experts = CodedExperts(ops, ExpertWeights(layer.router, *stacks, slots, normalises=True))
     dense = [(ops.make_quantised_linear(stack, None), stack.in_features) for stack in stacks]
@@ -265,7 +266,7 @@ def main(options: Options) -> None:
     element = getattr(torch, options.dtype)
     if options.experts:
         sizes = replace(load_model_config(EXPERT_MODEL), quantisation=INT4, vocab_size=64)
-        how = f"{options.dtype}, {options.threads} threads; one core reads {read_limit(1) / 1e9:.1f} GB/s"
+        how = f"{options.dtype}, threads: {options.threads}; one core reads {read_limit(1) / 1e9:.1f} GB/s"
         print(f"experts of {EXPERT_MODEL} in 4 bits, {how}")
         for measure in (expert_products, expert_streams):
             Console().print(measure(sizes, element, options.rounds, options.threads))
