@@ -35,6 +35,7 @@ SLOW_FILES = (
     "tests/evaluation/test_measured_sweeps.py",
     "tests/evaluation/plots/test_shapes.py",
     "tests/evaluation/test_artifact.py",
+    "tests/evaluation/test_bound_of_records.py",
     "tests/evaluation/test_reproduce",
     "tests/evaluation/test_soak.py",
     "tests/golden/test_records.py",

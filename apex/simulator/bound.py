@@ -757,7 +757,11 @@ def bound(machine: BoundMachine, workload: BoundWorkload) -> Bound:
     _, nearly_s = _solve_near(machine, workload, _first_guess_s(machine, workload), COARSE, 0.05)
     solved, makespan_s = _solve_near(machine, workload, nearly_s, SHARES, PRECISION)
     rate = workload.output_tokens / makespan_s
-    return Bound(rate, {name: _gain(machine, workload, solved, rate, name) for name in RESOURCES})
+    later = program_of(machine, workload, solved.makespan_s * (1 + STEP), SHARES)
+    by_time = _more_done(solved, later)
+    gains = {name: rate * _faster(machine, workload, solved, name) / by_time for name in RESOURCES}
+    gains["requests"] += rate * MORE  # which are more tokens, too
+    return Bound(rate, gains)
 
 
 def _first_guess_s(machine: BoundMachine, workload: BoundWorkload) -> float:
@@ -789,18 +793,15 @@ def _solve_near(
     return possible, impossible_s
 
 
-def _gain(machine: BoundMachine, workload: BoundWorkload, solved: Solved, rate: float, name: str) -> float:
-    """Tokens per second by which more of a resource raises the bound.
+def _faster(machine: BoundMachine, workload: BoundWorkload, solved: Solved, name: str) -> float:
+    """The further part of the workload that is done with more of a resource.
 
     By the prices of its rows a program that differs a little does so much more of the workload as its limits are
     higher, and its coefficients lower, at the amounts that were found.
     """
     field = RESOURCES[name][0]
     richer = replace(machine, **{field: getattr(machine, field) * (1 + STEP)})
-    by_resource = _more_done(solved, program_of(richer, workload, solved.makespan_s, SHARES))
-    by_time = _more_done(solved, program_of(machine, workload, solved.makespan_s * (1 + STEP), SHARES))
-    faster = MORE * by_resource / by_time  # the part by which the makespan is shorter
-    return rate * (faster + (MORE if name == "requests" else 0.0))
+    return MORE * _more_done(solved, program_of(richer, workload, solved.makespan_s, SHARES))
 
 
 def _more_done(solved: Solved, other: Program) -> float:

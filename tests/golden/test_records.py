@@ -58,7 +58,7 @@ def test_a_row_comes_out_again_to_the_bit(record: str) -> None:
     gpu = SAMPLES[record].get("gpu")  # only its points are made, if there are many
     rows = read_json(RECORDS / record / "summary.json")
     rows = [row for row in rows if row["backend"] == "simulated" and gpu in (None, row["gpu"])]
-    points = _points(record, gpu and gpu.lower())
+    points = points_of_record(record, gpu and gpu.lower())
     assert len(points) == len(rows)  # in the same order
     chosen = [(point, row) for point, row in zip(points, rows, strict=True) if SAMPLES[record].items() <= row.items()]
     ((point, row),) = chosen
@@ -68,7 +68,7 @@ def test_a_row_comes_out_again_to_the_bit(record: str) -> None:
     assert {name: now[name] for name in compared} == {name: row[name] for name in compared}
 
 
-def _points(record: str, gpu: str | None) -> Sequence[Point]:
+def points_of_record(record: str, gpu: str | None) -> Sequence[Point]:
     with undescribed():
         if record == "machines":
             return machines.STUDY.points_of(machines.Options())
