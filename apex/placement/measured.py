@@ -209,6 +209,7 @@ class StageTimes:
 def time_stage(
     model: ModelConfig,
     dtype: torch.dtype,
+    residual_dtype: torch.dtype,
     device: Device,
     ops: Ops,
     rows: Sequence[int],
@@ -228,7 +229,7 @@ def time_stage(
         if place is Place.STREAMED:
             seconds[place] = [_median_s(device, lambda weights=weights: _copy(weights))]
         else:
-            llama = LlamaModel(sample, weights, ops)
+            llama = LlamaModel(sample, weights, ops, residual_dtype=residual_dtype)
             seconds[place] = [_median_s(device, _crossing(llama, device, dtype, count)) for count in rows]
     curves = {place: Curve(tuple(rows), tuple(of_rows)) for place, of_rows in seconds.items() if len(of_rows) > 1}
     return StageTimes(
@@ -289,10 +290,10 @@ def _copy(weights: LoadedWeights) -> None:
 
 def _crossing(model: LlamaModel, device: Device, dtype: torch.dtype, rows: int) -> Callable[[], object]:
     """Of random rows: equal ones would pick equal experts, and the weights of all others would not be read."""
-    config, where = model.config, {"device": device.torch_device, "dtype": dtype}
-    attention_out = torch.randn(rows, config.num_heads, config.head_dim, **where)
-    residual = torch.randn(rows, config.hidden_size, **where)
-    rotary_rows = model.rotary_table[torch.zeros(rows, dtype=torch.int64, device=device.torch_device)]
+    config, where = model.config, device.torch_device
+    attention_out = torch.randn(rows, config.num_heads, config.head_dim, dtype=dtype, device=where)
+    residual = torch.randn(rows, config.hidden_size, dtype=model.residual_dtype, device=where)
+    rotary_rows = model.rotary_table[torch.zeros(rows, dtype=torch.int64, device=where)]
     return lambda: model.stage(SAMPLE_LAYER, attention_out, residual, rotary_rows)
 
 
@@ -351,6 +352,7 @@ def place_weights(config: EngineConfig, workload: UniformLoad | None = None, *, 
             "weights_gpu_memory has no effect without a GPU, since all weights are in host memory: drop it"
         )
     dtype = resolve_dtype(config, device.torch_device)
+    residual_dtype = resolve_residual_dtype(config.model, dtype)
     memory = EngineMemory(config, model, dtype, device.free_bytes())
     kernel = resolve_kernel(config, dtype)
     ops = select_ops(device.torch_device, dtype, kernel)
@@ -362,7 +364,7 @@ def place_weights(config: EngineConfig, workload: UniformLoad | None = None, *, 
         if model.experts is not None:  # beyond some rows they are copied
             rows = sorted({*rows, config.max_num_batched_tokens + config.max_num_seqs})
         with progress_bar("measuring where weights belong") as progress:
-            times = time_stage(model, dtype, device, ops, rows, progress)
+            times = time_stage(model, dtype, residual_dtype, device, ops, rows, progress)
         costs = times.costs(memory.stage_bytes, config.max_num_seqs, memory.expert_bytes)
         about = {"effect": times.rates().copy_effect, "most_cpu_rows": times.most_cpu_rows}
         timed = refined_placement(PlacementProblem(costs, gpu_bytes, **about))
@@ -374,7 +376,7 @@ def place_weights(config: EngineConfig, workload: UniformLoad | None = None, *, 
     memory.check_tiers()
     rows = sorted({1, max(2, config.max_num_seqs), config.max_num_batched_tokens + config.max_num_seqs})
     with progress_bar("measuring where weights belong") as progress:
-        times = time_stage(model, dtype, device, ops, rows, progress)
+        times = time_stage(model, dtype, residual_dtype, device, ops, rows, progress)
         progress(1.0, "attention")
         threads = config.cpu_threads or usable_cores()
         rates = attention_bytes_per_s(

@@ -121,11 +121,14 @@ class LayerGroups:
         that were written to it, so only those within the window of the newest token are in the block that the table
         tells. What is beyond a request's tokens has no meaning.
         """
-        most = max(lens, default=0)
-        lists = np.zeros((len(lens), self.blocks_for(most)), dtype=np.int32)
-        for row, (own, num_tokens) in enumerate(zip(blocks, lens, strict=True)):
-            count = self.blocks_for(num_tokens)
-            lists[row, :count] = own[:count]
+        most, size = max(lens, default=0), self.block_size
+        width, padded = self.blocks_for(most), []
+        padding = [0] * width
+        for own, num_tokens in zip(blocks, lens, strict=True):
+            count = -(-num_tokens // size) if self.are_exact else self.blocks_for(num_tokens)
+            padded += own[:count]
+            padded += padding[count:]
+        lists = np.array(padded, dtype=np.int32).reshape(len(lens), width)
         if self.are_exact:
             return lists[None]
         count = -(-most // self.block_size)

@@ -63,32 +63,39 @@ def gpu_batch_input(
     items: Sequence[GpuBatchItem], tables: Tables, groups: LayerGroups, slots: Slots | None = None
 ) -> tuple[GpuBatchInput, list[Request], list[PromptRows]]:
     """The GPU batch, the requests of its ``sampling_rows``, and what its ``scored_rows`` are for."""
-    stray = next((i for i in items if not i.is_prefill and i.tier is Tier.CPU), None)
-    if stray is not None:
-        raise ValueError(f"request {stray.request.request_id} decodes from the CPU tier: it belongs in a CPU batch")
-    of_tier = {tier: [item for item in items if item.is_prefill and item.tier is tier] for tier in Tier}
-    decodes = [item for item in items if not item.is_prefill]
-    items = [*of_tier[Tier.GPU], *of_tier[Tier.CPU], *decodes]
-    sampling, prompts, num_rows = [], [], 0
-    for item in items:
-        if item.is_prefill and item.request.sampling.prompt_logprobs is not None:
-            prompts += _prompt_rows(item, num_rows)
-        num_rows += item.num_tokens
+    chunks = [item for item in items if item.is_prefill]
+    decodes = [item for item in items if not item.is_prefill] if chunks else items
+    of_tier = {tier: [item for item in chunks if item.tier is tier] for tier in Tier}
+    token_ids, positions, sampling_rows, sampling_requests, prompts = [], [], [], [], []
+    for item in (*of_tier[Tier.GPU], *of_tier[Tier.CPU]):
+        if item.request.sampling.prompt_logprobs is not None:
+            prompts += _prompt_rows(item, len(token_ids))
+        token_ids += item.request.token_ids(item.start, item.context_len)
+        positions += range(item.start, item.context_len)
         if item.samples:
-            sampling.append((num_rows - 1, item.request))
-    lens = [item.context_len for item in decodes]
+            sampling_rows.append(len(token_ids) - 1)
+            sampling_requests.append(item.request)
+    decoding, lens = [], []
+    for request, start, _, tier, _ in decodes:  # up to a thousand, in each iteration, while the GPU waits
+        if tier is Tier.CPU:
+            raise ValueError(f"request {request.request_id} decodes from the CPU tier: it belongs in a CPU batch")
+        decoding.append(request)
+        positions.append(start)
+        lens.append(start + 1)
+        token_ids += request.token_ids(start, start + 1)
+    sampling_rows += range(len(token_ids) - len(decoding), len(token_ids))
     description = GpuBatchInput(
-        token_ids=[t for item in items for t in item.request.token_ids(item.start, item.context_len)],
-        positions=[p for item in items for p in range(item.start, item.context_len)],
+        token_ids=token_ids,
+        positions=positions,
         gpu_prefills=[_chunk(item, tables, groups) for item in of_tier[Tier.GPU]],
         cpu_prefills=[_chunk(item, tables, groups) for item in of_tier[Tier.CPU]],
         decode_lens=lens,
-        decode_tables=_block_tables((item.request for item in decodes), lens, tables, groups),
-        sampling_rows=[row for row, _ in sampling],
+        decode_tables=_block_tables(decoding, lens, tables, groups),
+        sampling_rows=sampling_rows,
         scored_rows=[(prompt.rows.start, prompt.rows.stop) for prompt in prompts],
         state_slots=_slots_of((item.request for item in items), slots),
     )
-    return description, [request for _, request in sampling], prompts
+    return description, sampling_requests + decoding, prompts
 
 
 def cpu_batch_input(

@@ -19,6 +19,7 @@ from apex.strategy import StrategyConfig
 from swiftllm.config import EngineConfig
 from swiftllm.machine import GIB
 from swiftllm.model.config import ModelConfig
+from swiftllm.model.llama import LlamaModel
 from swiftllm.model.placement import Place, Placement, all_resident
 from swiftllm.runtime.memory import embedding_bytes, stage_bytes, weight_bytes
 from swiftllm.systems import systems
@@ -26,6 +27,7 @@ from tests.apex.placement.placements import give_times
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.tiny_model import make_tiny_llama
+from tests.reference.wide_residuals import make_wide
 from tests.swiftllm.runtime.test_streams import prompts, serve
 
 LAYERS = 5
@@ -121,10 +123,29 @@ def test_4_bit_weights_take_their_packed_bytes_where_the_cpu_computes(model_dir,
 def test_rows_of_a_timed_stage_differ_so_that_experts_would_too():
     crossed = []
     config = SimpleNamespace(num_heads=2, head_dim=4, hidden_size=8)
-    model = SimpleNamespace(config=config, rotary_table=torch.zeros(1, 2, 4), stage=lambda *rows: crossed.extend(rows))
+    about = {"config": config, "rotary_table": torch.zeros(1, 2, 4), "residual_dtype": torch.float64}
+    model = SimpleNamespace(**about, stage=lambda *rows: crossed.extend(rows))
     measured._crossing(model, SimpleNamespace(torch_device=torch.device("cpu")), torch.float32, 5)()
     _, attention_out, residual, _ = crossed
     assert len(attention_out.unique(dim=0)) == len(residual.unique(dim=0)) == 5
+    assert (attention_out.dtype, residual.dtype) == (torch.float32, torch.float64)
+
+
+def test_a_stage_is_timed_with_the_residuals_of_the_engine(tmp_path, monkeypatch):
+    """In float32 where a checkpoint in bfloat16 runs in float16: their norms read twice the bytes."""
+    residuals = []
+    stage = LlamaModel.stage
+    monkeypatch.setattr(
+        LlamaModel, "stage", lambda model, *given: (residuals.append(given[2].dtype), stage(model, *given))[1]
+    )
+    wide = make_wide(tmp_path / "wide", 1.0)
+    model = ModelConfig.from_folder(wide)
+    num_bytes = weight_bytes(model, torch.float16) - 2 * max(stage_bytes(model, torch.float16))
+    for name, expected in (("float16", torch.float32), ("bfloat16", torch.bfloat16)):
+        residuals.clear()
+        with fake_gpu(0, can_capture=False):
+            place_weights(EngineConfig(str(wide), dtype=name, weights_gpu_memory=num_bytes / GIB, **SIZES))
+        assert residuals and set(residuals) == {expected}
 
 
 def test_schedulers_know_how_long_copies_take():
