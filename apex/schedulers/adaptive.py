@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields
 from functools import partial
 from operator import attrgetter
 
@@ -126,6 +126,8 @@ ALONE_SHARES = np.array([0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
 OVERLAP_ROUNDS = 4
 """Iterations of the fixed point of :func:`overlap_rate`; its values change by less than 1% after them."""
 
+MANY_PROMPTS = 1e9
+"""Prompt tokens to an output token where every iteration has as many as it may."""
 LEAST_S = 1e-9
 """Nothing takes less, so that rates of an empty GPU batch can be computed too."""
 
@@ -134,15 +136,15 @@ LEAST_S = 1e-9
 class SteadyLoad:
     """The sizes that decide a rate and change little from one iteration to the next."""
 
-    gpu_decodes: int
-    """g, requests that decode in the GPU batch."""
+    gpu_decodes: Floats | float
+    """g, requests that decode in the GPU batch; as ``prompt_limit`` one number, or one for each of n."""
     gpu_context: float
     """Their mean context, in tokens."""
     cpu_context: float
     """Mean context of the requests that decode on the CPU, in tokens."""
     prompt_per_output: float
     """Prompt tokens that are computed for each output token in the long run; 0 without a backlog of prompts."""
-    prompt_limit: float
+    prompt_limit: Floats | float
     """Prompt tokens that an iteration could compute at most: the backlog, or the budget."""
 
     def prompt_tokens(self, decodes: Floats | float) -> Floats:
@@ -155,6 +157,7 @@ class Rate:
     """A strategy's steady state, for each number of CPU decodes asked about."""
 
     tokens_per_s: Floats
+    iteration_s: Floats
     prompt_tokens: Floats
     """Prompt tokens in an iteration."""
     joined: Floats
@@ -171,8 +174,8 @@ def gpu_only_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) 
     prompts = load.prompt_tokens(g)
     layer_s = times.layer_s(times.linear_s(g + prompts) + times.gpu_attention_s(g, load.gpu_context))
     total_s = times.num_layers * layer_s + times.outside_layers_s(g)
-    rate = g / total_s if total_s > 0 else 0.0
-    return Rate(none + rate, none + prompts, none, none, none)
+    rate = g / np.maximum(total_s, LEAST_S)
+    return Rate(none + rate, none + total_s, none + prompts, none, none, none)
 
 
 def pipelining_layer_s(
@@ -200,9 +203,8 @@ def pipelining_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats
     t is :func:`pipelining_layer_s`. The CPU's time need not be hidden.
     """
     g = load.gpu_decodes
-    numbers = cpu_decodes[:, None, None]
-    members = np.maximum(numbers * MEMBER_SHARES[:, None], np.minimum(numbers, 1.0))
-    alone = members * ALONE_SHARES
+    members = np.maximum(MEMBER_SHARES[:, None, None] * cpu_decodes, np.minimum(cpu_decodes, 1.0))
+    alone = ALONE_SHARES[:, None] * members
     members = np.broadcast_to(members, alone.shape)
     joining = members - alone
     prompts = load.prompt_tokens(g + members)
@@ -210,13 +212,13 @@ def pipelining_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats
     layer_s = pipelining_layer_s(times, g + prompts, attention_s, (joining, context), (alone, context))
     total_s = times.num_layers * layer_s + times.outside_layers_s(g + joining) + times.outside_layers_s(alone)
     rates = (g + members) / np.maximum(total_s, LEAST_S)
-    best = rates.reshape(len(cpu_decodes), -1).argmax(axis=1)
+    best = rates.reshape(-1, len(cpu_decodes)).argmax(axis=0)
 
     def at_best(values: Floats) -> Floats:
-        return values.reshape(len(cpu_decodes), -1)[np.arange(len(cpu_decodes)), best]
+        return values.reshape(-1, len(cpu_decodes))[best, np.arange(len(cpu_decodes))]
 
     none = np.zeros_like(cpu_decodes)
-    return Rate(at_best(rates), at_best(prompts), at_best(joining), none, none)
+    return Rate(at_best(rates), at_best(total_s), at_best(prompts), at_best(joining), none, none)
 
 
 def overlap_rate(max_cpu_batches: int, times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> Rate:
@@ -227,7 +229,7 @@ def overlap_rate(max_cpu_batches: int, times: OperationTimes, load: SteadyLoad, 
     def at_best(field: str) -> Floats:
         return np.array([getattr(rate, field) for rate in rates])[best, np.arange(len(best))]
 
-    return Rate(*map(at_best, ("tokens_per_s", "prompt_tokens", "joined", "num_cpu_batches", "alone_stages_s")))
+    return Rate(*(at_best(field.name) for field in fields(Rate)))
 
 
 def cpu_batches_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats, number: int) -> Rate:
@@ -265,11 +267,11 @@ def cpu_batches_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Float
         gpu_batch_layers = (round_s - alone_stages_s * use) / gpu_batch_s
         wanted = load.prompt_per_output * (g + cpu_decodes * use / gpu_batch_layers)
         prompts = np.minimum((prompts + wanted) / 2, load.prompt_limit)  # halfway, or it would swing
+    iteration_s = layers * round_s / gpu_batch_layers
     rates = (use * cpu_decodes + gpu_batch_layers * g) / (layers * round_s)
     rates = np.where(cpu_decodes > 0, rates, 0.0)
-    return Rate(
-        rates, prompts, np.zeros_like(size), np.full_like(size, number), alone_stages_s * use / gpu_batch_layers
-    )
+    alone_s = alone_stages_s * use / gpu_batch_layers
+    return Rate(rates, iteration_s, prompts, np.zeros_like(size), np.full_like(size, number), alone_s)
 
 
 # -- prompt chunks -----------------------------------------------------------------------------------------------------
@@ -282,6 +284,8 @@ def cpu_batches_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Float
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 EFFICIENT = 1.09
 """A batch is efficient if its linear time per token is at most this multiple of the least of any batch."""
+GROWTH = 1.25
+"""While the batch grows, a chunk is at least this multiple of the steady one: 3% on NEO's T4 with 50 output tokens."""
 AMORTISED, MOST_AMORTISED = 10, 40
 """A chunk need not be larger once its linear time is this multiple of what an iteration costs in any case.
 
@@ -395,7 +399,7 @@ def prompt_chunk(
     if need.hurries:
         wanted = largest
     elif need.grows:
-        wanted = max(sizes.efficient - gpu_batch_decodes, need.steady_tokens)
+        wanted = min(max(sizes.efficient - gpu_batch_decodes, GROWTH * need.steady_tokens), largest)
     else:
         wanted = need.steady_tokens
     if short_queue_tokens:
@@ -524,6 +528,21 @@ class ChosenStrategy:
         return all(abs(new - old) <= SAME * old for new, old in zip(sizes, self.sizes, strict=True))
 
 
+def all_rates(
+    times: OperationTimes,
+    load: SteadyLoad,
+    cpu_decodes: Floats,
+    strategies: Sequence[Strategy],
+    max_cpu_batches: int,
+) -> dict[Strategy, Rate]:
+    functions = {
+        Strategy.GPU_ONLY: gpu_only_rate,
+        Strategy.PIPELINING: pipelining_rate,
+        Strategy.OVERLAP: partial(overlap_rate, max_cpu_batches),
+    }
+    return {strategy: functions[strategy](times, load, cpu_decodes) for strategy in strategies}
+
+
 def compare(
     times: OperationTimes,
     load: SteadyLoad,
@@ -533,12 +552,7 @@ def compare(
 ) -> tuple[Strategy, Rate, float]:
     """The strategy with most tokens per second at the first of these numbers of CPU decodes, its rates at each of them,
     and the most tokens per second of any strategy at any of them."""
-    functions = {
-        Strategy.GPU_ONLY: gpu_only_rate,
-        Strategy.PIPELINING: pipelining_rate,
-        Strategy.OVERLAP: partial(overlap_rate, max_cpu_batches),
-    }
-    rates = {strategy: functions[strategy](times, load, np.array(numbers, float)) for strategy in strategies}
+    rates = all_rates(times, load, np.array(numbers, float), strategies, max_cpu_batches)
     best = max(rates, key=lambda strategy: rates[strategy].tokens_per_s[0])
     return best, rates[best], max(float(rate.tokens_per_s.max()) for rate in rates.values())
 
@@ -569,6 +583,67 @@ def choose(
     return ChosenStrategy(
         strategy, joined, int(rates.num_cpu_batches[0]), float(rates.alone_stages_s[0]), need, load.sizes()
     )
+
+
+# -- the end of a batch ------------------------------------------------------------------------------------------------
+# The rates charge prompts at their steady share: as many requests begin as end. Where all that are left fit the tiers,
+# there may be no such state, as nobody ends before all have begun. So what is left is played through, in two phases.
+
+WHOLE_BUDGET_GAIN = 0.95
+"""Prompts take the whole budget if that ends everything within this share of the time of chunks. The two phases err by
+some percent, so a smaller gain says nothing."""
+
+
+@dataclass(frozen=True)
+class LastRequests:
+    """What is left to compute; tokens are sums over all requests."""
+
+    waiting: int
+    """Requests before their first token."""
+    decoding: int
+    prompt_tokens: float
+    output_tokens: float
+    mean_output: float
+    """Of a request, with the tokens that it has already."""
+    mean_context: float
+    gpu_seats: float
+    """Requests that the GPU pool holds at their full length."""
+
+
+def seconds_to_the_end(
+    last: LastRequests, chunks: Floats, pace: Callable[[SteadyLoad, Floats], tuple[Floats, Floats]]
+) -> Floats:
+    """Predicted seconds until all requests have ended, for each size of prompt chunks.
+
+    Args:
+        chunks: prompt tokens of an iteration until no prompt is left; float64 [sizes].
+        pace: tokens per second and seconds of an iteration of a load, for each number of CPU decodes.
+
+    In the first phase requests begin evenly. Where they end before it does, only a share of them decodes at its end. In
+    the second phase those left end evenly, over as many tokens as the first is ahead of the last.
+    """
+
+    def at(decodes: Floats, prompt_tokens: Floats) -> tuple[Floats, Floats]:
+        on_gpu = np.minimum(decodes, last.gpu_seats)
+        load = SteadyLoad(on_gpu, last.mean_context, last.mean_context, MANY_PROMPTS, prompt_tokens)
+        return pace(load, decodes - on_gpu)
+
+    number = last.waiting + last.decoding
+    iterations = np.ceil(last.prompt_tokens / chunks)
+    prompts, midway = last.prompt_tokens / iterations, np.full(len(chunks), last.decoding + last.waiting / 2)
+    tokens_per_s, iteration_s = at(midway, prompts)
+    made = np.maximum(tokens_per_s * iterations * iteration_s, 1.0)
+    share = np.minimum(1.0, last.mean_output * midway / made)
+    decodes = np.where(share < 1, number * share * (1 - share / 2), midway)
+    left = number * share
+    tokens_per_s, iteration_s = at(
+        np.concatenate((decodes, left, left / 2)), np.concatenate((prompts, 0 * prompts, 0 * prompts))
+    )
+    during, after, later = np.split(tokens_per_s, 3)
+    prompts_s = iterations * iteration_s[: len(chunks)]
+    each = np.clip((last.output_tokens - during * prompts_s) / left, 0.0, last.mean_output)
+    spread = 2 * np.minimum(each, last.mean_output - each)
+    return prompts_s + (each - spread / 2) * left / after + spread * (left / 2) / later
 
 
 # -- the scheduler -----------------------------------------------------------------------------------------------------
@@ -607,10 +682,11 @@ class Adaptive(Hybrid):
     def emptied(self) -> None:
         self._choice = None
         self._next_estimate, self._rho = 0, 0.0
+        self._whole_budget, self._asked_of = False, -1  # for how many requests seen that was decided
         self._left_out_s = 0.0  # of the GPU batch, while CPU decodes were left out
 
     def added(self, request: Request) -> None:
-        self.lengths.add_prompt(request.prompt_len)
+        self.lengths.add_prompt(request.prompt_len, request.sampling.max_tokens)
 
     def ended(self, request: Request) -> None:
         self.lengths.add_output(request.output_len, aborted=request.finish_reason is FinishReason.ABORT)
@@ -653,8 +729,46 @@ class Adaptive(Hybrid):
             gpu_attention_s=self.model.gpu_attention_s(len(on_gpu), gpu_context),
             short_queue_tokens=load.steady.prompt_limit if is_short else 0.0,
         )
-        if not self.config.disable_prompt_chunks:
+        if not self.config.disable_prompt_chunks and not self._takes_whole_budget(state, load, queue, chunk):
             builder.prompt_limit = min(builder.prompt_limit, chunk)
+
+    def _takes_whole_budget(self, state: SchedulerState, load: Load, queue: int, chunk: int) -> bool:
+        """Whether prompts come first, as everything ends sooner then. Asked once after each arrival."""
+        on_gpu, on_cpu = state.decoding[Tier.GPU], state.decoding[Tier.CPU]
+        decoding, num_seen = len(on_gpu) + len(on_cpu), self.lengths.num_seen
+        if not queue or not decoding or num_seen == self._asked_of:
+            return bool(queue) and self._whole_budget
+        prompt = self.lengths.mean_prompt
+        output = min(prompt / load.steady.prompt_per_output, self.lengths.mean_limit)
+        seats = {tier: state.kv.capacity(tier) * state.kv.block_size / (prompt + output) for tier in Tier}
+        self._whole_budget = False
+        if queue + decoding > min(sum(seats.values()), state.limits.max_num_seqs):
+            return False
+        self._asked_of = num_seen
+        uncomputed = sum([request.num_uncomputed for request in state.prefilling]) + len(state.waiting) * prompt
+        produced = sum([request.output_len for request in (*on_gpu, *on_cpu)])
+        last = LastRequests(
+            waiting=queue,
+            decoding=decoding,
+            prompt_tokens=uncomputed,
+            output_tokens=max(0.0, (queue + decoding) * output - produced),
+            mean_output=output,
+            mean_context=prompt + output / 2,
+            gpu_seats=seats[Tier.GPU],
+        )
+        assert self._chunk_sizes is not None
+        whole = self._chunk_sizes.budget - decoding - queue / 2
+        chunks = np.maximum(1.0, np.array([max(chunk, self._chunk_sizes.efficient), whole]))
+        with_chunks_s, whole_s = seconds_to_the_end(last, chunks, self._pace)
+        self._whole_budget = bool(whole_s <= WHOLE_BUDGET_GAIN * with_chunks_s)
+        return self._whole_budget
+
+    def _pace(self, load: SteadyLoad, cpu_decodes: Floats) -> tuple[Floats, Floats]:
+        """Tokens per second and seconds of an iteration, with the best strategy for each number of CPU decodes."""
+        rates = all_rates(self.times, load, cpu_decodes, self._strategies(1), self.config.max_cpu_batches).values()
+        tokens_per_s = np.array([rate.tokens_per_s for rate in rates])
+        best = tokens_per_s.argmax(axis=0), np.arange(len(cpu_decodes))
+        return np.maximum(tokens_per_s[best], LEAST_S), np.array([rate.iteration_s for rate in rates])[best]
 
     def _start_first_tokens(self, builder: PlanBuilder) -> None:
         """Where few wait for their first token, start them with the blocks that others keep for growth.

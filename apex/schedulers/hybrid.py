@@ -299,7 +299,8 @@ class LengthsSeen:
     """Prompt and output lengths of the requests so far. A request's own limit of output tokens tells nothing."""
 
     def __init__(self) -> None:
-        self.num_finished = 0
+        self.num_finished = self.num_seen = 0
+        self._limits = 0.0
         self._num_prompts = self._prompt_tokens = 0.0
         intervals = len(EDGES) - 1
         self._ended = np.zeros(intervals)  # requests that ended in each interval of lengths
@@ -307,11 +308,14 @@ class LengthsSeen:
         self._counted = np.zeros(intervals)  # those counted so far, without forgetting
         self._of_gone = np.zeros(intervals)  # those of requests that have finished or were aborted
 
-    def add_prompt(self, tokens: int) -> None:
+    def add_prompt(self, tokens: int, limit: int) -> None:
+        self.num_seen += 1
         self._prompt_tokens += tokens
+        self._limits += min(limit, 1 << 20)
         self._num_prompts += 1
         if self._num_prompts > MEMORY:
             self._prompt_tokens /= 2
+            self._limits /= 2
             self._num_prompts /= 2
 
     def add_output(self, tokens: int, *, aborted: bool = False) -> None:
@@ -329,6 +333,10 @@ class LengthsSeen:
     def mean_prompt(self) -> float:
         """Mean prompt of all requests, in tokens."""
         return self._prompt_tokens / self._num_prompts if self._num_prompts else 0.0
+
+    @property
+    def mean_limit(self) -> float:
+        return self._limits / self._num_prompts
 
     def mean_output(self, unfinished: Sequence[int]) -> float:
         """Expected output of a request in tokens; ``unfinished`` are the outputs so far of those that go on.
