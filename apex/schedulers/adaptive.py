@@ -3,113 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import partial
 from operator import attrgetter
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
-from apex.perf.model import Curve, GpuBatchLoad, PerfModel, Surface, context_tokens
-from apex.schedulers.hybrid import CpuDecodes, Hybrid, LengthsSeen, Pipeline, gpu_batch_s, gpu_only, pipelined
+from apex.perf.model import Floats, GpuBatchLoad, OperationTimes, PerfModel, context_tokens
+from apex.schedulers.hybrid import (
+    LEAST_SHARE,
+    WHOLE_BUDGET_GAIN,
+    CpuDecodes,
+    Hybrid,
+    LastRequests,
+    LengthsSeen,
+    Pipeline,
+    gpu_batch_s,
+    gpu_only,
+    pipelined,
+    seconds_to_the_end,
+)
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import FREE_RUNNING, OVERLAPPED, CpuBatchMode, IterationPlan, Strategy
 from swiftllm.core.request import FinishReason, Request, ServiceClass, Tier
 from swiftllm.scheduling.scheduler import PlanBuilder, start_prompt
 from swiftllm.scheduling.state import CpuBatch, SchedulerState
-
-# -- times of many sizes -----------------------------------------------------------------------------------------------
-# Predicted seconds of operations for many sizes at once: the tables of the performance model over numpy arrays.
-
-Floats = NDArray[np.float64]
-
-
-class _CurveArray:
-    """:class:`~apex.perf.model.Curve` over arrays."""
-
-    def __init__(self, curve: Curve) -> None:
-        self._sizes = np.array(curve.sizes, float)
-        self._seconds = np.array(curve.seconds, float)
-        self._slopes = np.diff(self._seconds) / np.diff(self._sizes)
-        self._inner = self._sizes[1:-1]
-
-    def __call__(self, sizes: Floats) -> Floats:
-        i = self._inner.searchsorted(sizes, "right")  # beyond the ends: the line through the two sizes there
-        return np.maximum(self._seconds[i] + self._slopes[i] * (sizes - self._sizes[i]), 0.0)
-
-
-class _SurfaceArray:
-    """:class:`~apex.perf.model.Surface` over arrays of both sizes, which must broadcast."""
-
-    def __init__(self, surface: Surface) -> None:
-        sizes = sorted({size for curve in surface.curves for size in curve.sizes})
-        self._firsts, self._sizes = np.array(surface.firsts, float), np.array(sizes, float)
-        self._seconds = np.array([[curve(size) for size in sizes] for curve in surface.curves])
-        self._slopes = np.diff(self._seconds, axis=1) / np.diff(self._sizes)
-        self._inner_firsts, self._inner = self._firsts[1:-1], self._sizes[1:-1]
-
-    def __call__(self, firsts: Floats, seconds: Floats) -> Floats:
-        i = self._inner_firsts.searchsorted(firsts, "right")
-        j = self._inner.searchsorted(seconds, "right")
-        beyond = seconds - self._sizes[j]
-        low, high = (np.maximum(self._seconds[k, j] + self._slopes[k, j] * beyond, 0.0) for k in (i, i + 1))
-        share = (firsts - self._firsts[i]) / (self._firsts[i + 1] - self._firsts[i])
-        return np.maximum(low + share * (high - low), 0.0)
-
-
-class OperationTimes:
-    """What :class:`~apex.perf.model.PerfModel` predicts, for arrays of sizes. Sizes need not be whole.
-
-    Where a size is 0 there is nothing to do, and the time is 0.
-    """
-
-    def __init__(self, model: PerfModel) -> None:
-        table = model.table
-        self.num_layers = model.num_layers
-        self.stream_s, self.streamed_layers = table.stream_s, table.streamed_layers
-        self._linear = _CurveArray(table.linear)
-        self._ends = _CurveArray(table.ends)
-        self._host = _CurveArray(table.iteration)
-        self._hand_over = _CurveArray(table.hand_over)
-        self._gpu_attention = _SurfaceArray(table.gpu_attention)
-        self._cpu_attention = _SurfaceArray(table.cpu_attention)
-
-    def linear_s(self, tokens: ArrayLike) -> Floats:
-        """Seconds of one stage (T_l) of a batch of ``tokens``."""
-        return _where_any(np.asarray(tokens, float), self._linear)
-
-    def layer_s(self, busy_s: ArrayLike) -> Floats:
-        """A layer in which the GPU batch is busy for so long, and no shorter than the weights need to arrive."""
-        return np.maximum(busy_s, self.stream_s)
-
-    def gpu_attention_s(self, requests: ArrayLike, context: ArrayLike) -> Floats:
-        """Seconds of one layer's decode attention in the GPU batch (T_g); ``context`` tokens are a request's mean."""
-        context = np.asarray(context, float)
-        return _where_any(np.asarray(requests, float), lambda n: self._gpu_attention(n, context))
-
-    def cpu_attention_s(self, requests: ArrayLike, context: ArrayLike) -> Floats:
-        """Seconds of one layer's decode attention on the CPU worker (T_c); ``context`` tokens are a request's mean."""
-        context = np.asarray(context, float)
-        return _where_any(np.asarray(requests, float), lambda n: self._cpu_attention(n, context))
-
-    def outside_layers_s(self, rows: ArrayLike) -> Floats:
-        """Seconds of an iteration beside its layers, for ``rows`` that get a token."""
-        return _where_any(np.asarray(rows, float), lambda n: self._host(n) + self._ends(n))
-
-    def alone_stage_s(self, requests: ArrayLike) -> Floats:
-        """Seconds of the GPU batch for one stage of a CPU batch on its own, and for submitting its next attention
-        task."""
-        return _where_any(np.asarray(requests, float), lambda n: self._linear(n) + self._hand_over(n))
-
-    def hand_over_s(self, requests: ArrayLike) -> Floats:
-        """Seconds of the GPU batch for submitting an attention task of a CPU batch of ``requests``."""
-        return _where_any(np.asarray(requests, float), self._hand_over)
-
-
-def _where_any(sizes: Floats, predict) -> Floats:
-    return np.where(sizes > 0, predict(sizes), 0.0)
-
 
 # -- rates of the strategies -------------------------------------------------------------------------------------------
 # Output tokens per second of each strategy if its load stayed as it is: one function per strategy.
@@ -585,67 +504,6 @@ def choose(
     )
 
 
-# -- the end of a batch ------------------------------------------------------------------------------------------------
-# The rates charge prompts at their steady share: as many requests begin as end. Where all that are left fit the tiers,
-# there may be no such state, as nobody ends before all have begun. So what is left is played through, in two phases.
-
-WHOLE_BUDGET_GAIN = 0.95
-"""Prompts take the whole budget if that ends everything within this share of the time of chunks. The two phases err by
-some percent, so a smaller gain says nothing."""
-
-
-@dataclass(frozen=True)
-class LastRequests:
-    """What is left to compute; tokens are sums over all requests."""
-
-    waiting: int
-    """Requests before their first token."""
-    decoding: int
-    prompt_tokens: float
-    output_tokens: float
-    mean_output: float
-    """Of a request, with the tokens that it has already."""
-    mean_context: float
-    gpu_seats: float
-    """Requests that the GPU pool holds at their full length."""
-
-
-def seconds_to_the_end(
-    last: LastRequests, chunks: Floats, pace: Callable[[SteadyLoad, Floats], tuple[Floats, Floats]]
-) -> Floats:
-    """Predicted seconds until all requests have ended, for each size of prompt chunks.
-
-    Args:
-        chunks: prompt tokens of an iteration until no prompt is left; float64 [sizes].
-        pace: tokens per second and seconds of an iteration of a load, for each number of CPU decodes.
-
-    In the first phase requests begin evenly. Where they end before it does, only a share of them decodes at its end. In
-    the second phase those left end evenly, over as many tokens as the first is ahead of the last.
-    """
-
-    def at(decodes: Floats, prompt_tokens: Floats) -> tuple[Floats, Floats]:
-        on_gpu = np.minimum(decodes, last.gpu_seats)
-        load = SteadyLoad(on_gpu, last.mean_context, last.mean_context, MANY_PROMPTS, prompt_tokens)
-        return pace(load, decodes - on_gpu)
-
-    number = last.waiting + last.decoding
-    iterations = np.ceil(last.prompt_tokens / chunks)
-    prompts, midway = last.prompt_tokens / iterations, np.full(len(chunks), last.decoding + last.waiting / 2)
-    tokens_per_s, iteration_s = at(midway, prompts)
-    made = np.maximum(tokens_per_s * iterations * iteration_s, 1.0)
-    share = np.minimum(1.0, last.mean_output * midway / made)
-    decodes = np.where(share < 1, number * share * (1 - share / 2), midway)
-    left = number * share
-    tokens_per_s, iteration_s = at(
-        np.concatenate((decodes, left, left / 2)), np.concatenate((prompts, 0 * prompts, 0 * prompts))
-    )
-    during, after, later = np.split(tokens_per_s, 3)
-    prompts_s = iterations * iteration_s[: len(chunks)]
-    each = np.clip((last.output_tokens - during * prompts_s) / left, 0.0, last.mean_output)
-    spread = 2 * np.minimum(each, last.mean_output - each)
-    return prompts_s + (each - spread / 2) * left / after + spread * (left / 2) / later
-
-
 # -- the scheduler -----------------------------------------------------------------------------------------------------
 
 ESTIMATE_KEPT = 8
@@ -736,10 +594,11 @@ class Adaptive(Hybrid):
         """Whether prompts come first, as everything ends sooner then. Asked once after each arrival."""
         on_gpu, on_cpu = state.decoding[Tier.GPU], state.decoding[Tier.CPU]
         decoding, num_seen = len(on_gpu) + len(on_cpu), self.lengths.num_seen
-        if not queue or not decoding or num_seen == self._asked_of:
-            return bool(queue) and self._whole_budget
-        prompt = self.lengths.mean_prompt
-        output = min(prompt / load.steady.prompt_per_output, self.lengths.mean_limit)
+        prompt, prompt_per_output = self.lengths.mean_prompt, load.steady.prompt_per_output
+        if not prompt_per_output or not decoding or num_seen == self._asked_of:
+            return self._whole_budget
+        # Until some have ended, their own limits may say more than the estimate.
+        output = min(prompt / prompt_per_output, self.lengths.mean_limit)
         seats = {tier: state.kv.capacity(tier) * state.kv.block_size / (prompt + output) for tier in Tier}
         self._whole_budget = False
         if queue + decoding > min(sum(seats.values()), state.limits.max_num_seqs):
@@ -756,18 +615,19 @@ class Adaptive(Hybrid):
             mean_context=prompt + output / 2,
             gpu_seats=seats[Tier.GPU],
         )
-        assert self._chunk_sizes is not None
-        whole = self._chunk_sizes.budget - decoding - queue / 2
-        chunks = np.maximum(1.0, np.array([max(chunk, self._chunk_sizes.efficient), whole]))
-        with_chunks_s, whole_s = seconds_to_the_end(last, chunks, self._pace)
-        self._whole_budget = bool(whole_s <= WHOLE_BUDGET_GAIN * with_chunks_s)
+        sizes = self._chunk_sizes
+        assert sizes is not None  # as for the choice
+        chunks = max(chunk, sizes.efficient), max(sizes.budget - decoding - queue / 2, 1)
+        seconds, share = seconds_to_the_end(last, np.array(chunks, float), self._pace)
+        self._whole_budget = bool(share[0] >= LEAST_SHARE and seconds[1] <= WHOLE_BUDGET_GAIN * seconds[0])
         return self._whole_budget
 
-    def _pace(self, load: SteadyLoad, cpu_decodes: Floats) -> tuple[Floats, Floats]:
-        """Tokens per second and seconds of an iteration, with the best strategy for each number of CPU decodes."""
-        rates = all_rates(self.times, load, cpu_decodes, self._strategies(1), self.config.max_cpu_batches).values()
+    def _pace(self, on_gpu: Floats, on_cpu: Floats, prompt_tokens: Floats, context: float) -> tuple[Floats, Floats]:
+        """Tokens per second and seconds of an iteration, with the best strategy for each of these numbers."""
+        load = SteadyLoad(on_gpu, context, context, MANY_PROMPTS, prompt_tokens)
+        rates = all_rates(self.times, load, on_cpu, self._strategies(1), self.config.max_cpu_batches).values()
         tokens_per_s = np.array([rate.tokens_per_s for rate in rates])
-        best = tokens_per_s.argmax(axis=0), np.arange(len(cpu_decodes))
+        best = tokens_per_s.argmax(axis=0), np.arange(len(on_cpu))
         return np.maximum(tokens_per_s[best], LEAST_S), np.array([rate.iteration_s for rate in rates])[best]
 
     def _start_first_tokens(self, builder: PlanBuilder) -> None:
