@@ -4,112 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from functools import partial
 from operator import attrgetter
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
-from apex.perf.model import Curve, GpuBatchLoad, PerfModel, Surface, context_tokens
-from apex.schedulers.hybrid import CpuDecodes, Hybrid, LengthsSeen, Pipeline, gpu_batch_s, gpu_only, pipelined
+from apex.perf.model import Floats, GpuBatchLoad, OperationTimes, PerfModel, context_tokens
+from apex.schedulers.hybrid import (
+    LEAST_SHARE,
+    WHOLE_BUDGET_GAIN,
+    CpuDecodes,
+    Hybrid,
+    LastRequests,
+    LengthsSeen,
+    Pipeline,
+    gpu_batch_s,
+    gpu_only,
+    pipelined,
+    seconds_to_the_end,
+)
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import FREE_RUNNING, OVERLAPPED, CpuBatchMode, IterationPlan, Strategy
 from swiftllm.core.request import FinishReason, Request, ServiceClass, Tier
 from swiftllm.scheduling.scheduler import PlanBuilder, start_prompt
 from swiftllm.scheduling.state import CpuBatch, SchedulerState
-
-# -- times of many sizes -----------------------------------------------------------------------------------------------
-# Predicted seconds of operations for many sizes at once: the tables of the performance model over numpy arrays.
-
-Floats = NDArray[np.float64]
-
-
-class _CurveArray:
-    """:class:`~apex.perf.model.Curve` over arrays."""
-
-    def __init__(self, curve: Curve) -> None:
-        self._sizes = np.array(curve.sizes, float)
-        self._seconds = np.array(curve.seconds, float)
-        self._slopes = np.diff(self._seconds) / np.diff(self._sizes)
-        self._inner = self._sizes[1:-1]
-
-    def __call__(self, sizes: Floats) -> Floats:
-        i = self._inner.searchsorted(sizes, "right")  # beyond the ends: the line through the two sizes there
-        return np.maximum(self._seconds[i] + self._slopes[i] * (sizes - self._sizes[i]), 0.0)
-
-
-class _SurfaceArray:
-    """:class:`~apex.perf.model.Surface` over arrays of both sizes, which must broadcast."""
-
-    def __init__(self, surface: Surface) -> None:
-        sizes = sorted({size for curve in surface.curves for size in curve.sizes})
-        self._firsts, self._sizes = np.array(surface.firsts, float), np.array(sizes, float)
-        self._seconds = np.array([[curve(size) for size in sizes] for curve in surface.curves])
-        self._slopes = np.diff(self._seconds, axis=1) / np.diff(self._sizes)
-        self._inner_firsts, self._inner = self._firsts[1:-1], self._sizes[1:-1]
-
-    def __call__(self, firsts: Floats, seconds: Floats) -> Floats:
-        i = self._inner_firsts.searchsorted(firsts, "right")
-        j = self._inner.searchsorted(seconds, "right")
-        beyond = seconds - self._sizes[j]
-        low, high = (np.maximum(self._seconds[k, j] + self._slopes[k, j] * beyond, 0.0) for k in (i, i + 1))
-        share = (firsts - self._firsts[i]) / (self._firsts[i + 1] - self._firsts[i])
-        return np.maximum(low + share * (high - low), 0.0)
-
-
-class OperationTimes:
-    """What :class:`~apex.perf.model.PerfModel` predicts, for arrays of sizes. Sizes need not be whole.
-
-    Where a size is 0 there is nothing to do, and the time is 0.
-    """
-
-    def __init__(self, model: PerfModel) -> None:
-        table = model.table
-        self.num_layers = model.num_layers
-        self.stream_s, self.streamed_layers = table.stream_s, table.streamed_layers
-        self._linear = _CurveArray(table.linear)
-        self._ends = _CurveArray(table.ends)
-        self._host = _CurveArray(table.iteration)
-        self._hand_over = _CurveArray(table.hand_over)
-        self._gpu_attention = _SurfaceArray(table.gpu_attention)
-        self._cpu_attention = _SurfaceArray(table.cpu_attention)
-
-    def linear_s(self, tokens: ArrayLike) -> Floats:
-        """Seconds of one stage (T_l) of a batch of ``tokens``."""
-        return _where_any(np.asarray(tokens, float), self._linear)
-
-    def layer_s(self, busy_s: ArrayLike) -> Floats:
-        """A layer in which the GPU batch is busy for so long, and no shorter than the weights need to arrive."""
-        return np.maximum(busy_s, self.stream_s)
-
-    def gpu_attention_s(self, requests: ArrayLike, context: ArrayLike) -> Floats:
-        """Seconds of one layer's decode attention in the GPU batch (T_g); ``context`` tokens are a request's mean."""
-        context = np.asarray(context, float)
-        return _where_any(np.asarray(requests, float), lambda n: self._gpu_attention(n, context))
-
-    def cpu_attention_s(self, requests: ArrayLike, context: ArrayLike) -> Floats:
-        """Seconds of one layer's decode attention on the CPU worker (T_c); ``context`` tokens are a request's mean."""
-        context = np.asarray(context, float)
-        return _where_any(np.asarray(requests, float), lambda n: self._cpu_attention(n, context))
-
-    def outside_layers_s(self, rows: ArrayLike) -> Floats:
-        """Seconds of an iteration beside its layers, for ``rows`` that get a token."""
-        return _where_any(np.asarray(rows, float), lambda n: self._host(n) + self._ends(n))
-
-    def alone_stage_s(self, requests: ArrayLike) -> Floats:
-        """Seconds of the GPU batch for one stage of a CPU batch on its own, and for submitting its next attention
-        task."""
-        return _where_any(np.asarray(requests, float), lambda n: self._linear(n) + self._hand_over(n))
-
-    def hand_over_s(self, requests: ArrayLike) -> Floats:
-        """Seconds of the GPU batch for submitting an attention task of a CPU batch of ``requests``."""
-        return _where_any(np.asarray(requests, float), self._hand_over)
-
-
-def _where_any(sizes: Floats, predict) -> Floats:
-    return np.where(sizes > 0, predict(sizes), 0.0)
-
 
 # -- rates of the strategies -------------------------------------------------------------------------------------------
 # Output tokens per second of each strategy if its load stayed as it is: one function per strategy.
@@ -126,6 +45,8 @@ ALONE_SHARES = np.array([0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
 OVERLAP_ROUNDS = 4
 """Iterations of the fixed point of :func:`overlap_rate`; its values change by less than 1% after them."""
 
+MANY_PROMPTS = 1e9
+"""Prompt tokens to an output token where every iteration has as many as it may."""
 LEAST_S = 1e-9
 """Nothing takes less, so that rates of an empty GPU batch can be computed too."""
 
@@ -134,15 +55,15 @@ LEAST_S = 1e-9
 class SteadyLoad:
     """The sizes that decide a rate and change little from one iteration to the next."""
 
-    gpu_decodes: int
-    """g, requests that decode in the GPU batch."""
+    gpu_decodes: Floats | float
+    """g, requests that decode in the GPU batch; as ``prompt_limit`` one number, or one for each of n."""
     gpu_context: float
     """Their mean context, in tokens."""
     cpu_context: float
     """Mean context of the requests that decode on the CPU, in tokens."""
     prompt_per_output: float
     """Prompt tokens that are computed for each output token in the long run; 0 without a backlog of prompts."""
-    prompt_limit: float
+    prompt_limit: Floats | float
     """Prompt tokens that an iteration could compute at most: the backlog, or the budget."""
 
     def prompt_tokens(self, decodes: Floats | float) -> Floats:
@@ -155,6 +76,7 @@ class Rate:
     """A strategy's steady state, for each number of CPU decodes asked about."""
 
     tokens_per_s: Floats
+    iteration_s: Floats
     prompt_tokens: Floats
     """Prompt tokens in an iteration."""
     joined: Floats
@@ -171,8 +93,8 @@ def gpu_only_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) 
     prompts = load.prompt_tokens(g)
     layer_s = times.layer_s(times.linear_s(g + prompts) + times.gpu_attention_s(g, load.gpu_context))
     total_s = times.num_layers * layer_s + times.outside_layers_s(g)
-    rate = g / total_s if total_s > 0 else 0.0
-    return Rate(none + rate, none + prompts, none, none, none)
+    rate = g / np.maximum(total_s, LEAST_S)
+    return Rate(none + rate, none + total_s, none + prompts, none, none, none)
 
 
 def pipelining_layer_s(
@@ -200,9 +122,8 @@ def pipelining_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats
     t is :func:`pipelining_layer_s`. The CPU's time need not be hidden.
     """
     g = load.gpu_decodes
-    numbers = cpu_decodes[:, None, None]
-    members = np.maximum(numbers * MEMBER_SHARES[:, None], np.minimum(numbers, 1.0))
-    alone = members * ALONE_SHARES
+    members = np.maximum(MEMBER_SHARES[:, None, None] * cpu_decodes, np.minimum(cpu_decodes, 1.0))
+    alone = ALONE_SHARES[:, None] * members
     members = np.broadcast_to(members, alone.shape)
     joining = members - alone
     prompts = load.prompt_tokens(g + members)
@@ -210,13 +131,13 @@ def pipelining_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats
     layer_s = pipelining_layer_s(times, g + prompts, attention_s, (joining, context), (alone, context))
     total_s = times.num_layers * layer_s + times.outside_layers_s(g + joining) + times.outside_layers_s(alone)
     rates = (g + members) / np.maximum(total_s, LEAST_S)
-    best = rates.reshape(len(cpu_decodes), -1).argmax(axis=1)
+    best = rates.reshape(-1, len(cpu_decodes)).argmax(axis=0)
 
     def at_best(values: Floats) -> Floats:
-        return values.reshape(len(cpu_decodes), -1)[np.arange(len(cpu_decodes)), best]
+        return values.reshape(-1, len(cpu_decodes))[best, np.arange(len(cpu_decodes))]
 
     none = np.zeros_like(cpu_decodes)
-    return Rate(at_best(rates), at_best(prompts), at_best(joining), none, none)
+    return Rate(at_best(rates), at_best(total_s), at_best(prompts), at_best(joining), none, none)
 
 
 def overlap_rate(max_cpu_batches: int, times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> Rate:
@@ -227,7 +148,7 @@ def overlap_rate(max_cpu_batches: int, times: OperationTimes, load: SteadyLoad, 
     def at_best(field: str) -> Floats:
         return np.array([getattr(rate, field) for rate in rates])[best, np.arange(len(best))]
 
-    return Rate(*map(at_best, ("tokens_per_s", "prompt_tokens", "joined", "num_cpu_batches", "alone_stages_s")))
+    return Rate(*(at_best(field.name) for field in fields(Rate)))
 
 
 def cpu_batches_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats, number: int) -> Rate:
@@ -265,11 +186,11 @@ def cpu_batches_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Float
         gpu_batch_layers = (round_s - alone_stages_s * use) / gpu_batch_s
         wanted = load.prompt_per_output * (g + cpu_decodes * use / gpu_batch_layers)
         prompts = np.minimum((prompts + wanted) / 2, load.prompt_limit)  # halfway, or it would swing
+    iteration_s = layers * round_s / gpu_batch_layers
     rates = (use * cpu_decodes + gpu_batch_layers * g) / (layers * round_s)
     rates = np.where(cpu_decodes > 0, rates, 0.0)
-    return Rate(
-        rates, prompts, np.zeros_like(size), np.full_like(size, number), alone_stages_s * use / gpu_batch_layers
-    )
+    alone_s = alone_stages_s * use / gpu_batch_layers
+    return Rate(rates, iteration_s, prompts, np.zeros_like(size), np.full_like(size, number), alone_s)
 
 
 # -- prompt chunks -----------------------------------------------------------------------------------------------------
@@ -282,6 +203,8 @@ def cpu_batches_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Float
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 EFFICIENT = 1.09
 """A batch is efficient if its linear time per token is at most this multiple of the least of any batch."""
+GROWTH = 1.25
+"""While the batch grows, a chunk is at least this multiple of the steady one: 3% on NEO's T4 with 50 output tokens."""
 AMORTISED, MOST_AMORTISED = 10, 40
 """A chunk need not be larger once its linear time is this multiple of what an iteration costs in any case.
 
@@ -395,7 +318,7 @@ def prompt_chunk(
     if need.hurries:
         wanted = largest
     elif need.grows:
-        wanted = max(sizes.efficient - gpu_batch_decodes, need.steady_tokens)
+        wanted = min(max(sizes.efficient - gpu_batch_decodes, GROWTH * need.steady_tokens), largest)
     else:
         wanted = need.steady_tokens
     if short_queue_tokens:
@@ -524,6 +447,21 @@ class ChosenStrategy:
         return all(abs(new - old) <= SAME * old for new, old in zip(sizes, self.sizes, strict=True))
 
 
+def all_rates(
+    times: OperationTimes,
+    load: SteadyLoad,
+    cpu_decodes: Floats,
+    strategies: Sequence[Strategy],
+    max_cpu_batches: int,
+) -> dict[Strategy, Rate]:
+    functions = {
+        Strategy.GPU_ONLY: gpu_only_rate,
+        Strategy.PIPELINING: pipelining_rate,
+        Strategy.OVERLAP: partial(overlap_rate, max_cpu_batches),
+    }
+    return {strategy: functions[strategy](times, load, cpu_decodes) for strategy in strategies}
+
+
 def compare(
     times: OperationTimes,
     load: SteadyLoad,
@@ -533,12 +471,7 @@ def compare(
 ) -> tuple[Strategy, Rate, float]:
     """The strategy with most tokens per second at the first of these numbers of CPU decodes, its rates at each of them,
     and the most tokens per second of any strategy at any of them."""
-    functions = {
-        Strategy.GPU_ONLY: gpu_only_rate,
-        Strategy.PIPELINING: pipelining_rate,
-        Strategy.OVERLAP: partial(overlap_rate, max_cpu_batches),
-    }
-    rates = {strategy: functions[strategy](times, load, np.array(numbers, float)) for strategy in strategies}
+    rates = all_rates(times, load, np.array(numbers, float), strategies, max_cpu_batches)
     best = max(rates, key=lambda strategy: rates[strategy].tokens_per_s[0])
     return best, rates[best], max(float(rate.tokens_per_s.max()) for rate in rates.values())
 
@@ -607,10 +540,11 @@ class Adaptive(Hybrid):
     def emptied(self) -> None:
         self._choice = None
         self._next_estimate, self._rho = 0, 0.0
+        self._whole_budget, self._asked_of = False, -1  # for how many requests seen that was decided
         self._left_out_s = 0.0  # of the GPU batch, while CPU decodes were left out
 
     def added(self, request: Request) -> None:
-        self.lengths.add_prompt(request.prompt_len)
+        self.lengths.add_prompt(request.prompt_len, request.sampling.max_tokens)
 
     def ended(self, request: Request) -> None:
         self.lengths.add_output(request.output_len, aborted=request.finish_reason is FinishReason.ABORT)
@@ -653,8 +587,48 @@ class Adaptive(Hybrid):
             gpu_attention_s=self.model.gpu_attention_s(len(on_gpu), gpu_context),
             short_queue_tokens=load.steady.prompt_limit if is_short else 0.0,
         )
-        if not self.config.disable_prompt_chunks:
+        if not self.config.disable_prompt_chunks and not self._takes_whole_budget(state, load, queue, chunk):
             builder.prompt_limit = min(builder.prompt_limit, chunk)
+
+    def _takes_whole_budget(self, state: SchedulerState, load: Load, queue: int, chunk: int) -> bool:
+        """Whether prompts come first, as everything ends sooner then. Asked once after each arrival."""
+        on_gpu, on_cpu = state.decoding[Tier.GPU], state.decoding[Tier.CPU]
+        decoding, num_seen = len(on_gpu) + len(on_cpu), self.lengths.num_seen
+        prompt, prompt_per_output = self.lengths.mean_prompt, load.steady.prompt_per_output
+        if not prompt_per_output or not decoding or num_seen == self._asked_of:
+            return self._whole_budget
+        # Until some have ended, their own limits may say more than the estimate.
+        output = min(prompt / prompt_per_output, self.lengths.mean_limit)
+        seats = {tier: state.kv.capacity(tier) * state.kv.block_size / (prompt + output) for tier in Tier}
+        self._whole_budget = False
+        if queue + decoding > min(sum(seats.values()), state.limits.max_num_seqs):
+            return False
+        self._asked_of = num_seen
+        uncomputed = sum([request.num_uncomputed for request in state.prefilling]) + len(state.waiting) * prompt
+        produced = sum([request.output_len for request in (*on_gpu, *on_cpu)])
+        last = LastRequests(
+            waiting=queue,
+            decoding=decoding,
+            prompt_tokens=uncomputed,
+            output_tokens=max(0.0, (queue + decoding) * output - produced),
+            mean_output=output,
+            mean_context=prompt + output / 2,
+            gpu_seats=seats[Tier.GPU],
+        )
+        sizes = self._chunk_sizes
+        assert sizes is not None  # as for the choice
+        chunks = max(chunk, sizes.efficient), max(sizes.budget - decoding - queue / 2, 1)
+        seconds, share = seconds_to_the_end(last, np.array(chunks, float), self._pace)
+        self._whole_budget = bool(share[0] >= LEAST_SHARE and seconds[1] <= WHOLE_BUDGET_GAIN * seconds[0])
+        return self._whole_budget
+
+    def _pace(self, on_gpu: Floats, on_cpu: Floats, prompt_tokens: Floats, context: float) -> tuple[Floats, Floats]:
+        """Tokens per second and seconds of an iteration, with the best strategy for each of these numbers."""
+        load = SteadyLoad(on_gpu, context, context, MANY_PROMPTS, prompt_tokens)
+        rates = all_rates(self.times, load, on_cpu, self._strategies(1), self.config.max_cpu_batches).values()
+        tokens_per_s = np.array([rate.tokens_per_s for rate in rates])
+        best = tokens_per_s.argmax(axis=0), np.arange(len(on_cpu))
+        return np.maximum(tokens_per_s[best], LEAST_S), np.array([rate.iteration_s for rate in rates])[best]
 
     def _start_first_tokens(self, builder: PlanBuilder) -> None:
         """Where few wait for their first token, start them with the blocks that others keep for growth.

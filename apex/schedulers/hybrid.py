@@ -11,7 +11,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from apex.perf.model import GpuBatchLoad, PerfModel, context_tokens
+from apex.perf.model import Floats, GpuBatchLoad, PerfModel, context_tokens
 from apex.perf.online_correction import OnlineCorrection
 from apex.schedulers.formulas import pipelined_layer_s
 from apex.strategy import StrategyConfig
@@ -296,10 +296,11 @@ WIDTHS = np.diff(EDGES)
 
 
 class LengthsSeen:
-    """Prompt and output lengths of the requests so far. A request's own limit of output tokens tells nothing."""
+    """Prompt and output lengths of the requests so far. Their own limits of output tokens bound the mean output."""
 
     def __init__(self) -> None:
-        self.num_finished = 0
+        self.num_seen = 0
+        self._output_limits = 0.0
         self._num_prompts = self._prompt_tokens = 0.0
         intervals = len(EDGES) - 1
         self._ended = np.zeros(intervals)  # requests that ended in each interval of lengths
@@ -307,11 +308,15 @@ class LengthsSeen:
         self._counted = np.zeros(intervals)  # those counted so far, without forgetting
         self._of_gone = np.zeros(intervals)  # those of requests that have finished or were aborted
 
-    def add_prompt(self, tokens: int) -> None:
+    def add_prompt(self, tokens: int, most_output: int) -> None:
+        """Count a request that came, with its own limit of output tokens."""
+        self.num_seen += 1
         self._prompt_tokens += tokens
+        self._output_limits += most_output
         self._num_prompts += 1
         if self._num_prompts > MEMORY:
             self._prompt_tokens /= 2
+            self._output_limits /= 2
             self._num_prompts /= 2
 
     def add_output(self, tokens: int, *, aborted: bool = False) -> None:
@@ -319,7 +324,6 @@ class LengthsSeen:
         self._of_gone += _tokens_between_edges(np.array([tokens]))
         if aborted:
             return
-        self.num_finished += 1
         self._ended[min(int(EDGES.searchsorted(tokens)), len(self._ended)) - 1] += 1
         if self._ended.sum() > MEMORY:
             self._ended /= 2
@@ -329,6 +333,11 @@ class LengthsSeen:
     def mean_prompt(self) -> float:
         """Mean prompt of all requests, in tokens."""
         return self._prompt_tokens / self._num_prompts if self._num_prompts else 0.0
+
+    @property
+    def mean_limit(self) -> float:
+        """Mean of the requests' own limits of output tokens."""
+        return self._output_limits / self._num_prompts
 
     def mean_output(self, unfinished: Sequence[int]) -> float:
         """Expected output of a request in tokens; ``unfinished`` are the outputs so far of those that go on.
@@ -361,6 +370,72 @@ def _tokens_between_edges(lengths: np.ndarray) -> np.ndarray:
     below = ordered.searchsorted(EDGES)
     up_to = sums[below] + EDGES * (len(ordered) - below)  # the tokens at most as far in as each edge
     return np.diff(up_to)
+
+
+# -- the end of a batch ------------------------------------------------------------------------------------------------
+# Steady rates charge prompts at their steady share: as many requests begin as end. Where all that are left fit the
+# tiers, there may be no such state, as nobody ends before all have begun. So what is left is played through, in two
+# phases.
+
+WHOLE_BUDGET_GAIN = 0.94
+"""Prompts take the whole budget if that ends everything within this share of the time of chunks. The two phases err by
+some percent, so a smaller gain says nothing."""
+LEAST_SHARE = 0.5
+"""Where fewer of all requests decode at the end of the prompts, most have ended: there is a steady state, and its
+rates hold."""
+
+
+@dataclass(frozen=True)
+class LastRequests:
+    """What is left to compute; tokens are sums over all requests."""
+
+    waiting: int
+    """Requests before their first token."""
+    decoding: int
+    prompt_tokens: float
+    output_tokens: float
+    mean_output: float
+    """Of a request, with the tokens that it has already."""
+    mean_context: float
+    gpu_seats: float
+    """Requests that the GPU pool holds at their full length."""
+
+
+def seconds_to_the_end(
+    last: LastRequests, chunks: Floats, pace: Callable[[Floats, Floats, Floats, float], tuple[Floats, Floats]]
+) -> tuple[Floats, Floats]:
+    """Predicted seconds until all requests have ended, and the share of them that decode at the end of the prompts, for
+    each size of prompt chunks.
+
+    Args:
+        chunks: prompt tokens of an iteration until no prompt is left; float64 [sizes].
+        pace: tokens per second and seconds of an iteration, for GPU decodes, CPU decodes, prompt tokens of an
+            iteration, and the mean context of a request in tokens.
+
+    In the first phase requests begin evenly. Where they end before it does, only a share of them decodes at its end. In
+    the second phase those left end evenly, over as many tokens as the first is ahead of the last.
+    """
+
+    def at(decodes: Floats, prompt_tokens: Floats) -> tuple[Floats, Floats]:
+        on_gpu = np.minimum(decodes, last.gpu_seats)
+        return pace(on_gpu, decodes - on_gpu, prompt_tokens, last.mean_context)
+
+    number = last.waiting + last.decoding
+    iterations = np.ceil(last.prompt_tokens / chunks)
+    prompts, midway = last.prompt_tokens / iterations, np.full(len(chunks), last.decoding + last.waiting / 2)
+    tokens_per_s, iteration_s = at(midway, prompts)
+    made = np.maximum(tokens_per_s * iterations * iteration_s, 1.0)
+    share = np.minimum(1.0, last.mean_output * midway / made)
+    decodes = np.where(share < 1, number * share * (1 - share / 2), midway)
+    left = number * share
+    tokens_per_s, iteration_s = at(
+        np.concatenate((decodes, left, left / 2)), np.concatenate((prompts, 0 * prompts, 0 * prompts))
+    )
+    during, after, later = np.split(tokens_per_s, 3)
+    prompts_s = iterations * iteration_s[: len(chunks)]
+    each = np.clip((last.output_tokens - during * prompts_s) / left, 0.0, last.mean_output)
+    spread = 2 * np.minimum(each, last.mean_output - each)
+    return prompts_s + (each - spread / 2) * left / after + spread * (left / 2) / later, share
 
 
 # -- predicting schedulers ---------------------------------------------------------------------------------------------

@@ -51,11 +51,12 @@ def test_steady_chunk_and_shadow() -> None:
     assert prompt_chunk(SIZES, replace(STEADY, steady_tokens=5.0), **LOAD) == 70  # they cost nothing
 
 
-def test_growth_is_efficient_and_never_below_the_steady_chunk() -> None:
+def test_growth_is_a_quarter_more_and_efficient() -> None:
     grows = replace(STEADY, grows=True)
-    assert prompt_chunk(SIZES, grows, **LOAD) == 300
-    assert prompt_chunk(SIZES, replace(grows, steady_tokens=75.0), **LOAD) == 96 - 20
-    assert prompt_chunk(SIZES, replace(grows, steady_tokens=3000.0), **LOAD) == 3000
+    assert prompt_chunk(SIZES, grows, **LOAD) == 375
+    assert prompt_chunk(SIZES, replace(grows, steady_tokens=10.0), **LOAD) == 96 - 20
+    assert prompt_chunk(SIZES, replace(grows, steady_tokens=900.0), **LOAD) == SIZES.largest(0.0, 2.0)
+    assert prompt_chunk(SIZES, replace(grows, steady_tokens=3000.0), **LOAD) == 3000  # never below the steady one
 
 
 def test_hurry() -> None:

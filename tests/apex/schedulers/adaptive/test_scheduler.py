@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -169,6 +170,31 @@ def test_the_gpu_is_filled_first() -> None:
     while engine.has_unfinished():
         engine.step()
         assert not engine.state.running[Tier.CPU]
+
+
+def test_prompts_come_first_where_that_ends_everything_sooner(monkeypatch) -> None:
+    """Asked once after each arrival. A small gain is no reason, nor any in a steady state."""
+    asked = []
+
+    def seconds(gain: float, share: float):
+        return lambda last, chunks, pace: asked.append(last) or (np.array([1.0, 1.0 - gain]), np.array([share, 1.0]))
+
+    for gain, share, whole in ((0.07, 0.6, True), (0.05, 0.6, False), (0.07, 0.4, False)):
+        asked.clear()
+        engine = simulated(num_gpu_blocks=4000)
+        monkeypatch.setattr("apex.schedulers.adaptive.seconds_to_the_end", seconds(gain, share))
+        for _ in range(4):
+            engine.step()
+        plan, _ = engine.last_iteration
+        assert (sum(item.num_tokens for item in plan.prefills) > 1024) is whole
+        (last,) = asked
+        assert last.waiting + last.decoding == 60 and last.mean_output == 60  # no more than they ask for
+        engine.add(engine.make_request("late", [1] * 300, SamplingParams(max_tokens=60)))
+        engine.step()
+        assert len(asked) == 2
+    asked.clear()
+    plans(simulated(num_gpu_blocks=200, num_cpu_blocks=600))  # they do not fit
+    assert all(last.waiting + last.decoding <= 800 * 16 / 360 for last in asked)
 
 
 def test_a_choice_is_kept_until_the_load_has_changed(monkeypatch) -> None:
