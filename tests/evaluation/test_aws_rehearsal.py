@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from rich.console import Console
 
 from evaluation import artifact
 from evaluation.planning import plan
-from evaluation.run import PointResult
+from evaluation.run import Point
 from evaluation.studies.figures import FigureJob
 from evaluation.studies.papers import FigureOptions
 from swiftllm.config import EngineConfig
@@ -37,8 +39,11 @@ INSTANCES = {
 }
 
 
-def at_once(*_: object) -> PointResult:
-    return PointResult({"output_tokens_per_s": 1.0, "wall_s": 1.0}, ())
+def in_a_second(points: Sequence[Point], *_: object) -> tuple[list[Point], tuple[str, ...]]:
+    """All fit the hours."""
+    predicted = dict.fromkeys(plan.PREDICTED, 1.0)
+    tasks = (replace(point.task, values={**point.task.values, **predicted}) for point in points)
+    return [replace(point, task=task) for point, task in zip(points, tasks, strict=True)], ()
 
 
 def figures_on(
@@ -46,7 +51,7 @@ def figures_on(
 ) -> tuple[dict[str, FigureJob], str]:
     """The figures of `make artifact` on such a machine, and what was printed."""
     on_machine(patch, cache, card, free_gib, total_gib)
-    patch.setattr(plan, "run_simulated_point", at_once)  # all fit the hours
+    patch.setattr(plan, "predict", in_a_second)
     console = Console(file=io.StringIO(), width=400)
     machine = NamedMachine("apex-t4" if card is T4 else "apex-a10")
     chosen = FigureOptions(hours=8.0, jobs=1, num_requests=20)
