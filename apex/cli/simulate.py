@@ -150,6 +150,8 @@ class Simulate(SystemsCommand):
             placed = {(load, system): self._placed(system, machine, loads[load]) for load, system in runs}
             blocks = {run: self._blocks(machine, placed[run]) for run in runs}
         self._print_setting(machine, placed, blocks)
+        if self.bound:
+            self._check_bound(machine, placed, loads)
         records, why_none = [], []
         tokens = [loads[load].total_output_tokens for load, _ in runs]
         remaining = Remaining("simulating", tokens)
@@ -168,7 +170,7 @@ class Simulate(SystemsCommand):
         bound = None
         limit = None
         if self.bound:
-            limit = self._limit(machine, placed, blocks, next(iter(loads.values())))
+            limit = self._limit(machine, blocks, next(iter(loads.values())))
             records = [record | {"no_schedule_tokens_per_s": limit.tokens_per_s} for record in records]
         elif self.traffic.workload is None and not any(placed.values()) and not self.best_effort_words:
             bound = self._bound(machine, blocks.values())
@@ -284,25 +286,31 @@ class Simulate(SystemsCommand):
         tokens = tuple(per_slot * self.block_size * max(of_tier) for of_tier in zip(*blocks, strict=True))
         return decode_bound(machine.table, machine.model.num_layers, context, tokens, most)
 
-    def _limit(
+    def _check_bound(
         self,
         machine: PredictedMachine,
         placed: Mapping[tuple[str, str], PlacedMachine | None],
-        blocks: Mapping[tuple[str, str], tuple[int, int]],
-        lengths: Lengths,
-    ) -> Bound:
-        from apex.simulator.bound import BoundMachine, BoundWorkload, bound, why_no_bound
+        loads: Mapping[str, Lengths],
+    ) -> None:
+        from apex.simulator.bound import why_no_bound
 
         with input_errors(of_engine=False):
             reason = why_no_bound(
                 weights_off_gpu=any(placed.values()),
                 several_hosts=machine.remote_hosts is not None,
                 windows=machine.model.windows is not None,
-                arrivals=self.num_loads > 1 or any(row.arrival_s for row in lengths.rows),
-                prefixes=False,
+                arrivals=any(row.arrival_s for lengths in loads.values() for row in lengths.rows),
+                prefixes=any(lengths.are_shared for lengths in loads.values()),
             )
             if reason:
                 raise ValueError(f"--bound: {reason}")
+
+    def _limit(
+        self, machine: PredictedMachine, blocks: Mapping[tuple[str, str], tuple[int, int]], lengths: Lengths
+    ) -> Bound:
+        """What no schedule can exceed, with the most blocks that any of the systems has."""
+        from apex.simulator.bound import BoundMachine, BoundWorkload, bound
+
         gpu, cpu = (max(of_tier) * self.block_size for of_tier in zip(*blocks.values(), strict=True))
         found = BoundMachine(
             machine.table,

@@ -41,7 +41,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -446,9 +446,9 @@ def program_of(machine: BoundMachine, workload: BoundWorkload, makespan_s: float
     end_slope, least = costs.ends.slope(1.0), contexts[0]
     for i, share in enumerate(shares):
         interval_s = makespan_s * share
-        passes = [PassVariables(*program.variables(len(PassVariables.__slots__))) for _ in costs.kinds]
-        beside, apart = (OwnVariables(*program.variables(len(OwnVariables.__slots__))) for _ in range(2))
-        prompts = PromptVariables(*program.variables(len(PromptVariables.__slots__)))
+        passes = [PassVariables(*program.variables(len(fields(PassVariables)))) for _ in costs.kinds]
+        beside, apart = (OwnVariables(*program.variables(len(fields(OwnVariables)))) for _ in range(2))
+        prompts = PromptVariables(*program.variables(len(fields(PromptVariables))))
         apart_s, rider_square = program.variables(2)
 
         # Passes of the GPU batch.

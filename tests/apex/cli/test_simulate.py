@@ -67,6 +67,20 @@ def test_a_system_caches_prefixes_in_the_tiers_that_are_named(capsys, tmp_path):
     assert speeds["both"] > speeds["gpu"] > speeds["auto"]
 
 
+def test_the_bound_and_what_more_of_each_resource_would_bring(capsys, tmp_path):
+    (record,) = simulate(tmp_path, "--system", "adaptive", "--bound")
+    out = capsys.readouterr().out
+    assert 0.2 * record["no_schedule_tokens_per_s"] < record["output_tokens_per_s"] < record["no_schedule_tokens_per_s"]
+    assert f"makes more than {record['no_schedule_tokens_per_s']:,.0f} tok/s" in out
+    assert "a GPU that is 10% faster: +" in out and "What binds most is " in out
+
+
+def test_what_the_bound_does_not_take(capsys):
+    assert "requests that arrive one after another" in fails(capsys, *SMALL, "--bound", "--request-rate", "1")
+    assert "CPU attention on several hosts" in fails(capsys, *SMALL, "--bound", "--cpu-hosts", "2")
+    assert "prompts that share beginnings" in fails(capsys, *SMALL, "--bound", "--workload", "agents")
+
+
 def test_it_says_how_well_the_card_is_known_and_which_vllm_is_meant(capsys, tmp_path):
     simulate(tmp_path, "--gpu", "rtx-4090", "--system", "swiftllm")
     out = capsys.readouterr().out
