@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -55,15 +56,15 @@ LEAST_S = 1e-9
 class SteadyLoad:
     """The sizes that decide a rate and change little from one iteration to the next."""
 
-    gpu_decodes: Floats | float
-    """g, requests that decode in the GPU batch; as ``prompt_limit`` one number, or one for each of n."""
+    gpu_decodes: int
+    """g, requests that decode in the GPU batch; for the rates, as ``prompt_limit``, also one number for each of n."""
     gpu_context: float
     """Their mean context, in tokens."""
     cpu_context: float
     """Mean context of the requests that decode on the CPU, in tokens."""
     prompt_per_output: float
     """Prompt tokens that are computed for each output token in the long run; 0 without a backlog of prompts."""
-    prompt_limit: Floats | float
+    prompt_limit: float
     """Prompt tokens that an iteration could compute at most: the backlog, or the budget."""
 
     def prompt_tokens(self, decodes: Floats | float) -> Floats:
@@ -622,7 +623,7 @@ class Adaptive(Hybrid):
         self._whole_budget = bool(share[0] >= LEAST_SHARE and seconds[1] <= WHOLE_BUDGET_GAIN * seconds[0])
         return self._whole_budget
 
-    def _pace(self, on_gpu: Floats, on_cpu: Floats, prompt_tokens: Floats, context: float) -> tuple[Floats, Floats]:
+    def _pace(self, on_gpu: Any, on_cpu: Floats, prompt_tokens: Any, context: float) -> tuple[Floats, Floats]:
         """Tokens per second and seconds of an iteration, with the best strategy for each of these numbers."""
         load = SteadyLoad(on_gpu, context, context, MANY_PROMPTS, prompt_tokens)
         rates = all_rates(self.times, load, on_cpu, self._strategies(1), self.config.max_cpu_batches).values()
