@@ -17,6 +17,7 @@ from apex.strategy import StrategyConfig
 from swiftllm.core.plan import FREE_RUNNING, JOINED, OVERLAPPED, CpuBatchMode, Strategy
 from swiftllm.core.request import SamplingParams, Tier
 from swiftllm.engine.engine import Engine
+from swiftllm.scheduling.scheduler import PlanBuilder
 from tests.apex.schedulers.test_schedulers import STRATEGIES, drive
 from tests.reference.fake_engine import fake_engine, flat_table
 from tests.reference.linear_profile import LAYERS, flat_ends_table
@@ -163,6 +164,52 @@ def test_a_forced_strategy_decides_whatever_the_model_predicts() -> None:
         made = plans(simulated(StrategyConfig(strategy=strategy), cpu_token_s=1e-6))
         assert {mode.waits for mode in rules(made)} == {waits}
     assert not rules(plans(simulated(StrategyConfig(strategy="gpu-only"))))
+
+
+def test_who_waits_for_a_first_token_may_start_with_blocks_kept_for_growth() -> None:
+    """Five requests of 19 blocks leave 5 free of 100, and keep one each. The short one takes 2, and one to grow."""
+    for prompt, starts in ((70, False), (30, True)):
+        engine = simulated(num_gpu_blocks=20, num_cpu_blocks=100)
+        while len(engine.state.decoding[Tier.CPU]) < 5:
+            engine.step()
+        for request in list(engine.state.waiting):
+            engine.abort(request.request_id)
+        assert engine.state.kv.num_free(Tier.CPU) == 5
+        engine.add(engine.make_request("late", [1] * prompt, SamplingParams(max_tokens=60)))
+        engine.step()
+        assert (not engine.state.waiting) is starts
+        while engine.has_unfinished():
+            engine.step()
+
+
+def test_who_overtakes_those_with_a_first_token(monkeypatch) -> None:
+    """Those who came before any of them was preempted, in order, and once."""
+    engine = simulated(num_gpu_blocks=20, num_cpu_blocks=100)
+
+    def started(*waiting: tuple[str, float, float | None, int]) -> str:
+        """Name, arrival and last preemption in seconds, number of preemptions; those preempted have a token."""
+        engine.state.remove_all()
+        for index, (name, came_s, preempted_s, preemptions) in enumerate(waiting):
+            request = engine.make_request(name, [1] * 30, SamplingParams(max_tokens=60), arrival_s=came_s)
+            request.arrival_order = (0, index)
+            engine.state.add(request)
+            request.num_preemptions = preemptions
+            if preempted_s is not None:
+                request.output_token_ids.append(1)
+                request.tier_history.append((preempted_s, "waiting"))
+        names: list[str] = []
+        monkeypatch.setattr(
+            "apex.schedulers.adaptive.start_prompt", lambda _, request, **how: names.append(request.request_id) or True
+        )
+        engine.scheduler._start_first_tokens(PlanBuilder(engine.state))
+        return "".join(names)
+
+    old, older = ("p", 0.0, 5.0, 1), ("q", 0.0, 3.0, 1)
+    assert started(old, ("a", 1.0, None, 0), ("b", 4.0, None, 0)) == "ab"
+    assert started(older, old, ("a", 1.0, None, 0), ("b", 4.0, None, 0)) == "a"  # q waits since before b came
+    assert started(old, ("a", 1.0, None, 1), ("b", 4.0, None, 0)) == ""  # a has had its turn, and b is younger
+    few = [(str(i), 1.0, None, 0) for i in range(5)]
+    assert started(old, *few[:4]) == "0123" and started(old, *few) == ""
 
 
 def test_the_gpu_is_filled_first() -> None:
