@@ -1,7 +1,7 @@
 """How well the linear layers of a card that nobody measured are predicted: each measured card left out in turn.
 
-`python -m evaluation.validation.cards` fits the formula of `gemm_share` (apex/simulator/hardware_files.py) to all cards but one, predicts
-that one's GEMMs, and prints the errors card by card. It needs the files of `configs/hardware` alone.
+`python -m evaluation.validation.cards` fits the formula of `gemm_share` (apex/simulator/hardware_files.py) to all cards
+but one, predicts that one's GEMMs, and prints the errors card by card. It needs the files of `configs/hardware` alone.
 """
 
 from __future__ import annotations
