@@ -301,6 +301,7 @@ class Simulate(SystemsCommand):
                 windows=machine.model.windows is not None,
                 arrivals=any(row.arrival_s for lengths in loads.values() for row in lengths.rows),
                 prefixes=any(lengths.are_shared for lengths in loads.values()),
+                one_token=any(max(out for _, out in self.sizes(lengths)) < 2 for lengths in loads.values()),
             )
             if reason:
                 raise ValueError(f"--bound: {reason}")

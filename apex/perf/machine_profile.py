@@ -96,6 +96,8 @@ def profile_identity(config: EngineConfig, backend: TorchBackend) -> dict[str, s
     quantised = {"weights": backend.weights_name} if model.pop("quantisation") else {}
     placement = backend.placement
     placed = {} if placement.is_all_resident else {"weights_placement": " ".join(placement.places)}
+    if Place.EXPERTS in placement.places:  # a power of two: the number is measured anew at each start
+        placed["most_cpu_rows"] = str(1 << placement.most_cpu_rows.bit_length())
     return {
         "format": str(TABLE_VERSION),
         "device": backend.device_name,

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from statistics import median
 from typing import Any
@@ -41,7 +42,7 @@ from swiftllm.model.stages import LoadedWeights, host_memory
 from swiftllm.model.weight_memory import CHUNK_BYTES
 from swiftllm.model.weights import dummy_weights
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.ops.interface import Ops
+from swiftllm.ops.interface import Ops, StateRows
 from swiftllm.runtime.cpu_tuning import read_limit
 from swiftllm.runtime.execution_context import resolve_dtype, resolve_kernel, resolve_residual_dtype, select_ops
 from swiftllm.runtime.memory import CPU_TIER_SHARE, HOST_HEADROOM_BYTES, embedding_bytes, expert_bytes, stage_bytes
@@ -224,12 +225,13 @@ def time_stage(
     for place in places:
         progress(len(seconds) / len(places), f"one stage, {place.value}")
         placement = Placement((Place.RESIDENT, place, Place.RESIDENT), most_cpu_rows=MOST_ROWS)
+        llama = weights = None  # the sample of the place before goes first
         tensors = dummy_weights(sample, device.torch_device, dtype, on_host=host_memory(placement, device))
         weights = LoadedWeights(sample, tensors, ops, placement, device, host_ops)
         if place is Place.STREAMED:
-            seconds[place] = [_median_s(device, lambda weights=weights: _copy(weights))]
+            seconds[place] = [_median_s(device, partial(_copy, weights))]
         else:
-            llama = LlamaModel(sample, weights, ops, residual_dtype=residual_dtype)
+            llama = LlamaModel(sample, weights, ops, residual_dtype=residual_dtype, num_slots=max(rows))
             seconds[place] = [_median_s(device, _crossing(llama, device, dtype, count)) for count in rows]
     curves = {place: Curve(tuple(rows), tuple(of_rows)) for place, of_rows in seconds.items() if len(of_rows) > 1}
     return StageTimes(
@@ -294,7 +296,8 @@ def _crossing(model: LlamaModel, device: Device, dtype: torch.dtype, rows: int) 
     attention_out = torch.randn(rows, config.num_heads, config.head_dim, dtype=dtype, device=where)
     residual = torch.randn(rows, config.hidden_size, dtype=model.residual_dtype, device=where)
     rotary_rows = model.rotary_table[torch.zeros(rows, dtype=torch.int64, device=where)]
-    return lambda: model.stage(SAMPLE_LAYER, attention_out, residual, rotary_rows)
+    states = None if model.states is None else StateRows((), torch.arange(rows, device=where))
+    return lambda: model.stage(SAMPLE_LAYER, attention_out, residual, rotary_rows, state_rows=states)
 
 
 @torch.inference_mode()

@@ -54,8 +54,6 @@ SHARES = (0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, *(0.125,) * 6)
 """The intervals' shares of the makespan. They are shorter where the run fills."""
 COARSE = (0.1, 0.2, 0.35, 0.35)
 """Those of a program that is solved first, to begin near the bound."""
-CLASSES = 4
-"""Of output lengths, at most."""
 PRECISION = 0.004
 """Of the makespan: it lies between the bound and this fraction more."""
 GROWTH = 1.8
@@ -739,7 +737,15 @@ class Bound:
         return max(self.gains, key=lambda name: self.gains[name])
 
 
-def why_no_bound(*, weights_off_gpu: bool, several_hosts: bool, windows: bool, arrivals: bool, prefixes: bool) -> str:
+def why_no_bound(
+    *,
+    weights_off_gpu: bool,
+    several_hosts: bool,
+    windows: bool,
+    arrivals: bool,
+    prefixes: bool,
+    one_token: bool = False,
+) -> str:
     """Which part of a machine or workload the program does not have, in a sentence; empty if it has all."""
     missing = {
         "weights that are not all on the GPU": weights_off_gpu,
@@ -747,6 +753,7 @@ def why_no_bound(*, weights_off_gpu: bool, several_hosts: bool, windows: bool, a
         "attention windows": windows,
         "requests that arrive one after another": arrivals,
         "prompts that share beginnings": prefixes,
+        "outputs of one token, which are no decodes": one_token,
     }
     found = [what for what, is_there in missing.items() if is_there]
     return f"the bound is not made for {' and '.join(found)}" if found else ""

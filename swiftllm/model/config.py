@@ -333,11 +333,6 @@ class ModelConfig:
         """Rows of the fused QKV matrix, gates included."""
         return self.num_projected_heads * self.head_dim
 
-    @property
-    def linear_layers_before(self) -> int:
-        """Layers of linear attention before each layer of full attention."""
-        return 0 if self.linear is None else self.linear.layers_before
-
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of a request's state in all layers of linear attention; ``itemsize`` is of activations."""
         if self.linear is None:

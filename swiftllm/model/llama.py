@@ -229,7 +229,7 @@ class LlamaModel:
         heads = q.unflatten(1, keys), k.unflatten(1, keys), v.unflatten(1, values)
         of_rows = weights.decay * F.softplus(a + weights.dt_bias), torch.sigmoid(b)
         out = ops.delta_rule(*heads, *of_rows, states.recurrent[number], state_rows)
-        gated = ops.norm_and_gate(out, weights.head_norm, gate.unflatten(1, values), self.config.rms_norm_eps)
+        gated = ops.norm_and_gate(out, weights.head_norm, gate.unflatten(1, values), self.config.head_norm_eps)
         return weights.out_proj(gated.flatten(1))
 
     def _ffn(

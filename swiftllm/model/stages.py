@@ -375,6 +375,8 @@ class LoadedWeights:
             self.slots = WeightSlots(device, chunks)
         self.host_experts: HostExperts | None = None
         if Place.EXPERTS in places:
+            if config.linear is not None:  # a stage has the experts of several layers
+                raise ValueError("experts in host memory are not supported for models with linear attention")
             assert device is not None and host_ops is not None
             self.host_experts = HostExperts(device, ops, host_ops, placement.most_cpu_rows)
         self.stages: list[StageWeights] = []

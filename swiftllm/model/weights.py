@@ -53,7 +53,7 @@ IMAGE_PREFIXES = (
 )
 DRAFT_PREFIX = "mtp."  # of layers that guess several tokens ahead
 ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
-TO_RESIDUAL = ("o_proj", "down_proj", "post_self_attn_layernorm", "post_mlp_layernorm")
+TO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "post_self_attn_layernorm", "post_mlp_layernorm")
 """Modules whose outputs are added to residuals, or normed by the next of them before."""
 FINAL_NORM = "model.norm.weight"
 EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"

@@ -241,7 +241,8 @@ def check_weights(
     there. ``max_num_seqs``: requests that have a state.
 
     Raises:
-        InsufficientMemory: the weights alone exceed the device's free memory; the message says what to do.
+        InsufficientMemory: the weights, with the states of linear attention, exceed the device's free memory; the
+            message says what to do.
     """
     needed = weight_bytes(model, dtype)
     placed = None if placement is None or placement.is_all_resident else placement
@@ -252,10 +253,11 @@ def check_weights(
         needed -= embedding_bytes(model, dtype)
     each = model.state_bytes(dtype.itemsize)
     if needed <= free_bytes < needed + max_num_seqs * each:
+        fit = (free_bytes - needed) // each
+        remedy = f"set max_num_seqs to {fit} or less, so that K and V have room too" if fit else "take a smaller model"
         raise InsufficientMemory(
             f"the states of max_num_seqs = {max_num_seqs} requests take {_gib(max_num_seqs * each)}, and beside the "
-            f"weights {_gib(free_bytes - needed)} is available: set max_num_seqs to {(free_bytes - needed) // each} or "
-            "less, so that K and V have room too"
+            f"weights {_gib(free_bytes - needed)} is available: {remedy}"
         )
     if needed <= free_bytes:
         return

@@ -163,7 +163,8 @@ def activation_bytes(
         mixing = held + hidden + rows * (projected + max(convolving, attending))
     peak = max(own_attention, crossing, long_attention, decoding, sampling, mixing)
     peak += requests * model.state_bytes(itemsize)
-    return peak + context * rotary + (0 if on_host else _graph_buffers(model, itemsize, residual_itemsize, requests))
+    has_graphs = not on_host and model.linear is None
+    return peak + context * rotary + (_graph_buffers(model, itemsize, residual_itemsize, requests) if has_graphs else 0)
 
 
 def _written_out(model: ModelConfig, itemsize: int, hidden: int, gate_up: int, qkv: int) -> int:

@@ -47,7 +47,7 @@ class GpuBatchInput(NamedTuple):
     decode_tables: bytes  # int32 [groups, decodes, max_blocks]
     sampling_rows: list[int]
     scored_rows: list[tuple[int, int]]
-    state_slots: list[int]
+    state_slots: list[int]  # of the chunks of both tiers, then of decodes: as their rows come
 
 
 class CpuBatchInput(NamedTuple):
@@ -93,7 +93,7 @@ def gpu_batch_input(
         decode_tables=_block_tables(decoding, lens, tables, groups),
         sampling_rows=sampling_rows,
         scored_rows=[(prompt.rows.start, prompt.rows.stop) for prompt in prompts],
-        state_slots=_slots_of((item.request for item in items), slots),
+        state_slots=_slots_of((item.request for item in (*of_tier[Tier.GPU], *of_tier[Tier.CPU], *decodes)), slots),
     )
     return description, sampling_requests + decoding, prompts
 

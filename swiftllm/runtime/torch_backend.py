@@ -496,7 +496,10 @@ def open_torch_backend(
     )
     weights = open_weights(config, model, processors.dtype, processors.ops, placement, hardware, processors.host_ops)
     loaded = LoadedModel(config, processors, model, model, weights, placement)
-    plan = plan_blocks(config, loaded.bytes_per_block, available_host_bytes(), loaded.free_bytes)
+    in_host_memory = available_host_bytes()
+    if loaded.free_bytes is None:  # states are there, too, in pages that nobody has written yet
+        in_host_memory -= config.max_num_seqs * model.state_bytes(processors.dtype.itemsize)
+    plan = plan_blocks(config, loaded.bytes_per_block, in_host_memory, loaded.free_bytes)
     return serve_loaded(loaded, plan, make_worker)
 
 

@@ -10,16 +10,21 @@ import pytest
 import torch
 from transformers import PreTrainedConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
 
+from apex.placement.measured import time_stage
 from swiftllm.config import EngineConfig
+from swiftllm.device import HostDevice
 from swiftllm.kv.tensors import check_kv
 from swiftllm.llm import LLM
 from swiftllm.machine import InsufficientMemory
 from swiftllm.model.config import ModelConfig
-from swiftllm.model.stages import LoadedWeights
+from swiftllm.model.placement import Place, Placement
+from swiftllm.model.stages import LoadedWeights, host_memory
 from swiftllm.model.weights import dummy_weights, load_weights
+from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops
 from swiftllm.runtime.memory import WeightSizes, check_weights
-from tests.reference.tiny_linear import KINDS, make_tiny_linear
+from tests.reference.tiny_linear import KINDS, linear_judge, make_tiny_linear
+from tests.swiftllm.model.test_llama import resident_model, whole_prompt_logits
 
 OF_27B = {
     "num_hidden_layers": 64,
@@ -60,7 +65,7 @@ def test_what_is_not_supported_is_refused_in_a_sentence(tmp_path) -> None:
     with pytest.raises(ValueError, match="5 value heads on 2 key heads"):
         read(tmp_path, config, "Qwen3_5ForCausalLM", linear_num_key_heads=2, linear_num_value_heads=5)
     model = read(tmp_path, config, "Qwen3_5ForCausalLM", layer_types=[linear, full] * 4)
-    assert (model.num_layers, model.linear_layers_before) == (4, 1)
+    assert model.linear is not None and (model.num_layers, model.linear.layers_before) == (4, 1)
     with pytest.raises(ValueError, match="tensor_parallel=2 is not supported for models with linear attention"):
         model.shard(2)
     with pytest.raises(ValueError, match="prefix_cache_tiers=both needs a model that keeps K and V in all layers"):
@@ -112,3 +117,30 @@ def test_states_and_their_decay_are_float32_beside_weights_of_16_bits(tmp_path, 
     llm.close()
     told = torch.cat([decay.flatten() for decay in decays[-60:]])
     assert (told != told.bfloat16().float()).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_scale_of_residuals_changes_no_logits(name: str, tmp_path) -> None:
+    """Also with an epsilon of norms so large that a factor of it shows."""
+    folder = make_tiny_linear(tmp_path, name, rms_norm_eps=0.02)
+    config = ModelConfig.from_folder(folder)
+    token_ids = torch.randint(3, 128, (80,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        expected = linear_judge(folder)(torch.tensor([token_ids])).logits[0]
+    for read_as in (config, config.with_residual_scale(2.0**-8)):
+        logits = whole_prompt_logits(resident_model(folder, read_as, torch.float32, Ops()), token_ids)
+        torch.testing.assert_close(logits, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_experts_of_several_layers_in_a_stage_have_no_place_in_host_memory(tmp_path) -> None:
+    config = ModelConfig.from_folder(make_tiny_linear(tmp_path, "Qwen3Next"))
+    placement = Placement((Place.RESIDENT, Place.EXPERTS, Place.RESIDENT), most_cpu_rows=4)
+    tensors = dummy_weights(config, "cpu", torch.float32, on_host=host_memory(placement, HostDevice()))
+    with pytest.raises(ValueError, match="experts in host memory are not supported for models with linear attention"):
+        LoadedWeights(config, tensors, Ops(), placement, HostDevice(), CpuOps())
+
+
+def test_a_stage_is_timed_in_each_place(tmp_path) -> None:
+    config = ModelConfig.from_folder(make_tiny_linear(tmp_path, "Qwen3_5Moe"))
+    times = time_stage(config, torch.float32, torch.float32, HostDevice(), CpuOps(), (1, 2))
+    assert times.experts is None and times.weight_bytes > 0

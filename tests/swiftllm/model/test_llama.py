@@ -14,7 +14,7 @@ from swiftllm.model.llama import LlamaModel
 from swiftllm.model.stages import LoadedWeights
 from swiftllm.model.weights import load_weights
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.ops.interface import Ops
+from swiftllm.ops.interface import Ops, StateChunk, StateRows
 from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.backend_driver import BackendDriver
 from tests.reference.paged_attention import attend_chunk
@@ -46,7 +46,7 @@ def resident_model(
     folder: Path, config: ModelConfig, dtype: torch.dtype, ops: Ops, residual_dtype: torch.dtype | None = None
 ) -> LlamaModel:
     weights = LoadedWeights(config, load_weights(folder, config, "cpu", dtype), ops)
-    return LlamaModel(config, weights, ops, residual_dtype=residual_dtype)
+    return LlamaModel(config, weights, ops, residual_dtype=residual_dtype, num_slots=1)
 
 
 @torch.inference_mode()
@@ -54,13 +54,16 @@ def whole_prompt_logits(model: LlamaModel, token_ids: list[int]) -> torch.Tensor
     config = model.config
     rotary_rows = model.rotary_table[: len(token_ids)]
     residual = model.embed(torch.tensor(token_ids))
-    qkv = model.first_stage(residual, rotary_rows)
+    first = StateChunk(0, len(token_ids), is_first=True)
+    states = None if config.linear is None else StateRows((first,), torch.zeros(0, dtype=torch.int64))
+    qkv = model.first_stage(residual, rotary_rows, state_rows=states)
     for layer in range(config.num_layers):
         q, k, v = model.split_qkv(qkv)
         which = None if config.windows is None else config.windows[layer], model.sinks(layer)
         out = attend_chunk(model.ops, q, k.transpose(0, 1), v.transpose(0, 1), config.head_dim**-0.5, *which)
+        out = model.gated(out, qkv)
         if layer < config.num_layers - 1:
-            qkv = model.stage(layer, out, residual, rotary_rows)
+            qkv = model.stage(layer, out, residual, rotary_rows, state_rows=states)
     return model.last_stage(out, residual)
 
 

@@ -97,3 +97,14 @@ def test_contexts_of_one_call_have_no_more_tokens_than_the_longest_request() -> 
             *range(80, 82 if tier is Tier.GPU else 81),
         ]
         assert calls[1].contexts.blocks.tolist() == blocks
+
+
+def test_states_are_listed_as_rows_come() -> None:
+    """Chunks on the GPU, those in the CPU tier, decodes, whatever their order in the plan."""
+    requests = [Request(name, tuple(range(5)), SamplingParams(max_tokens=3)) for name in "abc"]
+    starts = (4, 1, Tier.GPU, False), (0, 5, Tier.CPU, True), (0, 5, Tier.GPU, True)
+    items = [GpuBatchItem(request, *start) for request, start in zip(requests, starts, strict=True)]
+    tables = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
+    description, _, _ = gpu_batch_input(items, tables, LayerGroups(4), {"a": 7, "b": 8, "c": 9})
+    assert [chunk[2] for chunk in description.gpu_prefills + description.cpu_prefills] == [[[4, 5]], [[2, 3]]]
+    assert description.state_slots == [9, 8, 7]
