@@ -301,7 +301,7 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
     }
     if task.values.get(WITH_BOUND):
         limit = bound_of(task)
-        rate = values["output_tokens_per_s"]
+        rate = None if values["failed"] else values["output_tokens_per_s"]  # the bound has the tokens of all
         values |= {
             "no_schedule_tokens_per_s": limit.tokens_per_s,
             "of_the_bound": None if rate is None else rate / limit.tokens_per_s,
@@ -322,7 +322,9 @@ def bound_of(task: SimulatedTask) -> Bound:
         several_hosts=hardware.remote_hosts is not None,
         windows=False,
         arrivals=any(row.arrival_s for row in rows),
-        prefixes=task.prompts is not None,
+        prefixes=task.lengths.are_shared,
+        is_cut=task.duration_s is not None,
+        one_token=all(row.output_tokens < 2 for row in rows),
     )
     if reason:
         raise ValueError(reason)
@@ -333,6 +335,7 @@ def bound_of(task: SimulatedTask) -> Bound:
         float(task.num_cpu_blocks * task.block_size),
         task.limits.max_num_batched_tokens,
         task.limits.max_num_seqs,
+        has_host_work=not (task.vllm_defaults and task.system == VLLM),  # vLLM's host works beside the GPU
     )
     return bound(machine, BoundWorkload.of([(row.input_tokens, row.output_tokens) for row in rows]))
 
@@ -357,6 +360,8 @@ def prompts_of(task: SimulatedTask) -> list[tuple[int, ...]]:
     """Prompts of the right lengths. A simulation reads of their tokens only which beginnings are the same."""
     rows = task.lengths.rows
     if task.prompts is None:
+        if task.lengths.are_shared:
+            raise ValueError("the workload's prompts share beginnings, and the task does not give their tokens")
         return [(0,) * row.input_tokens for row in rows]
     return [task.prompts(index) for index in range(len(rows))]
 

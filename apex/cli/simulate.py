@@ -22,6 +22,7 @@ from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
 from swiftllm.config import CacheTiers, CpuKVDtype, EngineConfig
 from swiftllm.kv.block_pool import LayerGroups
+from swiftllm.kv.tensors import check_kv
 from swiftllm.machine import GIB
 from swiftllm.systems import find_system
 
@@ -144,6 +145,7 @@ class Simulate(SystemsCommand):
                 block_size=self.block_size,
                 max_tokens=self.max_num_batched_tokens,
             )
+            check_kv(EngineConfig(self.model, prefix_cache_tiers=self.prefix_cache_tiers), machine.model)
             strategy = self.traffic.with_targets(self.strategy.config(*self.system))
             loads = self.loads
             runs = [(load, system) for load in loads for system in self.system]
@@ -170,8 +172,11 @@ class Simulate(SystemsCommand):
         bound = None
         limit = None
         if self.bound:
-            limit = self._limit(machine, blocks, next(iter(loads.values())))
-            records = [record | {"no_schedule_tokens_per_s": limit.tokens_per_s} for record in records]
+            if any(record["failed"] for record in records):
+                print("--bound: there is none, since some requests were refused, and it counts the tokens of all")
+            else:
+                limit = self._limit(machine, blocks, next(iter(loads.values())))
+                records = [record | {"no_schedule_tokens_per_s": limit.tokens_per_s} for record in records]
         elif self.traffic.workload is None and not any(placed.values()) and not self.best_effort_words:
             bound = self._bound(machine, blocks.values())
             records = [record | {"bound_tokens_per_s": bound[0]} for record in records]
@@ -301,6 +306,7 @@ class Simulate(SystemsCommand):
                 windows=machine.model.windows is not None,
                 arrivals=any(row.arrival_s for lengths in loads.values() for row in lengths.rows),
                 prefixes=any(lengths.are_shared for lengths in loads.values()),
+                is_cut=self.best_effort.duration_s is not None,
                 one_token=any(max(out for _, out in self.sizes(lengths)) < 2 for lengths in loads.values()),
             )
             if reason:
@@ -344,7 +350,8 @@ class Simulate(SystemsCommand):
         from apex.placement.search import UniformLoad
         from apex.simulator.predicted_machine import WeightPlacer
 
-        most = min(self.max_num_seqs, self.num_requests)
+        # Turns wait for the answers before them.
+        most = min(self.max_num_seqs, self.num_requests, sum(row.after is None for row in lengths.rows))
         at_once = UniformLoad(most, lengths.mean_input_tokens, lengths.mean_output_tokens)
         placer, offloads = WeightPlacer(machine, self.block_size), find_system(system).needs_predictions
         given = "auto" if memory is None else memory

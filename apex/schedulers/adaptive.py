@@ -638,17 +638,18 @@ class Adaptive(Hybrid):
     def _start_first_tokens(self, builder: PlanBuilder) -> None:
         """Where few wait for their first token, start them with the blocks that others keep for growth.
 
-        They come before requests that have a first token and were preempted after they came: of those that were
-        preempted earlier none is overtaken, and each overtakes once, so nobody starves. It is the youngest, and makes
-        way first, with its first token sent.
+        A request overtakes those that have a first token and were preempted after it came. It overtakes nobody who was
+        preempted before, and does so once, so nobody starves. As the youngest it is preempted first where blocks run
+        out, usually with its first token sent.
         """
         state = builder.state
         most = most_in_short_queue(sum(map(len, state.decoding.values())))
-        newest = [request for request in state.waiting[-most - 1 :] if not request.output_len]
+        waiting = state.waiting.of_class(ServiceClass.LATENCY_SENSITIVE)
+        newest = [request for request in waiting[-most - 1 :] if not request.output_len]
         if not newest or len(newest) + len(state.prefilling) > most:
             return
         preempted_s = math.inf  # when the first of those that are overtaken was
-        for request in state.waiting.of_class(ServiceClass.LATENCY_SENSITIVE):
+        for request in waiting:
             if request.output_len:
                 preempted_s = min(preempted_s, request.tier_history[-1][0])
                 continue

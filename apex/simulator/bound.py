@@ -353,7 +353,8 @@ class Costs:
 
     def linear_of(self, beside: float, least: float, most: float) -> Hull:
         """The linear layers of a pass of so many tokens, over those that are ``beside`` others."""
-        least, most = max(1.0, beside + least), beside + most
+        least = max(1.0, beside + least)
+        most = max(beside + most, least + 1.0)
         sizes = [least, *(size for size in self._sizes if least < size < most), most]
         return Hull(self._linear_s, sizes)
 
@@ -744,6 +745,7 @@ def why_no_bound(
     windows: bool,
     arrivals: bool,
     prefixes: bool,
+    is_cut: bool = False,
     one_token: bool = False,
 ) -> str:
     """Which part of a machine or workload the program does not have, in a sentence; empty if it has all."""
@@ -753,6 +755,7 @@ def why_no_bound(
         "attention windows": windows,
         "requests that arrive one after another": arrivals,
         "prompts that share beginnings": prefixes,
+        "a run that ends before its requests do": is_cut,
         "outputs of one token, which are no decodes": one_token,
     }
     found = [what for what, is_there in missing.items() if is_there]

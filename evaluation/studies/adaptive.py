@@ -245,11 +245,12 @@ def with_checks(rows: Rows) -> list[FlatRecord]:
     for row in checked:
         row["holds"] = None
         if row["system"] == SUBJECT and row["without"]:
-            row["holds"] = row[RATE] <= MOST_WITHOUT * whole[row["case"]]
+            row["holds"] = None if row["case"] not in whole else row[RATE] <= MOST_WITHOUT * whole[row["case"]]
         elif row["system"] == SUBJECT:
             least, most = (row[limit] for limit in LIMITS)
-            keeps_rate = least is None or row["ratio_to_best_published"] >= least
-            row["holds"] = keeps_rate and (most is None or row["ttft_over_best"] <= most)
+            if None not in (row["ratio_to_best_published"], row["ttft_over_best"]):
+                keeps_rate = least is None or row["ratio_to_best_published"] >= least
+                row["holds"] = keeps_rate and (most is None or row["ttft_over_best"] <= most)
     return checked
 
 
@@ -308,8 +309,10 @@ def print_checks(summary: Rows, console: Console) -> None:
     rows = subject_rows(summary)
     console.print(f"\nSIMULATED; {SUBJECT} over the best of the published systems: throughput, p99 of the first token")
     console.print(rows_table(rows, CHECKED))
-    ratios = [row["ratio_to_best_published"] for row in rows if not row["without"]]
-    broken = [row["case"] for row in rows if not row["holds"]]
+    ratios = [row["ratio_to_best_published"] for row in rows if not row["without"] and row["ratio_to_best_published"]]
+    broken = [row["case"] for row in rows if row["holds"] is False]
+    if not ratios:
+        return
     console.print(
         f"{len(ratios)} cases: {min(ratios):.3f} to {max(ratios):.3f}, geometric mean "
         f"{statistics.geometric_mean(ratios):.3f}; not held: {', '.join(broken) or 'none'}\n"

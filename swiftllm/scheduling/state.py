@@ -366,7 +366,8 @@ class SchedulerState:
         for swap in unfinished_swaps:
             lost += [r for r in self.running[swap.source.other] if self.kv.is_filled_by(swap, r) and r not in lost]
         if self.kv.state_slots is not None:
-            lost += [r for r in dict.fromkeys((*members, *begun)) if r.tier is not None and r not in lost]
+            have_blocks = (r for r in dict.fromkeys((*members, *begun)) if r.tier is not None and not r.is_finished)
+            lost += [request for request in have_blocks if request not in lost]
         for request in lost:
             self.requeue(request)
             request.num_preemptions += 1
@@ -597,8 +598,10 @@ class SchedulerState:
 
     def find_growth_room(self, request: Request, num_blocks: int) -> Tier | None:
         """The CPU tier, if so many blocks and one to grow are free there, even if others keep them for their next
-        token; a seat is freed for the request. None: it waits."""
-        fits = Tier.CPU in self.open_tiers and can_hold(self.kv, Tier.CPU, request)
+        token; a seat is freed for the request. None: it waits. Where some would be preempted for it, it waits, too: a
+        plan that has them already cannot lose them."""
+        fits = Tier.CPU in self.open_tiers and Tier.CPU in self.rules.tiers_of(request.service_class)
+        fits = fits and can_hold(self.kv, Tier.CPU, request) and not any(self.preemptible(t, request) for t in Tier)
         num_blocks += self.kv.groups.growth
         fits = fits and any(pool.num_free >= num_blocks for pool in self.kv.pools(Tier.CPU))
         return Tier.CPU if fits and self._take_seat(request) else None

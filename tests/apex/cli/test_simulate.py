@@ -79,6 +79,20 @@ def test_what_the_bound_does_not_take(capsys):
     assert "requests that arrive one after another" in fails(capsys, *SMALL, "--bound", "--request-rate", "1")
     assert "CPU attention on several hosts" in fails(capsys, *SMALL, "--bound", "--cpu-hosts", "2")
     assert "prompts that share beginnings" in fails(capsys, *SMALL, "--bound", "--workload", "agents")
+    assert "outputs of one token" in fails(capsys, *SMALL, "--bound", "--output-len", "1")
+
+
+def test_there_is_no_bound_where_requests_are_refused(capsys, tmp_path):
+    file = tmp_path / "requests.csv"
+    file.write_text("arrival_s,input_tokens,output_tokens\n" + "0,100,20\n0,3000,20\n" * 6)
+    (record,) = simulate(tmp_path, "--system", "swiftllm", "--bound", "--workload", str(file))
+    assert record["failed"] and "no_schedule_tokens_per_s" not in record
+    assert "--bound: there is none, since some requests were refused" in capsys.readouterr().out
+
+
+def test_tiers_of_a_prefix_cache_are_refused_where_the_engine_refuses_them(capsys):
+    model = ("--model", "gpt-oss-20b", "--gpu", "a10", "--prefix-cache-tiers", "both")
+    assert "prefix_cache_tiers=both needs a model that keeps all K and V" in fails(capsys, *model)
 
 
 def test_it_says_how_well_the_card_is_known_and_which_vllm_is_meant(capsys, tmp_path):

@@ -124,7 +124,7 @@ def test_rows_of_a_timed_stage_differ_so_that_experts_would_too():
     crossed = []
     config = SimpleNamespace(num_heads=2, head_dim=4, hidden_size=8)
     about = {"config": config, "rotary_table": torch.zeros(1, 2, 4), "residual_dtype": torch.float64}
-    model = SimpleNamespace(**about, stage=lambda *rows: crossed.extend(rows))
+    model = SimpleNamespace(**about, states=None, stage=lambda *rows, **how: crossed.extend(rows))
     measured._crossing(model, SimpleNamespace(torch_device=torch.device("cpu")), torch.float32, 5)()
     _, attention_out, residual, _ = crossed
     assert len(attention_out.unique(dim=0)) == len(residual.unique(dim=0)) == 5
@@ -136,7 +136,9 @@ def test_a_stage_is_timed_with_the_residuals_of_the_engine(tmp_path, monkeypatch
     residuals = []
     stage = LlamaModel.stage
     monkeypatch.setattr(
-        LlamaModel, "stage", lambda model, *given: (residuals.append(given[2].dtype), stage(model, *given))[1]
+        LlamaModel,
+        "stage",
+        lambda model, *given, **how: (residuals.append(given[2].dtype), stage(model, *given, **how))[1],
     )
     wide = make_wide(tmp_path / "wide", 1.0)
     model = ModelConfig.from_folder(wide)

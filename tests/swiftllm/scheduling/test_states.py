@@ -72,6 +72,15 @@ def test_after_a_lost_host_all_that_were_under_way_are_computed_again(has_states
         assert list(engine.kv.state_slots.of_request) == [idle.request_id]
 
 
+def test_an_aborted_member_of_a_cpu_batch_is_not_computed_again_after_a_lost_host() -> None:
+    engine = with_states()
+    aborted, member = pushed_out(engine, 7, 5)
+    under_way(engine, aborted, member)
+    engine.abort(aborted.request_id)
+    assert engine.state.forget_hosts([], (), (aborted,)) == [member]
+    assert not engine.kv.state_slots.of_request and not engine.kv.block_tables
+
+
 def test_nobody_starts_before_an_aborted_request_has_given_its_slot_back() -> None:
     engine = with_states(num_slots=1)
     (aborted,) = pushed_out(engine, 7)

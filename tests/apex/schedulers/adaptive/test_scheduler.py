@@ -14,10 +14,11 @@ from apex.perf.model import Curve, GpuBatchLoad, PerfModel
 from apex.schedulers.adaptive import choose
 from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
-from swiftllm.core.plan import FREE_RUNNING, JOINED, OVERLAPPED, CpuBatchMode, Strategy
-from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.core.plan import FREE_RUNNING, JOINED, OVERLAPPED, CpuBatchMode, IterationPlan, Strategy
+from swiftllm.core.request import SamplingParams, ServiceClass, Tier
 from swiftllm.engine.engine import Engine
 from swiftllm.scheduling.scheduler import PlanBuilder
+from swiftllm.scheduling.state import SchedulerState
 from tests.apex.schedulers.test_schedulers import STRATEGIES, drive
 from tests.reference.fake_engine import fake_engine, flat_table
 from tests.reference.linear_profile import LAYERS, flat_ends_table
@@ -180,6 +181,33 @@ def test_who_waits_for_a_first_token_may_start_with_blocks_kept_for_growth() -> 
         assert (not engine.state.waiting) is starts
         while engine.has_unfinished():
             engine.step()
+
+
+def test_nobody_of_a_plan_is_preempted_for_a_first_token(monkeypatch) -> None:
+    """A best-effort request on the CPU would make way for the late prompt, and the plan has it already."""
+    engine = simulated(num_gpu_blocks=20, num_cpu_blocks=102)
+    while len(engine.state.decoding[Tier.CPU]) < 5:
+        engine.step()
+    for request in list(engine.state.waiting):
+        engine.abort(request.request_id)
+    plan_of, kept = engine.scheduler.plan, []
+
+    def checked(state: SchedulerState) -> IterationPlan:
+        plan = plan_of(state)
+        kept.append(all(request.tier is not None for request in plan.requests()))
+        return plan
+
+    monkeypatch.setattr(engine.scheduler, "plan", checked)
+    for name, prompt, service_class in (
+        ("be", 10, ServiceClass.BEST_EFFORT),
+        ("late", 60, ServiceClass.LATENCY_SENSITIVE),
+    ):
+        engine.add(engine.make_request(name, [1] * prompt, SamplingParams(max_tokens=60), service_class=service_class))
+        for _ in range(3):
+            engine.step()
+    while engine.has_unfinished():
+        engine.step()
+    assert kept and all(kept)
 
 
 def test_who_overtakes_those_with_a_first_token(monkeypatch) -> None:
