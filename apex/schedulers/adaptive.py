@@ -596,7 +596,10 @@ class Adaptive(Hybrid):
             builder.prompt_limit = min(builder.prompt_limit, chunk)
 
     def _takes_whole_budget(self, state: SchedulerState, load: Load, queue: int, chunk: int) -> bool:
-        """Whether prompts come first, as everything ends sooner then. Asked once after each arrival."""
+        """Whether prompts come first, as everything ends sooner then.
+
+        Asked after an arrival: once where all fit, else in each iteration until they do.
+        """
         on_gpu, on_cpu = state.decoding[Tier.GPU], state.decoding[Tier.CPU]
         decoding, num_seen = len(on_gpu) + len(on_cpu), self.lengths.num_seen
         prompt, prompt_per_output = self.lengths.mean_prompt, load.steady.prompt_per_output

@@ -296,7 +296,7 @@ WIDTHS = np.diff(EDGES)
 
 
 class LengthsSeen:
-    """Prompt and output lengths of the requests so far. Their own limits of output tokens bound the mean output."""
+    """Prompt and output lengths of the requests so far, and the mean of their own limits on output tokens."""
 
     def __init__(self) -> None:
         self.num_seen = 0

@@ -118,7 +118,7 @@ class Workload:
 def make_lengths(spec: WorkloadSpec, trace: Trace) -> Lengths:
     """Draw the workload's lengths and arrivals from its trace.
 
-    With the trace's own arrivals and lengths, prompts share what the trace says, and turns follow answers. Else each
+    With the trace's own arrivals prompts share what the trace says, and turns follow answers. With drawn arrivals each
     request is for itself.
 
     Raises:
@@ -158,7 +158,8 @@ def merge_lengths(latency_sensitive: Lengths, best_effort: Lengths) -> Lengths:
     """
     for stream in (latency_sensitive, best_effort):
         if stream.spec.arrivals == "closed-loop" or any(row.after is not None for row in stream.rows):
-            raise ValueError(f"{stream.spec.name}: a closed loop has no arrivals and cannot be merged")
+            why = "requests that follow answers have no arrivals and cannot be merged"
+            raise ValueError(f"{stream.spec.name}: {why}")
     less_urgent = [replace(row, service_class=ServiceClass.BEST_EFFORT) for row in best_effort.rows]
     rows = sorted([*latency_sensitive.rows, *less_urgent], key=lambda row: row.start_s)
     title = f"{latency_sensitive.title} beside best-effort {best_effort.title}"

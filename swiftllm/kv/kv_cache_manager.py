@@ -409,7 +409,8 @@ class KVCacheManager:
         """Copy cached GPU blocks that are about to be reused to the CPU tier, as far as it has room and that pays; of
         too many the newest.
 
-        A prompt that starts may take as many blocks as it has, all of them from conversations that go on.
+        A plan may evict a thousand blocks at once, for a single long prompt. They may belong to conversations whose
+        next turns begin with them.
 
         A block that a swap of this plan fills cannot be the source of another one. The GPU pool calls this while it
         allocates: so the swap is in the plan before any that fills the blocks anew.
@@ -420,6 +421,8 @@ class KVCacheManager:
             for block, block_hash in zip(blocks, block_hashes, strict=True)
             if block not in self._arriving and local.find(block_hash) is None
         ]
+        # As many of a plan's blocks are copied as take less time than computing them again. Where that fails for a
+        # number, it fails for every larger one.
         before, most = self._num_saved, min(len(saved), local.num_free)
         most = bisect_left(range(before + 1, before + most + 1), True, key=lambda n: not self.copying_pays(Tier.GPU, n))
         if not most:

@@ -422,13 +422,16 @@ class SchedulerState:
         return touched, ended
 
     def _become_idle(self, request: Request) -> None:
-        """End the CPU batch membership of a request without work under way; release it if it is finished."""
+        """End the CPU batch membership of a request without work under way; release it if it is finished.
+
+        In models with linear attention it is computed again, since its state has part of a token.
+        """
         if request.is_finished:
             self.kv.free_blocks(request)
             del self.requests[request.request_id]
             return
         request.cpu_batch_id = None
-        if self.kv.state_slots is not None:  # its state has part of a token
+        if self.kv.state_slots is not None:
             self.requeue(request)
             request.num_preemptions += 1
 
