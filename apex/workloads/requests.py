@@ -158,7 +158,7 @@ def merge_lengths(latency_sensitive: Lengths, best_effort: Lengths) -> Lengths:
     """
     for stream in (latency_sensitive, best_effort):
         if stream.spec.arrivals == "closed-loop" or any(row.after is not None for row in stream.rows):
-            why = "requests that follow answers have no arrivals and cannot be merged"
+            why = "a closed loop has no arrivals, nor have turns that follow answers: they cannot be merged"
             raise ValueError(f"{stream.spec.name}: {why}")
     less_urgent = [replace(row, service_class=ServiceClass.BEST_EFFORT) for row in best_effort.rows]
     rows = sorted([*latency_sensitive.rows, *less_urgent], key=lambda row: row.start_s)
