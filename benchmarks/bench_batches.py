@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from rich.console import Console
 
 import pacpu
 from apex.cli.options import parse_options
+from benchmarks.bench_gpu_batch import timed
 from benchmarks.bench_pacpu import MIN_TIMED_BYTES, fitting
 from benchmarks.pacpu_cases import (
     BF16_ISAS,
@@ -82,9 +82,8 @@ class Point:
         kernels = list(self.attend)
         first = number % len(kernels)
         for kernel in kernels[first:] + kernels[:first]:
-            start_s = time.thread_time()
-            self._calls(self.attend[kernel])
-            self.gb_s[kernel].append(self.calls * self.case.num_bytes / (time.thread_time() - start_s) / 1e9)
+            seconds = timed(lambda attend=self.attend[kernel]: self._calls(attend))
+            self.gb_s[kernel].append(self.calls * self.case.num_bytes / seconds / 1e9)
 
     def _calls(self, attend: Callable[[int], Any]) -> None:
         for _ in range(self.calls):

@@ -22,7 +22,6 @@ from apex.simulator.build import build_simulated
 from apex.strategy import StrategyConfig
 from swiftllm.config import CacheTiers, CpuKVDtype, EngineConfig
 from swiftllm.kv.block_pool import LayerGroups
-from swiftllm.kv.tensors import check_kv
 from swiftllm.machine import GIB
 from swiftllm.systems import find_system
 
@@ -126,6 +125,7 @@ class Simulate(SystemsCommand):
         self.check_flags()
         with input_errors(of_engine=False):
             from apex.simulator.predicted_machine import predict_machine
+            from swiftllm.kv.tensors import check_kv
 
             machine = predict_machine(
                 self.gpu,

@@ -205,7 +205,7 @@ def all_stages(folder: Path, rehearse: bool) -> list[Stage]:
     # Of what takes long on a CPU, a rehearsal leaves out what has nothing of its own there.
     coded, experts, more_tokens = ((), (), ()) if rehearse else (("quantised",), ("experts",), LONG_TOKENS)
     operations = (
-        checks("operations", *KERNEL_CHECKS[:2], "int8-blocks", "contexts", "prefill-attention", "sampling"),
+        checks("operations", *KERNEL_CHECKS[:2], "int8-blocks", "contexts", "prefill-attention", "sampling", "states"),
         checks("decode-attention", KERNEL_CHECKS[2]),
         checks("quantised", *coded, "library"),
         checks("experts", "sort-pairs", *experts),

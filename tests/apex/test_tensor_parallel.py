@@ -324,7 +324,7 @@ def test_a_driver_that_fails_releases_the_ranks_that_wait_for_it(llama: Group, m
     before = llama.peers()[0].process.pid
     engine.step()
 
-    def fail(self, *arguments) -> None:
+    def fail(self, *arguments, **how) -> None:
         raise OSError("failed for once")
 
     with monkeypatch.context() as patch:

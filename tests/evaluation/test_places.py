@@ -34,6 +34,8 @@ def test_the_row_of_a_task_has_the_fields_that_are_asked_for():
 
 
 CHANGES = {
+    "gpu": ("rtx-4090", lambda new, old: new.gpu == "rtx-4090" and new.num_gpu_blocks == old.num_gpu_blocks),
+    "max_num_batched_tokens": (512, lambda new, old: new.limits.max_num_batched_tokens == 512),
     "host": ("g5-2xlarge", lambda new, old: new.host == "g5-2xlarge" and new["cpu_kv_gb"] < old["cpu_kv_gb"]),
     "num_gpu_blocks": (500, lambda new, old: new.num_gpu_blocks == 500),
     "cpu_hosts": (5, lambda new, old: new.num_cpu_blocks == 5 * old.num_cpu_blocks),
@@ -89,6 +91,7 @@ TASK_CHANGES = {
     "one_class": (True, lambda new, old: new.one_class),
     "duration_s": (9.0, lambda new, old: new.duration_s == 9.0),
     "synchronous": (True, lambda new, old: new.synchronous and not old.synchronous),
+    "with_bound": (True, lambda new, old: new.values["with_bound"] and "with_bound" not in old.values),
     "whole_swaps": (True, lambda new, old: new.whole_swaps and not old.whole_swaps),
     "vllm_defaults": (True, lambda new, old: new.vllm_defaults and new.cached_tiers == (Tier.GPU,) != old.cached_tiers),
 }

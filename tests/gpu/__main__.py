@@ -33,6 +33,7 @@ def checks(seconds: float) -> dict[str, Check]:
         "sort-pairs": operations.check_sort_pairs,
         "experts": operations.check_experts,
         "sampling": operations.check_sampling,
+        "states": operations.check_states,
         "graphs": tokens.check_graphs,
         "tokens-float32": tokens.check_tokens_float32,
         "tokens-float16": tokens.check_tokens_float16,
