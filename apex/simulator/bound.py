@@ -358,7 +358,7 @@ class Costs:
         sizes = [least, *(size for size in self._sizes if least < size < most), most]
         return Hull(self._linear_s, sizes)
 
-    def _kind(self, chunks: tuple[int, int], table: ProfileTable, layers: float) -> Kind:
+    def _kind(self, chunks: tuple[int, int], table: ProfileTable, layers: float) -> PassKind:
         least_prompt, most_prompt = chunks
         linear = self.linear_of(least_prompt, 0, most_prompt - least_prompt + self.top + 1)
 
@@ -368,11 +368,11 @@ class Costs:
             return min(linear(least_prompt + decodes), *split)
 
         both = Hull(both_s, ladder(1.0, self.top + 1))
-        return Kind(least_prompt, most_prompt, linear, both, layers * saved_beside_chunks_s(table, chunks))
+        return PassKind(least_prompt, most_prompt, linear, both, layers * saved_beside_chunks_s(table, chunks))
 
 
 @dataclass(frozen=True)
-class Kind:
+class PassKind:
     """Passes of the GPU batch with decodes and so many prompt tokens.
 
     Attributes:
