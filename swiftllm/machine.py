@@ -200,10 +200,13 @@ def unbind() -> None:
 
 
 def _set_affinity(cores: Collection[int]) -> None:
-    os.sched_setaffinity(0, cores)  # first: threads that begin from now on inherit it
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # a thread that has ended
-            os.sched_setaffinity(int(thread), cores)
+    os.sched_setaffinity(0, cores)  # first: threads that this one begins from now on inherit it
+    bound: set[str] = set()
+    while found := set(os.listdir("/proc/self/task")) - bound:  # again: one that was not bound yet may have begun some
+        for thread in found:
+            with contextlib.suppress(ProcessLookupError):  # a thread that has ended
+                os.sched_setaffinity(int(thread), cores)
+        bound |= found
 
 
 def usable_cores() -> int:

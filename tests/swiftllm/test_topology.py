@@ -84,14 +84,18 @@ def test_lists_of_cores() -> None:
 
 
 def test_a_bound_process_keeps_all_its_threads_on_its_cores_until_it_is_unbound() -> None:
-    """In a process of its own. What the engine may use stays as it was."""
+    """In a process of its own, where another thread begins one while they are bound. What the engine may use stays as
+    it was."""
     code = (
         "import os, threading\n"
         "from swiftllm.machine import allowed_cores, bind_to, unbind, usable_cores\n"
         "stop, before, usable = threading.Event(), allowed_cores(), usable_cores()\n"
-        "threading.Thread(target=stop.wait).start()\n"
-        "def seen(): return {frozenset(os.sched_getaffinity(int(t))) for t in os.listdir('/proc/self/task')}\n"
-        "assert bind_to({min(before)}) and seen() == {frozenset({min(before)})}\n"
+        "listed, begun, listing = threading.Event(), threading.Event(), os.listdir\n"
+        "def begin_one(): listed.wait(); threading.Thread(target=stop.wait, daemon=True).start(); begun.set()\n"
+        "def list_and_wait(where): found = listing(where); listed.set(); begun.wait(); return found\n"
+        "threading.Thread(target=begin_one, daemon=True).start(); os.listdir = list_and_wait\n"
+        "def seen(): return {frozenset(os.sched_getaffinity(int(t))) for t in listing('/proc/self/task')}\n"
+        "assert bind_to({min(before)}) and begun.is_set() and seen() == {frozenset({min(before)})}\n"
         "assert not bind_to({max(before)}) and (allowed_cores(), usable_cores()) == (before, usable)\n"
         "unbind(); assert seen() == {before}\n"
         "stop.set(); print('kept')"
