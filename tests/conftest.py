@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 
 import apex.environment  # noqa: F401  before matplotlib
+from swiftllm import machine
 from tests import chance, sampled_cases
 from tests.evaluation.headless_browser import NOT_FOUND
 
@@ -68,6 +69,13 @@ def no_network() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("evaluation.planning.setting.fetch_apart", unreachable)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cores_given_back() -> Iterator[None]:
+    """A process that is left bound to its cores would not bind to those of the ranks that the next file opens."""
+    yield
+    assert machine._limits.unbound is None, "a test has opened several ranks and not ended them"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

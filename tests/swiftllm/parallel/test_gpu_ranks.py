@@ -17,7 +17,7 @@ from swiftllm.device import CudaDevice
 from swiftllm.engine.backend import RankFailed
 from swiftllm.parallel.backend import open_sharded_backend
 from swiftllm.parallel.communication import Group, Pipe
-from swiftllm.parallel.team import Peer
+from swiftllm.parallel.team import Peer, Team
 from swiftllm.runtime.cpu_tier import TaskRunner, Worker
 from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.backend_driver import BackendDriver
@@ -70,7 +70,8 @@ def test_a_driver_whose_gpu_has_failed_says_so_and_ends(
 ) -> None:
     """Nothing that it could still call succeeds, its communicator's end included. The other ranks' processes end."""
     ended: list[bool] = []
-    monkeypatch.setattr("swiftllm.parallel.team.Team.end", lambda team, at_once=False: ended.append(True))
+    end = Team.end
+    monkeypatch.setattr(Team, "end", lambda team, at_once=False: (ended.append(True), end(team, at_once=at_once)))
     with fake_gpu(0) as cuda:
         backend = open_sharded_backend(config_of(model_dir))
         cuda.fail_after(good_kernels)
