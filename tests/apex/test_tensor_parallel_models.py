@@ -11,6 +11,7 @@ import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from apex.build import build_system
+from apex.perf.profiler import Workbench
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.files import cache_dir
@@ -19,7 +20,9 @@ from tests.apex.test_end_to_end import (
     MADE_UP_PROFILE,
     VARIANTS,
     judge,
+    offloading_iterations,
 )
+from tests.reference.tiny_linear import KINDS, make_tiny_linear
 from tests.reference.tiny_model import make_tiny_llama
 
 SLOW = bool(os.environ.get("APEX_SLOW_TESTS"))
@@ -37,6 +40,34 @@ def test_other_architectures(tmp_path: Path, kind: type[PretrainedConfig], varia
         requests = group.add(engine)
         run(engine)
         group.check(requests)
+    group.close()
+
+
+@pytest.mark.parametrize("number, kind", enumerate(KINDS), ids=KINDS)
+def test_linear_attention(tmp_path: Path, number: int, kind: str) -> None:
+    """With CPU batches and preemption; a rank that is replaced has lost its states."""
+    small = {"num_gpu_blocks": 20, "num_cpu_blocks": 24, "max_num_seqs": 6}
+    group, on_cpu, preempted = Group(make_tiny_linear(tmp_path, kind), 2, **small), False, False
+    bench = Workbench(group.backend, max_model_len=64)
+    with bench.in_use():
+        bench.linear(5)()
+        assert group.backend.model.states.recurrent.isfinite().all()  # what a sum over ranks would have made NaN
+    for variant in ["apex-overlap", *SYSTEMS[number :: len(KINDS)]]:
+        engine = group.engine(variant)
+        requests = group.add(engine)
+        run(engine)
+        group.check(requests)
+        on_cpu |= offloading_iterations(engine.stats()) > 0
+        preempted |= engine.stats().preemptions > 0
+    assert on_cpu and preempted
+    engine = group.engine("adaptive-free-running")
+    requests = group.add(engine)
+    while not any(request.output_len > 1 for request in requests):
+        engine.step()
+    os.kill(group.peers()[0].process.pid, signal.SIGKILL)
+    run_on(engine)
+    run(engine)
+    group.check(requests)
     group.close()
 
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from swiftllm.device import HostDevice
 from swiftllm.machine import InsufficientMemory
 from swiftllm.parallel.backend import ShardedBackend
@@ -76,8 +78,12 @@ def tell_ranks(backend: ShardedBackend, name: str, *arguments: Any) -> None:
 
 
 def fill_with_nan(backend: TorchBackend) -> None:
+    """Blocks, and states of linear attention."""
     for pool in backend.kv_pools.tensors.values():
         pool.fill_(poison_of(pool))
+    if (states := backend.model.states) is not None:
+        for pool in (states.recurrent, states.conv):
+            pool.fill_(torch.nan)
 
 
 def delay_attention(backend: TorchBackend, most_s: float, seed: int) -> None:
