@@ -25,9 +25,12 @@ class TestedRank(Rank):
 
     def __init__(self, backend: TorchBackend, group: Group, pipe: Pipe) -> None:
         super().__init__(backend, group, pipe)
-        fill_with_nan(backend)
+        self.fill_with_nan()
         self._polls = False
         self._good_stages = -1
+
+    def fill_with_nan(self) -> None:
+        fill_with_nan(self.backend)
 
     def delay_attention(self, most_s: float, seed: int) -> None:
         delay_attention(self.backend, most_s, seed)
