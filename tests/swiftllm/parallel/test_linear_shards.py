@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import quantise
 import torch
+from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig, Qwen3NextConfig
 
 from swiftllm.config import EngineConfig
 from swiftllm.device import HostDevice
@@ -24,11 +25,12 @@ from swiftllm.ops.interface import Ops
 from swiftllm.parallel.shards import Shard, ShardedWeights, load_rank
 from swiftllm.runtime.memory import WeightSizes
 from tests.reference.tiny_linear import KINDS, linear_judge, make_tiny_linear
+from tests.swiftllm.model.test_linear_attention import OF_27B, read
 from tests.swiftllm.model.test_llama import whole_prompt_logits
 from tests.swiftllm.model.weights.quantised.test_loading import dense
 from tests.swiftllm.parallel.test_quantised_shards import joined
 
-SIZE = 2
+SIZE, LAYERS = 2, 4
 CASES = {  # name: kind, layout, symmetric, act-order
     **{name: (name, None, False, False) for name in KINDS},
     "Qwen3Next awq": ("Qwen3Next", "awq", False, False),
@@ -48,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
         for name, (kind, layout, symmetric, act_order) in CASES.items():
             path = tmp_path_factory.mktemp("tiny")
             more = {} if KINDS[kind].get("num_experts") is None else {"shared_expert_intermediate_size": 64}
-            source = make_tiny_linear(path / "source", kind, num_hidden_layers=4, **more)
+            source = make_tiny_linear(path / "source", kind, num_hidden_layers=LAYERS, **more)
             found[name] = source, source
             if layout is not None:
                 found[name] = path / "packed", path / "dense"
@@ -106,9 +108,14 @@ def layers_of(weights: LlamaWeights) -> list[LayerWeights]:
 
 
 class Together:
-    """Ranks that are threads of this process: sums, and columns side by side."""
+    """Ranks that are threads of this process: sums, and columns side by side.
+
+    Attributes:
+        exchanges: how many of these there were.
+    """
 
     def __init__(self) -> None:
+        self.exchanges = 0
         self._barrier = threading.Barrier(SIZE, timeout=60)
         self._parts: list[torch.Tensor] = [torch.empty(0)] * SIZE
 
@@ -116,7 +123,8 @@ class Together:
         self._parts[rank] = part.clone()
         self._barrier.wait()
         found = list(self._parts)
-        self._barrier.wait()
+        if self._barrier.wait() == 0:  # of one thread
+            self.exchanges += 1
         return found
 
     def group(self, rank: int) -> SimpleNamespace:
@@ -148,6 +156,7 @@ def logits_of_ranks(
     for thread in threads:
         thread.join()
     assert not errors, errors
+    assert together.exchanges == 2 * LAYERS + 2  # and those of the embedding and of logits
     return found[0]
 
 
@@ -241,6 +250,22 @@ def test_models_that_do_not_divide_are_refused_with_the_numbers_that_do(folders)
         sizes = replace(wide, linear=linear, experts=replace(experts, shared_size=shared), quantisation=scheme)
         with pytest.raises(ValueError, match=rf"tensor_parallel=4 .* whole groups .* take one of {works}$"):
             sizes.shard(4)
+
+
+@pytest.mark.parametrize("group_size", [None, 128])
+def test_the_published_models_divide_as_the_documents_have_it(tmp_path, group_size: int | None) -> None:
+    for config, name, works in (
+        (Qwen3_5TextConfig(**OF_27B), "Qwen3_5ForCausalLM", "1, 2, 4"),
+        (Qwen3_5MoeTextConfig(), "Qwen3_5MoeForCausalLM", "1, 2"),
+        (Qwen3NextConfig(), "Qwen3NextForCausalLM", "1, 2"),
+    ):
+        model = read(tmp_path, config, name)
+        if group_size is not None:
+            model = replace(model, quantisation=QuantisationScheme(GPTQ, group_size))
+        with pytest.raises(ValueError, match=rf"take one of {works}$"):
+            model.shard(8)
+        for ranks in map(int, works.split(", ")):
+            assert model.shard(ranks).state_bytes(2) * ranks == model.state_bytes(2)
 
 
 def test_a_rank_holds_its_part_of_the_states(folders, monkeypatch) -> None:
