@@ -128,11 +128,12 @@ def this_machine(system: System, config: EngineConfig, backend: TorchBackend) ->
 
 
 def _about_states(config: EngineConfig, backend: TorchBackend) -> list[str]:
-    each = backend.model_config.state_bytes(backend.dtype.itemsize)
+    each = backend.model_config.shard(config.tensor_parallel).state_bytes(backend.dtype.itemsize)
     if not each:
         return []
     slots = config.max_num_seqs
-    held = f"states of {slots:,} requests (max_num_seqs), {slots * each / GIB:.2f} GiB on the device"
+    where = "the device" if config.tensor_parallel == 1 else "each device"
+    held = f"states of {slots:,} requests (max_num_seqs), {slots * each / GIB:.2f} GiB on {where}"
     return [f"Linear attention: {held}; no prefix is cached"]
 
 

@@ -129,8 +129,7 @@ class Workbench:
         slots = self.backend.state_slots if self._states is not None else None
         if self._states is not None:
             self.backend.state_slots = self.slots
-            for pool in (self._states.recurrent, self._states.conv):  # at random: equal rows pick equal experts
-                pool.normal_(std=0.1, generator=torch.Generator(pool.device).manual_seed(0))
+            self.backend.draw_states()
         try:
             yield
         finally:

@@ -97,9 +97,18 @@ class LinearSizes:
         return self.num_value_heads * self.value_dim
 
     @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Elements of the queries, keys and values of a row."""
+        return self.keys_size, self.keys_size, self.values_size
+
+    @property
     def conv_channels(self) -> int:
         """Queries, keys and values, which the convolution reads."""
-        return 2 * self.keys_size + self.values_size
+        return sum(self.qkv_sizes)
+
+    def shard(self, ranks: int) -> LinearSizes:
+        """The sizes of one of ``ranks`` equal parts, which have whole key heads with their value heads."""
+        return replace(self, num_key_heads=self.num_key_heads // ranks, num_value_heads=self.num_value_heads // ranks)
 
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of a request's state in one layer: float32 matrices, and inputs of ``itemsize`` bytes an element."""
@@ -389,20 +398,29 @@ class ModelConfig:
             ValueError: heads, KV heads or FFN do not divide, or groups of quantised inputs do not (the message names
                 the numbers that work).
         """
-        if self.linear is not None and ranks > 1:
-            raise ValueError(f"tensor_parallel={ranks} is not supported for models with linear attention: take 1")
-        common = math.gcd(self.num_heads, self.num_kv_heads, self.intermediate_size)
+        ffn, linear = self.intermediate_size, self.linear
+        shared = None if self.experts is None else self.experts.shared_size
+        heads = {"heads": self.num_heads, "KV heads": self.num_kv_heads}
+        of_attention = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        sizes = [(*of_attention, ffn), (*of_attention, shared or ffn)]
+        if linear is not None:
+            heads |= {"key heads": linear.num_key_heads, "value heads": linear.num_value_heads}
+            sizes.append((linear.values_size, linear.keys_size, ffn))
+        common = math.gcd(*heads.values(), ffn, shared or ffn)
         works = [n for n in range(1, common + 1) if common % n == 0]
-        what = f"{self.num_heads} heads, {self.num_kv_heads} KV heads and FFN of {self.intermediate_size}"
+        what = ", ".join(f"{count} {name}" for name, count in heads.items())
+        what += f" and FFN of {ffn}" if shared is None else f" and FFNs of {ffn} and {shared}"
         if self.quantisation is not None:
-            sizes = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.intermediate_size
             can_be_divided = self.quantisation.can_be_divided
-            works = [n for n in works if n == 1 or can_be_divided(*(size // n for size in sizes))]
+            works = [n for n in works if n == 1 or all(can_be_divided(*(s // n for s in own)) for own in sizes)]
             what += f" in whole groups ({self.quantisation.describe()})"
         if ranks not in works:
             raise ValueError(
                 f"tensor_parallel={ranks} does not divide the model's {what}: take one of {', '.join(map(str, works))}"
             )
+        experts = self.experts
+        if experts is not None and shared is not None:
+            experts = replace(experts, shared_size=shared // ranks)
         return replace(
             self,
             num_heads=self.num_heads // ranks,
@@ -410,6 +428,8 @@ class ModelConfig:
             intermediate_size=self.intermediate_size // ranks,
             vocab_size=-(-self.vocab_size // ranks),
             quantisation=None if self.quantisation is None else replace(self.quantisation, parts=ranks),
+            experts=experts,
+            linear=None if linear is None else linear.shard(ranks),
         )
 
     def tokens_reached(self, rows: int, context: int) -> list[int]:

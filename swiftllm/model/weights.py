@@ -55,6 +55,11 @@ DRAFT_PREFIX = "mtp."  # of layers that guess several tokens ahead
 ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
 TO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "post_self_attn_layernorm", "post_mlp_layernorm")
 """Modules whose outputs are added to residuals, or normed by the next of them before."""
+LINEAR_PARTS = {
+    "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
+    "conv1d": ("q_conv1d", "k_conv1d", "v_conv1d"),
+}
+"""Modules of linear attention that a checkpoint has in one, and their parts: of queries, keys and values."""
 FINAL_NORM = "model.norm.weight"
 EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -65,10 +70,13 @@ def fused_modules(config: ModelConfig) -> Mapping[str, Mapping[str, int]]:
     """Modules of a checkpoint that hold the outputs of several of ours, one after the other, and how many of each."""
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     ffn = config.intermediate_size
-    return {
+    fused = {
         "qkv_proj": {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
         "gate_up_proj": {"gate_proj": ffn, "up_proj": ffn},
     }
+    if (linear := config.linear) is not None:  # each part has heads of its own, which ranks divide
+        fused |= {of_all: dict(zip(parts, linear.qkv_sizes, strict=True)) for of_all, parts in LINEAR_PARTS.items()}
+    return fused
 
 
 def as_llama(config: ModelConfig, tensors: Iterable[tuple[str, StoredTensor]]) -> Iterator[tuple[str, StoredTensor]]:
@@ -209,6 +217,7 @@ class Folding:
     """What of a model is done to its tensors when they are read."""
 
     def __init__(self, config: ModelConfig) -> None:
+        """``config``: of the part that is read."""
         self._order = rotary_order(config.head_dim, config.rotary_dim or config.head_dim, config.interleaved_rotary)
         self._residual_scale = config.residual_scale
         self._logits_multiplier = config.logits_multiplier
@@ -276,6 +285,9 @@ DUMMY_PERIOD = (1 << 20) + 7  # elements; odd, so that no two rows of a matrix s
 EXPERT_MATRICES = ("gate_up", "down")
 """Of a stage of a model with experts."""
 
+BY_INPUTS = ("o", "down", "out_proj", "shared_down")
+"""Matrices of which a rank has some of the inputs; of the others it has some of the outputs."""
+
 LinearTensors = tuple[Matrix, torch.Tensor | None]
 """A matrix and its bias."""
 
@@ -322,13 +334,13 @@ def linear_matrices(config: ModelConfig) -> tuple[FusedMatrix, ...]:
     linear, hidden, is_quantised = config.linear, config.hidden_size, config.quantisation is not None
     if linear is None:
         return ()
-    heads, qkv, z = linear.num_value_heads, linear.conv_channels, linear.values_size
+    heads, qkv, z = linear.num_value_heads, linear.qkv_sizes, linear.values_size
     projections: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = (
-        (("in_proj_qkv", "in_proj_z"), (qkv, z)),
+        ((*LINEAR_PARTS["in_proj_qkv"], "in_proj_z"), (*qkv, z)),
         (("in_proj_b", "in_proj_a"), (heads, heads)),
     )
     if linear.by_key_head:
-        projections = (("in_proj_qkvz",), (qkv + z,)), (("in_proj_ba",), (2 * heads,))
+        projections = (("in_proj_qkvz",), (sum(qkv) + z,)), (("in_proj_ba",), (2 * heads,))
     (of_qkvz, qkvz), (of_ba, ba) = projections
     block = "linear_attn"
     matrices = (
@@ -559,8 +571,11 @@ class LlamaWeights:
             if layer.shared_gate is not None:
                 places[prefix + "mlp.shared_expert_gate.weight"] = layer.shared_gate
             if isinstance(layer, LinearLayerWeights):
-                of_linear = {"conv1d.weight": layer.conv, "A_log": layer.a_log, "dt_bias": layer.dt_bias}
-                for name, tensor in {**of_linear, "norm.weight": layer.head_norm}.items():
+                assert config.linear is not None and layer.conv is not None
+                parts = zip(LINEAR_PARTS["conv1d"], layer.conv.split(config.linear.qkv_sizes), strict=True)
+                of_linear = {f"{module}.weight": part for module, part in parts}
+                of_heads = {"A_log": layer.a_log, "dt_bias": layer.dt_bias, "norm.weight": layer.head_norm}
+                for name, tensor in {**of_linear, **of_heads}.items():
                     assert tensor is not None
                     places[f"{prefix}linear_attn.{name}"] = tensor
             for matrix in matrices:
@@ -596,7 +611,7 @@ class LlamaWeights:
                 target = FusedTarget(
                     dict(zip(modules, matrix.out_features, strict=True)),
                     matrix.in_features,
-                    matrix.in_features * (config.quantisation.parts if matrix.name in ("o", "down") else 1),
+                    matrix.in_features * (config.quantisation.parts if matrix.name in BY_INPUTS else 1),
                     allocate or partial(torch.empty, device=device),
                     partial(setattr, layer, matrix.name),
                     device if allocate is None else "cpu",
@@ -626,7 +641,7 @@ def load_weights(
     part = part or ModelPart(config)
     weights = LlamaWeights.empty(part.sizes, device, dtype, on_host)
     places, shapes = weights.by_checkpoint_name(part.sizes), _whole_shapes(config)
-    quantised, folding = None, Folding(config)
+    quantised, folding = None, Folding(part.sizes)
     if config.quantisation is not None:
         targets = weights.fused_targets(part.sizes, device, on_host)
         quantised = QuantisedCollector(config.quantisation, targets, dtype, part.slices, folding.matrix)

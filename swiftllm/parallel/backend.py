@@ -25,7 +25,6 @@ from swiftllm.core.request import Request
 from swiftllm.device import open_device
 from swiftllm.engine.backend import AttentionFuture, AttentionTimes, RankFailed
 from swiftllm.kv.tensors import check_kv
-from swiftllm.machine import available_host_bytes
 from swiftllm.model.config import ModelConfig
 from swiftllm.parallel.communication import Group
 from swiftllm.parallel.shards import Shard, load_rank
@@ -77,13 +76,14 @@ class ShardedBackend:
     Attributes:
         own: the backend of this rank. What is not defined here is its: sizes, names, the KV cache, log-probabilities.
         team: the other ranks.
-        block_tables: see :class:`~swiftllm.runtime.torch_backend.TorchBackend`.
+        block_tables, state_slots: see :class:`~swiftllm.runtime.torch_backend.TorchBackend`.
     """
 
     def __init__(self, own: TorchBackend, team: Team) -> None:
         self.own = own
         self.team = team
         self.block_tables: Mapping[str, Sequence[int]] = {}
+        self.state_slots: Mapping[str, int] | None = None
         self._batch_numbers = itertools.count()
         self._numbers: weakref.WeakKeyDictionary[Rows, int] = weakref.WeakKeyDictionary()
         self._forgotten: deque[int] = deque()
@@ -95,11 +95,11 @@ class ShardedBackend:
     # -- batches: the other ranks know them by numbers -----------------------------------------------------------------
 
     def open_gpu_batch(self, items: Sequence[GpuBatchItem]) -> GpuBatchTensors:
-        described = gpu_batch_input(items, self.block_tables, self.own.layer_groups)
+        described = gpu_batch_input(items, self.block_tables, self.own.layer_groups, self.state_slots)
         return self._open(partial(self.own.build_gpu_batch, *described), "open_gpu_batch", tuple(described[0]))
 
     def open_cpu_batch(self, requests: Sequence[Request]) -> CpuBatchTensors:
-        described = cpu_batch_input(requests, self.block_tables, self.own.layer_groups)
+        described = cpu_batch_input(requests, self.block_tables, self.own.layer_groups, self.state_slots)
         return self._open(partial(self.own.build_cpu_batch, described, requests), "open_cpu_batch", tuple(described))
 
     def drop_rows(self, cpu_batch: CpuBatchTensors, request_ids: frozenset[str]) -> CpuBatchTensors:
@@ -152,6 +152,9 @@ class ShardedBackend:
 
     def write_blocks(self, num_blocks: int, progress: Callable[[float, str], None]) -> None:
         self.team.on_all(partial(self.own.write_blocks, num_blocks, progress), "write_blocks", num_blocks)
+
+    def draw_states(self) -> None:
+        self.team.on_all(self.own.draw_states, "draw_states")
 
     @property
     def worker_restarts(self) -> int:
@@ -216,7 +219,7 @@ def open_sharded_backend(
         team.start()
         loaded = load_rank(config, hardware, group)
         free_bytes = team.least_free_bytes(loaded.free_bytes)
-        plan = plan_blocks(config, loaded.bytes_per_block, available_host_bytes() // size, free_bytes)
+        plan = plan_blocks(config, loaded.bytes_per_block, loaded.host_bytes(size), free_bytes)
         team.admit(plan)
         group.join(0)
         own = serve_loaded(loaded, plan, make_worker)

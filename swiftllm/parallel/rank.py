@@ -139,6 +139,9 @@ class Rank:
     def write_blocks(self, num_blocks: int) -> None:
         self.backend.write_blocks(num_blocks, lambda done, what: None)
 
+    def draw_states(self) -> None:
+        self.backend.draw_states()
+
     def reset(self, epoch: int, leaves: bool) -> None:
         """Drop all work under way. The answer says whether the rank is still in the group, which it may have to leave:
         its device may wait for a rank that has left."""

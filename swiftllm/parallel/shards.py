@@ -1,8 +1,11 @@
 """What each rank holds of a model, and its matrices with the sums over ranks that they need.
 
-Query, key and value heads are divided, with their sinks, and so are the rows of gate and up of the FFN, or of each
-expert. The outputs of attention and FFN (the matrices ``o`` and ``down``) are sums over ranks, so each layer has two.
-The embedding and the vocabulary's matrix are divided by tokens. Norms and routers are whole on every rank.
+Query, key and value heads are divided, with their sinks and gates, and so are the rows of gate and up of the FFN, or of
+each expert. The outputs of attention and FFN (the matrices ``o`` and ``down``) are sums over ranks, so each layer has
+two. The embedding and the vocabulary's matrix are divided by tokens. Norms and routers are whole on every rank.
+
+In linear attention a rank has some of the key heads and all of their value heads: their rows of the input's matrices
+and of the convolution, and their states. Its output (the matrix ``out_proj``) is a sum over ranks.
 
 A quantised matrix is divided in the same places: outputs and inputs in whole words of codes, inputs in whole groups.
 With act-order a rank's inputs are of all groups, so it has the scales of all.
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -21,7 +25,7 @@ from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import all_resident
 from swiftllm.model.quantised_weights import IN, OUT, Axis
 from swiftllm.model.stages import LoadedWeights, StageWeights, read_weights
-from swiftllm.model.weights import LlamaWeights, ModelPart
+from swiftllm.model.weights import LINEAR_PARTS, LlamaWeights, ModelPart
 from swiftllm.ops.interface import Linear, Ops
 from swiftllm.parallel.communication import Group
 from swiftllm.runtime.execution_context import ExecutionContext, read_model_config
@@ -30,9 +34,10 @@ from swiftllm.runtime.torch_backend import LoadedModel
 
 # -- what a rank holds -------------------------------------------------------------------------------------------------
 
-BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-BY_COLUMNS = ("o_proj", "down_proj")
-BY_HEADS = "sinks"
+OF_LINEAR = ("in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba")
+BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", *OF_LINEAR, *chain(*LINEAR_PARTS.values()))
+BY_COLUMNS = ("o_proj", "out_proj", "down_proj")
+BY_HEADS = ("sinks", "A_log", "dt_bias")
 BY_TOKENS = ("embed_tokens", "lm_head")
 
 
@@ -49,8 +54,8 @@ class Shard(ModelPart):
         module, kind = name.rsplit(".", 2)[-2:]
         if module in BY_TOKENS:
             return (self._share(self.sizes.vocab_size),)
-        if kind == BY_HEADS:
-            return (self._share(self.sizes.num_heads),)
+        if kind in BY_HEADS:
+            return (self._share(shape[0] // self._size),)
         if module in BY_COLUMNS and kind == "bias":
             return (slice(None) if self._rank == 0 else slice(0, 0),)  # added once: to rank 0's part of the sum
         divided = OUT if module in BY_ROWS else IN if module in BY_COLUMNS else None
@@ -80,7 +85,8 @@ class ShardedWeights(LoadedWeights):
         self._embed_own = embed
         self.num_logits = vocab_size if group.rank == 0 else sizes.vocab_size
         first, *others = self.stages
-        self.stages = [replace(first, embed=self._embed), *map(self._completed, others)]
+        stages = [replace(first, embed=self._embed), *map(self._completed, others)]
+        self.stages = [self._with_linear_layers(stage) for stage in stages]
         last = self.stages[-1]
         self.stages[-1] = replace(last, projection=self._gathered(last.projection))
 
@@ -88,6 +94,13 @@ class ShardedWeights(LoadedWeights):
         assert stage.ffn is not None  # which only stage -1 lacks
         ffn = replace(stage.ffn, o=self._summed(stage.ffn.o), mlp=self._summed(stage.ffn.mlp))
         return replace(stage, ffn=ffn, in_one_call=None)
+
+    def _with_linear_layers(self, stage: StageWeights) -> StageWeights:
+        layers = (
+            replace(layer, out_proj=self._summed(layer.out_proj), mlp=self._summed(layer.mlp))
+            for layer in stage.linear_layers
+        )
+        return replace(stage, linear_layers=tuple(layers))
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         own = token_ids - self._group.rank * self._part_size
@@ -115,7 +128,7 @@ def load_rank(config: EngineConfig, hardware: Device, group: Group) -> LoadedMod
     device, dtype, free_bytes = hardware.torch_device, processors.dtype, hardware.free_bytes()
     if device.type == "cpu":  # a host's memory is that of all ranks
         free_bytes //= group.size
-    check_weights(shard.sizes, dtype, free_bytes)
+    check_weights(shard.sizes, dtype, free_bytes, max_num_seqs=config.max_num_seqs)
     tensors = read_weights(config, model, device, dtype, shard)
     weights = ShardedWeights(shard.sizes, tensors, processors.ops, group, model.vocab_size)
     placement = all_resident(model.num_layers)

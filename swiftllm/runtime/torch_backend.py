@@ -88,6 +88,12 @@ class LoadedModel:
             where = {"layer_groups": LayerGroups.of(sizes, config.block_size), "placement": placement}
             self.graphs = LayerGraphs(hardware, self.model, dtype, all_agree=all_agree, **most, **where)
         self.free_bytes = hardware.left_free(partial(widest_iteration, self.model, self.sampler, config, dtype))
+        self._unwritten_bytes = slots * sizes.state_bytes(dtype.itemsize) if self.free_bytes is None else 0
+
+    def host_bytes(self, ranks: int = 1) -> int:
+        """Available host memory for the part of one of ``ranks``, beside states of linear attention: where the device's
+        memory is the host's, they are in pages that nobody has written yet."""
+        return available_host_bytes() // ranks - self._unwritten_bytes
 
 
 # -- the backend -------------------------------------------------------------------------------------------------------
@@ -157,6 +163,13 @@ class TorchBackend:
     def write_blocks(self, num_blocks: int, progress: Callable[[float, str], None]) -> None:
         """See :meth:`~swiftllm.kv.tensors.KVPools.write`."""
         self.kv_pools.write(num_blocks, self.cores.cpu_threads, progress)
+
+    def draw_states(self) -> None:
+        """Fill the states of linear attention, which the model has, with random numbers: for measurements. Of equal or
+        infinite ones all rows would go to the same experts."""
+        assert self.model.states is not None
+        for pool in (self.model.states.recurrent, self.model.states.conv):
+            pool.normal_(std=0.1, generator=torch.Generator(pool.device).manual_seed(0))
 
     @property
     def cores(self) -> CoreDivision:
@@ -496,10 +509,7 @@ def open_torch_backend(
     )
     weights = open_weights(config, model, processors.dtype, processors.ops, placement, hardware, processors.host_ops)
     loaded = LoadedModel(config, processors, model, model, weights, placement)
-    in_host_memory = available_host_bytes()
-    if loaded.free_bytes is None:  # states are there, too, in pages that nobody has written yet
-        in_host_memory -= config.max_num_seqs * model.state_bytes(processors.dtype.itemsize)
-    plan = plan_blocks(config, loaded.bytes_per_block, in_host_memory, loaded.free_bytes)
+    plan = plan_blocks(config, loaded.bytes_per_block, loaded.host_bytes(), loaded.free_bytes)
     return serve_loaded(loaded, plan, make_worker)
 
 

@@ -72,6 +72,7 @@ def run(engine: Engine) -> None:
         engine.step()
     engine.kv.check_blocks()
     assert all(pool.num_used == 0 for pool in engine.kv.block_pools.values())
+    assert engine.kv.state_slots is None or not engine.kv.state_slots.of_request
 
 
 def run_on(engine: Engine) -> Exception:

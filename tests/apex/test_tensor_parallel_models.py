@@ -11,19 +11,32 @@ import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from apex.build import build_system
+from apex.perf.profiler import Workbench
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.files import cache_dir
 from tests.apex.rank_group import POOLS, TOKENS, Group, run, run_on
 from tests.apex.test_end_to_end import (
+    FOR_BEST_EFFORT,
+    GPU_ONLY,
     MADE_UP_PROFILE,
     VARIANTS,
     judge,
+    offloading_iterations,
 )
+from tests.reference.ranks import fill_with_nan, tell_ranks
+from tests.reference.tiny_linear import make_tiny_linear
 from tests.reference.tiny_model import make_tiny_llama
 
 SLOW = bool(os.environ.get("APEX_SLOW_TESTS"))
 SYSTEMS = [name for name in VARIANTS if not name.endswith("-synchronous")]  # a group of its own each: slow
+
+LINEAR = {
+    "Qwen3_5": ["fastdecode", "neo", "adaptive-free-running"],
+    "Qwen3_5Moe": ["fastdecode", "apex"],
+    "Qwen3Next": ["fastdecode", "apex-overlap", "adaptive-lockstep"],
+}
+"""Systems with CPU batches that a model with linear attention runs under."""
 
 
 @pytest.mark.parametrize(
@@ -35,6 +48,39 @@ def test_other_architectures(tmp_path: Path, kind: type[PretrainedConfig], varia
     for variant in variants:
         engine = group.engine(variant)
         requests = group.add(engine)
+        run(engine)
+        group.check(requests)
+    group.close()
+
+
+@pytest.mark.parametrize("kind, variants", LINEAR.items(), ids=LINEAR)
+def test_linear_attention(tmp_path: Path, kind: str, variants: list[str]) -> None:
+    """With CPU batches and preemption. A rank that is replaced has lost its states."""
+    pattern = ["linear_attention", "full_attention"]
+    folder = make_tiny_linear(tmp_path, kind, num_hidden_layers=4, layer_types=2 * pattern)
+    group, preemptions = Group(folder, 2, num_gpu_blocks=16, num_cpu_blocks=16, max_num_seqs=6), 0
+    group.backend.write_blocks(16, lambda *_: None)
+    bench = Workbench(group.backend, max_model_len=64)
+    with bench.in_use():
+        assert bench.decodes(2, 2, 8)() > 0  # raises if logits are NaN, as of states that nobody wrote on either rank
+    fill_with_nan(group.backend)
+    tell_ranks(group.backend, "fill_with_nan")
+    for variant in SYSTEMS if SLOW else variants:
+        engine = group.engine(variant)
+        requests = group.add(engine)
+        run(engine)
+        group.check(requests)
+        stats = engine.stats()
+        assert offloading_iterations(stats) or VARIANTS[variant][0] in (*GPU_ONLY, *FOR_BEST_EFFORT)
+        preemptions += stats.preemptions
+    assert preemptions
+    if kind == "Qwen3_5Moe" or SLOW:
+        engine = group.engine("apex-overlap")
+        requests = group.add(engine)
+        while not any(request.output_len > 1 and request.cpu_batch_id is not None for request in requests):
+            engine.step()
+        os.kill(group.peers()[0].process.pid, signal.SIGKILL)
+        run_on(engine)
         run(engine)
         group.check(requests)
     group.close()

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from swiftllm.device import HostDevice
 from swiftllm.machine import InsufficientMemory
 from swiftllm.parallel.backend import ShardedBackend
@@ -23,9 +25,12 @@ class TestedRank(Rank):
 
     def __init__(self, backend: TorchBackend, group: Group, pipe: Pipe) -> None:
         super().__init__(backend, group, pipe)
-        fill_with_nan(backend)
+        self.fill_with_nan()
         self._polls = False
         self._good_stages = -1
+
+    def fill_with_nan(self) -> None:
+        fill_with_nan(self.backend)
 
     def delay_attention(self, most_s: float, seed: int) -> None:
         delay_attention(self.backend, most_s, seed)
@@ -76,8 +81,12 @@ def tell_ranks(backend: ShardedBackend, name: str, *arguments: Any) -> None:
 
 
 def fill_with_nan(backend: TorchBackend) -> None:
+    """Blocks, and states of linear attention."""
     for pool in backend.kv_pools.tensors.values():
         pool.fill_(poison_of(pool))
+    if (states := backend.model.states) is not None:
+        for pool in (states.recurrent, states.conv):
+            pool.fill_(torch.nan)
 
 
 def delay_attention(backend: TorchBackend, most_s: float, seed: int) -> None:

@@ -66,8 +66,6 @@ def test_what_is_not_supported_is_refused_in_a_sentence(tmp_path) -> None:
         read(tmp_path, config, "Qwen3_5ForCausalLM", linear_num_key_heads=2, linear_num_value_heads=5)
     model = read(tmp_path, config, "Qwen3_5ForCausalLM", layer_types=[linear, full] * 4)
     assert model.linear is not None and (model.num_layers, model.linear.layers_before) == (4, 1)
-    with pytest.raises(ValueError, match="tensor_parallel=2 is not supported for models with linear attention"):
-        model.shard(2)
     with pytest.raises(ValueError, match="prefix_cache_tiers=both needs a model that keeps K and V in all layers"):
         check_kv(EngineConfig("model", prefix_cache_tiers="both"), model)
 
