@@ -15,7 +15,16 @@ import torch.nn.functional as F
 
 import pacpu
 from pacpu import rows
-from swiftllm.ops.interface import ChunkLens, ContextBlocks, Crossing, CrossingParts, Linear, Ops, concatenate
+from swiftllm.ops.interface import (
+    ChunkLens,
+    ContextBlocks,
+    Crossing,
+    CrossingParts,
+    Linear,
+    Ops,
+    StateRows,
+    concatenate,
+)
 from swiftllm.ops.matrices import BLOCK_WORDS, ExpertByExpert, Experts, ExpertWeights, QuantisedMatrix, Router
 
 PACKING_ROWS = 32  # oneDNN packs for a row count: this one is best for decodes and no slower for prefills
@@ -106,6 +115,26 @@ class CpuOps(Ops):
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
         rows.silu_and_mul(gate_up, out, num_threads=self.num_threads)
+        return out
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor, rows: StateRows) -> torch.Tensor:
+        out, where = x.new_empty(x.shape), (rows.chunks, rows.decode_slots)
+        pacpu.rows.convolve(x, weight, inputs, *where, out, num_threads=self.num_threads)
+        return out
+
+    def delta_rule(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+        states: torch.Tensor,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        out, of_rows = v.new_empty(v.shape, dtype=torch.float32), (q, k, v, log_decay, beta)
+        where = rows.chunks, rows.decode_slots
+        pacpu.rows.delta_rule(*of_rows, states, *where, out, num_threads=self.num_threads)
         return out
 
     def store_kv(
