@@ -302,8 +302,8 @@ def convolve(
     *,
     num_threads: int = 1,
 ) -> None:
-    """`out = silu(sum over i of weight[:, i] * input i)` of each channel: the inputs are the last ones of its request, the
-    row's own included, which is the last of them.
+    """`out = silu(sum of weight[:, i] * input i)`: the inputs are the last rows of the request, the row itself being the
+    last of them.
 
     Rows are those of chunks, one behind the other, then one a decode.
 
@@ -335,8 +335,8 @@ def delta_rule(
     """The gated delta rule, in float32: of each head the state becomes `exp(log_decay) * state + key^T written`, where
     `written = beta * (value - exp(log_decay) * key state)`, and `out = query state`.
 
-    Keys and queries are scaled to length 1, the latter to `1 / sqrt(key_dim)`. As many value heads follow each other for
-    each key head. A decode reads and writes its state once.
+    Keys are scaled to length 1, queries to `1 / sqrt(key_dim)`. As many value heads follow each other for each key head.
+    A decode reads its state from memory once, and writes it once.
 
     Args:
         q, k: `[rows, num_key_heads, key_dim]`.

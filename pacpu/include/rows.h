@@ -179,6 +179,9 @@ constexpr int state_tokens = 8;
 
 constexpr int max_taps = 8;
 
+// A convolution takes a run's rows for so many channels at a time: their kept inputs lie side by side.
+constexpr int convolved_channels = 128;
+
 // y = SiLU of each channel's products of its last `num_taps` inputs, the row's own included, with its weights.
 struct Convolution {
     int num_channels, num_taps;

@@ -13,9 +13,6 @@ namespace py = pybind11;
 namespace pacpu {
 namespace {
 
-// Threads get whole cache lines of channels.
-constexpr int channels_at_once = 32;
-
 void check_float32(const Array& array) {
     if (float_dtype(array) != DType::float32)
         refuse(std::string(array.name) + " must have dtype float32, not " + array.dtype_name());
@@ -70,10 +67,10 @@ void convolve(py::handle x_object, py::handle weight_object, py::handle inputs_o
                                  runs.data(),                static_cast<int>(runs.size())};
     const auto kernel = row_kernels().convolve[static_cast<int>(dtype)];
     const int64_t elements = rows * channels, enough = std::max<int64_t>(1, elements / min_elements_per_thread);
-    divide(static_cast<int>((channels + channels_at_once - 1) / channels_at_once),
+    divide(static_cast<int>((channels + convolved_channels - 1) / convolved_channels),
            static_cast<int>(std::min<int64_t>(num_threads, enough)),
            [&](int begin, int end) {
-               kernel(problem, begin * channels_at_once, std::min<int>(problem.num_channels, end * channels_at_once));
+               kernel(problem, begin * convolved_channels, std::min<int>(problem.num_channels, end * convolved_channels));
            },
            elements < min_elements_without_gil);
 }

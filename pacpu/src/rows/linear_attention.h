@@ -126,47 +126,62 @@ void delta_rule(const DeltaRule& p, const StateRun& run, int head, const float* 
     }
 }
 
-// Vector i of the result has element i of each of so many groups of `size` neighbours; the other lanes are zero.
+// Vector i of the result has element i of each of so many groups of `size` neighbours.
 template <typename T>
 PACPU_INLINE void load_groups(const T* x, int size, int count, Floats* groups) {
-    float flat[max_taps * width];
+    float flat[max_taps * width] = {}, group[max_taps][width];
     for (int i = 0; i < size * count; i += width) store(flat + i, load_some(x + i, size * count - i));
-    for (int i = 0; i < size; ++i) {
-        groups[i] = Floats{};
-        for (int lane = 0; lane < count; ++lane) groups[i][lane] = flat[lane * size + i];
-    }
+    for (int i = 0; i < size; ++i)
+        for (int lane = 0; lane < width; ++lane) group[i][lane] = flat[lane * size + i];
+    for (int i = 0; i < size; ++i) groups[i] = load(group[i]);
 }
 
 template <typename T>
 PACPU_INLINE void store_groups(T* x, int size, int count, const Floats* groups) {
-    float flat[max_taps * width];
-    for (int i = 0; i < size; ++i)
-        for (int lane = 0; lane < count; ++lane) flat[lane * size + i] = groups[i][lane];
+    float flat[max_taps * width], group[max_taps][width];
+    for (int i = 0; i < size; ++i) store(group[i], groups[i]);
+    for (int lane = 0; lane < width; ++lane)
+        for (int i = 0; i < size; ++i) flat[lane * size + i] = group[i][lane];
     for (int i = 0; i < size * count; i += width) store_some(x + i, load(flat + i), size * count - i);
+}
+
+// A vector of channels, of which there are `count`, by a run's rows.
+template <typename T>
+PACPU_INLINE void convolve_run(const Convolution& p, const StateRun& run, int num_taps, const Floats* taps, int channel,
+                               int count) {
+    const int earlier = num_taps - 1;
+    T* const kept = run.slot < 0 ? nullptr : (T*)p.inputs + (run.slot * p.num_channels + channel) * earlier;
+    Floats inputs[max_taps];
+    if (!kept || run.is_first)
+        for (int i = 0; i < earlier; ++i) inputs[i] = Floats{};
+    else
+        load_groups(kept, earlier, count, inputs);
+    for (int64_t row = run.first_row; row < run.first_row + run.num_rows; ++row) {
+        inputs[earlier] = load_some((const T*)p.x + row * p.x_stride + channel, count);
+        Floats total = inputs[0] * taps[0];
+        for (int i = 1; i <= earlier; ++i) total += inputs[i] * taps[i];
+        store_some((T*)p.y + row * p.y_stride + channel, total * sigmoid(total), count);
+        for (int i = 0; i < earlier; ++i) inputs[i] = inputs[i + 1];
+    }
+    if (kept) store_groups(kept, earlier, count, inputs);
 }
 
 template <typename T>
 void convolve(const Convolution& p, int begin, int end) {
-    const int earlier = p.num_taps - 1;
-    for (int channel = begin; channel < end; channel += width) {
-        const int count = min_of(width, end - channel);
-        Floats taps[max_taps], inputs[max_taps];
-        load_groups((const T*)p.weight + int64_t{channel} * p.num_taps, p.num_taps, count, taps);
-        for (const StateRun* run = p.runs; run != p.runs + p.num_runs; ++run) {
-            T* const kept = run->slot < 0 ? nullptr : (T*)p.inputs + (run->slot * p.num_channels + channel) * earlier;
-            if (!kept || run->is_first)
-                for (int i = 0; i < earlier; ++i) inputs[i] = Floats{};
-            else
-                load_groups(kept, earlier, count, inputs);
-            for (int64_t row = run->first_row; row < run->first_row + run->num_rows; ++row) {
-                inputs[earlier] = load_some((const T*)p.x + row * p.x_stride + channel, count);
-                Floats total = inputs[0] * taps[0];
-                for (int i = 1; i <= earlier; ++i) total += inputs[i] * taps[i];
-                store_some((T*)p.y + row * p.y_stride + channel, total * sigmoid(total), count);
-                for (int i = 0; i < earlier; ++i) inputs[i] = inputs[i + 1];
+    Floats taps[convolved_channels / width][max_taps];
+    for (int first = begin; first < end; first += convolved_channels) {
+        const int stop = min_of(end, first + convolved_channels);
+        for (int at = first; at < stop; at += width)
+            load_groups((const T*)p.weight + int64_t{at} * p.num_taps, p.num_taps, min_of(width, stop - at),
+                        taps[(at - first) / width]);
+        for (const StateRun* run = p.runs; run != p.runs + p.num_runs; ++run)
+            for (int at = first; at < stop; at += width) {
+                const int count = min_of(width, stop - at);
+                if (p.num_taps == 4 && count == width)
+                    convolve_run<T>(p, *run, 4, taps[(at - first) / width], at, width);  // loops of known length
+                else
+                    convolve_run<T>(p, *run, p.num_taps, taps[(at - first) / width], at, count);
             }
-            if (kept) store_groups(kept, earlier, count, inputs);
-        }
     }
 }
 
