@@ -302,14 +302,14 @@ def convolve(
     *,
     num_threads: int = 1,
 ) -> None:
-    """`out = silu(sum of weight[:, i] * input i)`: the inputs are the last rows of the request, the row itself being the
-    last of them.
+    """`out = silu(sum of weight[:, i] * input i)`: the inputs are the request's last rows, of which the row itself is
+    the last.
 
     Rows are those of chunks, one behind the other, then one a decode.
 
     Args:
         x: `[rows, channels]`.
-        weight: `[channels, width]`, contiguous; width is from 1 to 8.
+        weight: `[channels, width]`, contiguous; width is from 2 to 8.
         inputs: `[slots, channels, width - 1]`, contiguous: the last inputs of each request; updated.
         chunks: slot, rows and whether the slot counts as zero, of each. Slot -1 is that of padding: it counts as zero,
             and is not written.
@@ -335,8 +335,8 @@ def delta_rule(
     """The gated delta rule, in float32: of each head the state becomes `exp(log_decay) * state + key^T written`, where
     `written = beta * (value - exp(log_decay) * key state)`, and `out = query state`.
 
-    Keys are scaled to length 1, queries to `1 / sqrt(key_dim)`. As many value heads follow each other for each key head.
-    A decode reads its state from memory once, and writes it once.
+    Keys are scaled to length 1, queries to `1 / sqrt(key_dim)`. As many value heads follow each other for each key
+    head. A decode reads its state from memory once, and writes it once.
 
     Args:
         q, k: `[rows, num_key_heads, key_dim]`.

@@ -52,8 +52,8 @@ void convolve(py::handle x_object, py::handle weight_object, py::handle inputs_o
     check_sizes(x);
     check_sizes(inputs);
     const int64_t rows = x.shape[0], channels = x.shape[1], width = weight.shape[1];
-    if (width < 1 || width > max_taps)
-        refuse("weight must have a width from 1 to " + std::to_string(max_taps) + ", not " + std::to_string(width));
+    if (width < 2 || width > max_taps)
+        refuse("weight must have a width from 2 to " + std::to_string(max_taps) + ", not " + std::to_string(width));
     check_shape(weight, {channels, width}, "[channels, width]");
     check_shape(inputs, {inputs.shape[0], channels, width - 1}, "[slots, channels, width - 1]");
     check_shape(out, x.shape, "[rows, channels]");
