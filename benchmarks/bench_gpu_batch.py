@@ -279,18 +279,18 @@ def linear_attention(dtype: torch.dtype, rounds: int, threads: int) -> Table:
     table = Table("operation", "rows", "by", "ms", "GB/s", "of a copy's", "times torch's")
     for name, make in (("delta rule", delta_rule), ("convolution", convolve)):
         for rows, where in ((LINEAR_DECODES, decodes), (PROMPT_ROWS, prompt)):
-            work = {"copy": lambda: states.recurrent[next(turns)].copy_(copied), "torch": make(Ops(), rows, where)}
+            moves_states = name == "delta rule" and where is decodes
             ours = make(CpuOps(num_threads=threads), rows, where)
-            work |= {isa: by(isa, ours) for isa in usable_isas()}
+            work = {"torch": make(Ops(), rows, where), **{isa: by(isa, ours) for isa in usable_isas()}}
+            if moves_states:
+                work["copy"] = lambda: states.recurrent[next(turns)].copy_(copied)
             seconds = dict(zip(work, _interleaved(list(work.values()), rounds, threads), strict=True))
-            has_rate = name == "delta rule" and rows == LINEAR_DECODES
             for who, taken in seconds.items():
-                if who == "copy" and not has_rate:
-                    continue
-                of_copy, of_torch = (_median_ratio(seconds[other], taken) for other in ("copy", "torch"))
-                rates = (f"{moved / statistics.median(taken) / 1e9:.1f}", f"{of_copy:.2f}") if has_rate else ("", "")
-                cells = f"{1e3 * statistics.median(taken):.2f}", *rates, f"{of_torch:.1f}"
-                table.add_row(name, str(rows), who, *cells)
+                median_s, rates = statistics.median(taken), ("", "")
+                if moves_states:
+                    rates = f"{moved / median_s / 1e9:.1f}", f"{_median_ratio(seconds['copy'], taken):.2f}"
+                of_torch = _median_ratio(seconds["torch"], taken)
+                table.add_row(name, str(rows), who, f"{1e3 * median_s:.2f}", *rates, f"{of_torch:.1f}")
     return table
 
 

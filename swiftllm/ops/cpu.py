@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import pacpu
 from pacpu import rows
+from pacpu.rows import convolve, delta_rule
 from swiftllm.ops.interface import (
     ChunkLens,
     ContextBlocks,
@@ -118,8 +119,8 @@ class CpuOps(Ops):
         return out
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor, rows: StateRows) -> torch.Tensor:
-        out, where = x.new_empty(x.shape), (rows.chunks, rows.decode_slots)
-        pacpu.rows.convolve(x, weight, inputs, *where, out, num_threads=self.num_threads)
+        out = x.new_empty(x.shape)
+        convolve(x, weight, inputs, rows.chunks, rows.decode_slots, out, num_threads=self.num_threads)
         return out
 
     def delta_rule(
@@ -132,9 +133,8 @@ class CpuOps(Ops):
         states: torch.Tensor,
         rows: StateRows,
     ) -> torch.Tensor:
-        out, of_rows = v.new_empty(v.shape, dtype=torch.float32), (q, k, v, log_decay, beta)
-        where = rows.chunks, rows.decode_slots
-        pacpu.rows.delta_rule(*of_rows, states, *where, out, num_threads=self.num_threads)
+        out, where = v.new_empty(v.shape, dtype=torch.float32), (rows.chunks, rows.decode_slots)
+        delta_rule(q, k, v, log_decay, beta, states, *where, out, num_threads=self.num_threads)
         return out
 
     def store_kv(
