@@ -8,6 +8,9 @@ memory once, and its multiply-adds in float32 at the rate of a product that stay
 With --experts it measures 4-bit experts in host memory instead: their products beside those of dense 4-bit matrices,
 and decodes whose experts the CPU computes beside decodes whose experts are copied first.
 
+With --linear-attention it measures the operations of linear attention instead, with every instruction set of this CPU,
+beside those of torch and beside a copy of as many bytes as the states have.
+
 OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/bench_gpu_batch.py [--help]
 """
 
@@ -17,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Literal
 
@@ -30,16 +34,17 @@ from rich.table import Table
 from apex.cli.options import parse_options
 from apex.simulator.hardware_files import load_model_config
 from apex.simulator.predicted_machine import INT4
+from benchmarks.pacpu_cases import Contender, usable_isas
 from evaluation.results.paths import default_model
 from swiftllm.device import HostDevice
-from swiftllm.model.config import ModelConfig
-from swiftllm.model.llama import LlamaModel
+from swiftllm.model.config import LinearSizes, ModelConfig
+from swiftllm.model.llama import LinearStates, LlamaModel
 from swiftllm.model.placement import Place, Placement
 from swiftllm.model.rope import rotary_table
 from swiftllm.model.stages import LoadedWeights, host_memory
 from swiftllm.model.weights import LayerWeights, LlamaWeights, dummy_weights
 from swiftllm.ops.cpu import CodedExperts, CpuOps
-from swiftllm.ops.interface import Linear, Ops
+from swiftllm.ops.interface import Linear, Ops, StateChunk, StateRows
 from swiftllm.ops.matrices import ExpertWeights, QuantisedMatrix
 from swiftllm.runtime.cpu_tuning import read_limit
 
@@ -228,6 +233,71 @@ def expert_streams(config: ModelConfig, dtype: torch.dtype, rounds: int, threads
     return table
 
 
+# -- linear attention --------------------------------------------------------------------------------------------------
+
+LINEAR_SIZES = LinearSizes(
+    layers_before=3, num_key_heads=16, num_value_heads=48, key_dim=128, value_dim=128, conv_width=4
+)
+"""Of Qwen3.5-27B."""
+LINEAR_DECODES = 16
+PROMPT_ROWS = 256
+LINEAR_LAYERS = 6  # of 50 MB of states each
+
+
+@torch.inference_mode()
+def linear_attention(dtype: torch.dtype, rounds: int, threads: int) -> Table:
+    """Milliseconds of a layer's operations for decodes and for a prompt, and GB/s of states, which a decode reads and
+    writes. The copy, by torch, reads and writes as many bytes."""
+    sizes, generator = LINEAR_SIZES, torch.Generator().manual_seed(0)
+    states = LinearStates(
+        torch.rand(LINEAR_LAYERS, LINEAR_DECODES, sizes.num_value_heads, sizes.key_dim, sizes.value_dim),
+        torch.randn(LINEAR_LAYERS, LINEAR_DECODES, sizes.conv_channels, sizes.conv_width - 1).to(dtype),
+    )
+    copied, weight = torch.rand_like(states.recurrent[0]), torch.randn(sizes.conv_channels, sizes.conv_width).to(dtype)
+    no_decodes, moved = torch.empty(0, dtype=torch.int64), 2 * states.recurrent[0].nbytes
+    decodes = StateRows((), torch.randperm(LINEAR_DECODES, generator=generator))
+    prompt = StateRows((StateChunk(0, PROMPT_ROWS, True),), no_decodes)
+    turns = cycle(range(LINEAR_LAYERS))  # the layers' states are larger than caches
+
+    def delta_rule(ops: Ops, rows: int, where: StateRows) -> Callable[[], object]:
+        q, k = (torch.randn(rows, sizes.num_key_heads, sizes.key_dim).to(dtype) for _ in range(2))
+        v = torch.randn(rows, sizes.num_value_heads, sizes.value_dim).to(dtype)
+        of_rows = -torch.rand(rows, sizes.num_value_heads), torch.rand(rows, sizes.num_value_heads)
+        return lambda: ops.delta_rule(q, k, v, *of_rows, states.recurrent[next(turns)], where)
+
+    def convolve(ops: Ops, rows: int, where: StateRows) -> Callable[[], object]:
+        x = torch.randn(rows, sizes.conv_channels).to(dtype)
+        return lambda: ops.convolve(x, weight, states.conv[next(turns)], where)
+
+    def by(isa: str, work: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            with Contender("", isa, lambda *_: None).selected():
+                work()
+
+        return run
+
+    table = Table("operation", "rows", "by", "ms", "GB/s", "of a copy's", "times torch's")
+    for name, make in (("delta rule", delta_rule), ("convolution", convolve)):
+        for rows, where in ((LINEAR_DECODES, decodes), (PROMPT_ROWS, prompt)):
+            moves_states = name == "delta rule" and where is decodes
+            ours = make(CpuOps(num_threads=threads), rows, where)
+            work = {"torch": make(Ops(), rows, where), **{isa: by(isa, ours) for isa in usable_isas()}}
+            if moves_states:
+                work["copy"] = lambda: states.recurrent[next(turns)].copy_(copied)
+            seconds = dict(zip(work, _interleaved(list(work.values()), rounds, threads), strict=True))
+            for who, taken in seconds.items():
+                median_s, rates = statistics.median(taken), ("", "")
+                if moves_states:
+                    rates = f"{moved / median_s / 1e9:.1f}", f"{_median_ratio(seconds['copy'], taken):.2f}"
+                of_torch = _median_ratio(seconds["torch"], taken)
+                table.add_row(name, str(rows), who, f"{1e3 * median_s:.2f}", *rates, f"{of_torch:.1f}")
+    return table
+
+
+def _median_ratio(values: Sequence[float], references: Sequence[float]) -> float:
+    return statistics.median(value / reference for value, reference in zip(values, references, strict=True))
+
+
 def _interleaved(work: Sequence[Callable[[], object]], rounds: int, threads: int) -> list[list[float]]:
     """Seconds of each, round by round; the first round warms up. CPU time of one thread, elapsed time of several."""
     seconds: list[list[float]] = [[] for _ in work]
@@ -256,14 +326,21 @@ class Options:
     """Data type of weights, activations and KV cache."""
     experts: bool = False
     """Measure 4-bit experts of the sizes of Qwen3-30B-A3B in host memory instead."""
+    linear_attention: bool = False
+    """Measure linear attention of the sizes of Qwen3.5-27B instead."""
     threads: int = 1
-    """Threads with --experts."""
+    """Threads with --experts and --linear-attention."""
 
 
 def main(options: Options) -> None:
     """Measure and print the table."""
     torch.set_num_threads(1)
     element = getattr(torch, options.dtype)
+    if options.linear_attention:
+        torch.set_num_threads(options.threads)
+        print(f"linear attention of Qwen3.5-27B, {options.dtype}, threads: {options.threads}")
+        Console().print(linear_attention(element, options.rounds, options.threads))
+        return
     if options.experts:
         sizes = replace(load_model_config(EXPERT_MODEL), quantisation=INT4, vocab_size=64)
         how = f"{options.dtype}, threads: {options.threads}; one core reads {read_limit(1) / 1e9:.1f} GB/s"

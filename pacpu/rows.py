@@ -18,6 +18,8 @@ __all__ = [
     "PackedCodes",
     "PackedExperts",
     "argmax",
+    "convolve",
+    "delta_rule",
     "gather_blocks",
     "gather_kv",
     "has_prompt_attention",
@@ -288,6 +290,63 @@ def argmax(x: Any, out: Any, *, num_threads: int = 1) -> None:
         out: int64 `[rows]`, overwritten.
     """
     native.argmax(x, out, num_threads)
+
+
+def convolve(
+    x: Any,
+    weight: Any,
+    inputs: Any,
+    chunks: Sequence[tuple[int, int, bool]],
+    decode_slots: Any,
+    out: Any,
+    *,
+    num_threads: int = 1,
+) -> None:
+    """`out = silu(sum of weight[:, i] * input i)`: the inputs are the request's last rows, of which the row itself is
+    the last.
+
+    Rows are those of chunks, one behind the other, then one a decode.
+
+    Args:
+        x: `[rows, channels]`.
+        weight: `[channels, width]`, contiguous; width is from 2 to 8.
+        inputs: `[slots, channels, width - 1]`, contiguous: the last inputs of each request; updated.
+        chunks: slot, rows and whether the slot counts as zero, of each. Slot -1 is that of padding: it counts as zero,
+            and is not written.
+        decode_slots: int64 `[decodes]`. No two of them and of the chunks have the same slot, but -1.
+        out: `[rows, channels]`, overwritten.
+    """
+    native.convolve(x, weight, inputs, chunks, decode_slots, out, num_threads)
+
+
+def delta_rule(
+    q: Any,
+    k: Any,
+    v: Any,
+    log_decay: Any,
+    beta: Any,
+    states: Any,
+    chunks: Sequence[tuple[int, int, bool]],
+    decode_slots: Any,
+    out: Any,
+    *,
+    num_threads: int = 1,
+) -> None:
+    """The gated delta rule, in float32: of each head the state becomes `exp(log_decay) * state + key^T written`, where
+    `written = beta * (value - exp(log_decay) * key state)`, and `out = query state`.
+
+    Keys are scaled to length 1, queries to `1 / sqrt(key_dim)`. As many value heads follow each other for each key
+    head. A decode reads its state from memory once, and writes it once.
+
+    Args:
+        q, k: `[rows, num_key_heads, key_dim]`.
+        v: `[rows, num_value_heads, value_dim]`.
+        log_decay, beta: float32 `[rows, num_value_heads]`.
+        states: float32 `[slots, num_value_heads, key_dim, value_dim]`, contiguous; updated.
+        chunks, decode_slots: as in `convolve`.
+        out: float32 `[rows, num_value_heads, value_dim]`, overwritten.
+    """
+    native.delta_rule(q, k, v, log_decay, beta, states, chunks, decode_slots, out, num_threads)
 
 
 def store_kv(k: Any, v: Any, kv_cache: Any, blocks: Any, offsets: Any, *, num_threads: int = 1) -> None:

@@ -147,6 +147,54 @@ struct Prompt {
     }
 };
 
+// Rows that follow each other and continue a request's state.
+struct StateRun {
+    int64_t slot;  // -1: of padding, whose state counts as zero and is not written
+    int first_row, num_rows;
+    bool is_first;  // the slot counts as zero
+};
+
+// Tokens of linear attention: a state [key_dim, value_dim] becomes state * exp(log_decay) + key * written, in float32, where
+// written = beta * (value - key * state), of the decayed state. The result is query * state. Keys and queries are scaled to
+// length 1, the latter to 1 / sqrt(key_dim). As many value heads follow each other for each key head.
+struct DeltaRule {
+    int num_key_heads, num_value_heads, key_dim, value_dim;
+    const void* q;  // [rows, num_key_heads, key_dim]
+    int64_t q_stride;
+    const void* k;
+    int64_t k_stride;
+    const void* v;  // [rows, num_value_heads, value_dim]
+    int64_t v_stride;
+    const float* log_decay;  // [rows, num_value_heads]
+    int64_t log_decay_stride;
+    const float* beta;
+    int64_t beta_stride;
+    float* states;  // [slots, num_value_heads, key_dim, value_dim]
+    float* out;     // [rows, num_value_heads, value_dim]
+    int64_t out_stride;
+};
+
+// Tokens whose queries, keys and values are held at a time.
+constexpr int state_tokens = 8;
+
+constexpr int max_taps = 8;
+
+// A convolution takes a run's rows for so many channels at a time: their kept inputs lie side by side.
+constexpr int convolved_channels = 128;
+
+// y = SiLU of each channel's products of its last `num_taps` inputs, the row's own included, with its weights.
+struct Convolution {
+    int num_channels, num_taps;
+    const void* x;  // [rows, num_channels]
+    int64_t x_stride;
+    const void* weight;  // [num_channels, num_taps]
+    void* inputs;        // [slots, num_channels, num_taps - 1]: the last ones of each state
+    void* y;
+    int64_t y_stride;
+    const StateRun* runs;
+    int num_runs;
+};
+
 // One instruction set's functions; each does the rows (of a linear: the panels) from `begin` to `end`. By DType.
 struct RowKernels {
     // nullptr: there is none. `scratch`: linear_scratch_floats(problem) floats, aligned to 64 bytes.
@@ -157,6 +205,9 @@ struct RowKernels {
     void (*clamped_swiglu[num_dtypes])(const ClampedSwiGLU&, int begin, int end);
     void (*add_slots[num_dtypes])(const AddSlots&, int begin, int end);
     void (*argmax[num_dtypes])(const Argmax&, int begin, int end);
+    // `ahead`: a state to fetch meanwhile, or nullptr. `scratch`: delta_scratch_floats(problem) floats.
+    void (*delta_rule[num_dtypes])(const DeltaRule&, const StateRun&, int head, const float* ahead, float* scratch);
+    void (*convolve[num_dtypes])(const Convolution&, int begin_channel, int end_channel);
     // nullptr: there is none. First every panel of every KV head is packed, then rows are attended, in any order.
     void (*pack_panel)(const Prompt&, int kv_head, int panel);
     void (*attend_prompt)(const Prompt&, int kv_head, int begin_row, int end_row, float* scratch);
@@ -172,6 +223,11 @@ static constexpr int64_t padded_inputs(int64_t in_features) { return (in_feature
 static constexpr size_t linear_scratch_floats(const Linear& p) {
     const int rows = p.rows < max_block_rows ? p.rows : max_block_rows;
     return rows * (padded_inputs(p.in_features) + panel_columns) + 2 * max_block_pairs * panel_columns;
+}
+
+static constexpr size_t delta_scratch_floats(const DeltaRule& p) {
+    const size_t tokens = state_tokens * (2 * padded_inputs(p.key_dim) + padded_inputs(p.value_dim));
+    return tokens + size_t(p.key_dim) * p.value_dim;
 }
 
 // Those of the instruction set in use.

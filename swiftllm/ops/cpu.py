@@ -15,7 +15,17 @@ import torch.nn.functional as F
 
 import pacpu
 from pacpu import rows
-from swiftllm.ops.interface import ChunkLens, ContextBlocks, Crossing, CrossingParts, Linear, Ops, concatenate
+from pacpu.rows import convolve, delta_rule
+from swiftllm.ops.interface import (
+    ChunkLens,
+    ContextBlocks,
+    Crossing,
+    CrossingParts,
+    Linear,
+    Ops,
+    StateRows,
+    concatenate,
+)
 from swiftllm.ops.matrices import BLOCK_WORDS, ExpertByExpert, Experts, ExpertWeights, QuantisedMatrix, Router
 
 PACKING_ROWS = 32  # oneDNN packs for a row count: this one is best for decodes and no slower for prefills
@@ -106,6 +116,25 @@ class CpuOps(Ops):
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
         rows.silu_and_mul(gate_up, out, num_threads=self.num_threads)
+        return out
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor, rows: StateRows) -> torch.Tensor:
+        out = x.new_empty(x.shape)
+        convolve(x, weight, inputs, rows.chunks, rows.decode_slots, out, num_threads=self.num_threads)
+        return out
+
+    def delta_rule(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+        states: torch.Tensor,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        out, where = v.new_empty(v.shape, dtype=torch.float32), (rows.chunks, rows.decode_slots)
+        delta_rule(q, k, v, log_decay, beta, states, *where, out, num_threads=self.num_threads)
         return out
 
     def store_kv(

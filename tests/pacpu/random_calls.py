@@ -299,6 +299,30 @@ def crossing(draw: random.Random) -> Call:
     return Call(rows.Crossing(**arguments), arrays | {"num_threads": threads(draw)}, ("out",))
 
 
+def linear_attention(draw: random.Random) -> Call:
+    """Two chunks, one of padding, and decodes, of which one is padding."""
+    dtype, decodes, key_heads, groups = (
+        draw.choice(DTYPES),
+        draw.choice([1, 5]),
+        draw.choice([1, 3]),
+        draw.choice([1, 2]),
+    )
+    chunks, slots = [(7, 3, True), (-1, 9, False)], torch.tensor([-1, 5, 0, 6, 2][:decodes])
+    count, common = 12 + decodes, {"chunks": chunks, "decode_slots": slots, "num_threads": threads(draw)}
+    if draw.random() < 0.5:
+        channels, width = draw.choice([1, 40, 300]), draw.choice([2, 3, 4, 8])
+        inputs = torch.randn(8, channels, width - 1).to(dtype)
+        arguments = {"x": torch.randn(count, channels).to(dtype), "weight": torch.ones(channels, width).to(dtype)}
+        out = nan(count, channels, dtype=dtype)
+        return Call(rows.convolve, arguments | {"inputs": inputs, "out": out} | common, ("out",))
+    heads, key_dim, value_dim = key_heads * groups, draw.choice([1, 8, 40]), draw.choice([1, 12, 70])
+    keys = torch.randn(2, count, key_heads, key_dim).to(dtype)
+    arguments = {"q": keys[0], "k": keys[1], "v": torch.randn(count, heads, value_dim).to(dtype)}
+    arguments |= {"log_decay": -torch.rand(count, heads), "beta": torch.rand(count, heads)}
+    states, out = torch.randn(8, heads, key_dim, value_dim), nan(count, heads, value_dim, dtype=torch.float32)
+    return Call(rows.delta_rule, arguments | {"states": states, "out": out} | common, ("out",))
+
+
 def settings(draw: random.Random) -> Call:
     kind = {"dtype": draw.choice(["float32", "bfloat16", "int8"]), "heads": draw.choice(pacpu.HEADS)}
     if draw.random() < 0.5:
@@ -318,7 +342,7 @@ def zeros(draw: random.Random) -> Call:
 
 
 KINDS = (attention, attention, prompts, linear, pack_matrix, packed_shape, rows_per_read, norms, heads, activation)
-KINDS += (copies, coded, experts, crossing, settings, bandwidth, zeros)
+KINDS += (copies, coded, experts, crossing, linear_attention, settings, bandwidth, zeros)
 
 
 def outcome(call: Call, draw: random.Random) -> str:

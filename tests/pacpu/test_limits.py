@@ -30,7 +30,7 @@ WITH_THREADS |= {
     "read_bandwidth",
     "rms_norm",
 }
-WITH_THREADS |= {"rotary", "scatter_blocks", "silu_and_mul", "store_kv", "zero"}
+WITH_THREADS |= {"convolve", "delta_rule", "rotary", "scatter_blocks", "silu_and_mul", "store_kv", "zero"}
 SIZES = {
     "packed_shape": {"out_features", "in_features"},
     "PackedCodes.__init__": {"out_features", "in_features"},

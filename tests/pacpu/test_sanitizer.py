@@ -27,6 +27,7 @@ from tests.pacpu.cases import DTYPES, make_case, shared_case, windowed_case
 from tests.pacpu.int8_cases import as_int8, make_int8_case
 from tests.pacpu.packed_codes import random_matrix
 from tests.pacpu.test_experts import Layer, routing
+from tests.pacpu.test_linear_attention import check_convolve, check_delta_rule
 
 torch.manual_seed(0)
 for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
@@ -61,6 +62,10 @@ for isa in ("portable", "avx2", "avx512", "avx512bf16", "amx"):
         rows.rms_norm(y, y[0], 1e-5, y.clone(), addend=y.clone(), num_threads=2)
         rows.rotary(heads, torch.ones(5, 2, 10))
         rows.silu_and_mul(x, y)
+        for taps in (2, 4):
+            check_convolve(dtype, taps, num_threads=2)
+        for sizes in ((1, 3, 128, 128), (2, 4, 5, 35)):
+            check_delta_rule(dtype, *sizes, num_threads=2)
         rows.store_kv(heads, heads, torch.ones(2, 3, 2, 4, 10, dtype=dtype), torch.ones(5).long(), torch.arange(5) % 4)
         cache, blocks = torch.ones(2, 3, 3, 2, 4, 5, dtype=dtype), torch.tensor([2, 0])
         rows.gather_kv(cache[1], blocks, torch.empty(2, 3, 7, 5, dtype=dtype), num_threads=2)
@@ -102,6 +107,7 @@ from pacpu import _pacpu
 
 print(_pacpu.__file__)
 files = ["test_arguments.py", "test_rows.py::test_refusals", "test_kv_copies.py", "test_int8.py::test_refusals"]
+files += ["test_linear_attention.py::test_refusals"]
 files += ["test_lent_arrays.py", "test_limits.py::test_thread_counts", "test_limits.py::test_sizes"]
 files = [f"tests/pacpu/{file}" for file in files]
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *files]))

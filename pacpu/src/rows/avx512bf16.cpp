@@ -1,6 +1,7 @@
 #include "attend_prompt.h"
 #include "dot.h"
 #include "elementwise.h"
+#include "linear_attention.h"
 #include "quantised/dot.h"
 
 namespace pacpu {

@@ -30,13 +30,13 @@ std::vector<int64_t> packed_shape(int64_t out_features, int64_t in_features) {
     return {(out_features + panel_columns - 1) / panel_columns, (in_features + 1) / 2, panel_columns, 2};
 }
 
-void check_slots(const Array& array, int64_t rows, int64_t limit) {
+void check_slots(const Array& array, int64_t rows, int64_t limit, int64_t least) {
     if (!is_int(array, 64)) refuse(std::string(array.name) + " must have dtype int64, not " + array.dtype_name());
     check_shape(array, {rows}, "[rows]");
     row_stride(array, false);
     const auto* values = static_cast<const int64_t*>(array.data);
     for (int64_t i = 0; i < rows; ++i)
-        if (values[i] < 0 || values[i] >= limit)
+        if (values[i] < least || values[i] >= limit)
             refuse(std::string(array.name) + "[" + std::to_string(i) + "] must be below " + std::to_string(limit) + ", not " +
                    std::to_string(values[i]));
 }
@@ -372,6 +372,7 @@ void bind_rows(py::module_& module) {
     module.def("has_prompt_attention", &has_prompt_attention);
     module.def("prompt_attention", &prompt_attention);
     module.def("linear_is_fastest", &linear_is_fastest);
+    bind_linear_attention(module);
     bind_kv_copies(module);
     bind_codes(module);
     bind_experts(module);

@@ -11,8 +11,8 @@ namespace pacpu {
 DType float_dtype(const Array& array);
 void check_bfloat16(const Array& array);
 
-// int64 [rows], each from 0 to below `limit`.
-void check_slots(const Array& array, int64_t rows, int64_t limit);
+// int64 [rows], each from `least` to below `limit`.
+void check_slots(const Array& array, int64_t rows, int64_t limit, int64_t least = 0);
 
 // Refuses sides that a packed matrix cannot have.
 std::vector<int64_t> packed_shape(int64_t out_features, int64_t in_features);
@@ -33,6 +33,9 @@ void bind_kv_copies(pybind11::module_& module);
 void store_codes(const Array& k, const Array& v, const Array& kv_cache, const Array& blocks, const Array& offsets, int num_threads);
 void gather_codes(const Array& kv_cache, const Array& blocks, const Array& out, int num_threads);
 void convert_blocks(const Array& pool, const Array& blocks, const Array& staging, int num_threads, bool gathers);
+
+// The operations on states of linear attention.
+void bind_linear_attention(pybind11::module_& module);
 
 // The Python class of packed 4-bit matrices.
 void bind_codes(pybind11::module_& module);

@@ -156,6 +156,8 @@ void narrow_row(const float* x, int count, float factor, void* y) {
     {clamped_swiglu<float>, clamped_swiglu<Half>, clamped_swiglu<BFloat16>}, \
     {add_slots<float>, add_slots<Half>, add_slots<BFloat16>},                \
     {argmax<float>, argmax<Half>, argmax<BFloat16>},                         \
+    {delta_rule<float>, delta_rule<Half>, delta_rule<BFloat16>},             \
+    {convolve<float>, convolve<Half>, convolve<BFloat16>},                   \
     pack_panel,                                                              \
     attend_prompt,                                                           \
     codes,                                                                   \

@@ -1,4 +1,5 @@
 #include "elementwise.h"
+#include "linear_attention.h"
 #include "quantised/product.h"
 
 namespace pacpu {

@@ -100,14 +100,14 @@ def test_dummy_weights_have_all_that_a_checkpoint_has(name: str, tmp_path) -> No
 
 def test_states_and_their_decay_are_float32_beside_weights_of_16_bits(tmp_path, monkeypatch) -> None:
     """Rounded to bfloat16, a decay near 1 would be one of 256 numbers, and the error grows with each token."""
-    decays, inner = [], Ops.delta_rule
+    decays, inner = [], CpuOps.delta_rule
 
     def noted(ops, q, k, v, log_decay, beta, states, rows):
         assert log_decay.dtype is beta.dtype is states.dtype is torch.float32
         decays.append(log_decay.clone())
         return inner(ops, q, k, v, log_decay, beta, states, rows)
 
-    monkeypatch.setattr(Ops, "delta_rule", noted)
+    monkeypatch.setattr(CpuOps, "delta_rule", noted)
     folder = make_tiny_linear(tmp_path, "Qwen3_5Moe")
     sizes = {"num_gpu_blocks": 20, "num_cpu_blocks": 2, "max_num_seqs": 2}
     llm = LLM(str(folder), system="vllm", device="cpu", dtype="bfloat16", **sizes)

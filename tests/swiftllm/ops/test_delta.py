@@ -1,14 +1,17 @@
-"""The operations of linear attention: chunks and steps agree, and only the states of their slots change."""
+"""The operations of linear attention, by torch and by pacpu: chunks and steps agree, and only the states of their slots
+change."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import DELTA_ROWS, Ops, StateChunk, StateRows
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 6, 8, 12
 CHANNELS, WIDTH, SLOTS = 10, 4, 5
+every_ops = pytest.mark.parametrize("ops", [Ops(), CpuOps(num_threads=2)], ids=["torch", "pacpu"])
 
 
 def steps(slot: int) -> StateRows:
@@ -47,10 +50,11 @@ def by_definition(rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.T
     return out, states
 
 
+@every_ops
 @pytest.mark.parametrize("length", [1, 2, DELTA_ROWS - 1, DELTA_ROWS, DELTA_ROWS + 1, 3 * DELTA_ROWS + 5])
-def test_chunks_and_steps_are_the_rule(length: int) -> None:
+def test_chunks_and_steps_are_the_rule(ops: Ops, length: int) -> None:
     """A chunk from a slot that counts as zero; the same cut in two; the same step by step after a first chunk."""
-    rows, ops = draw_rows(length, seed=length), Ops()
+    rows = draw_rows(length, seed=length)
     expected, last = by_definition(rows)
     cuts = {"one": [length], "two": [1, length - 1], "steps": [1] * length}
     for name, lengths in cuts.items():
@@ -66,9 +70,10 @@ def test_chunks_and_steps_are_the_rule(length: int) -> None:
         assert states[[0, 1, 3, 4]].isnan().all(), name
 
 
-def test_each_row_of_a_mixed_batch_has_its_own_state() -> None:
+@every_ops
+def test_each_row_of_a_mixed_batch_has_its_own_state(ops: Ops) -> None:
     """Two chunks, one of them padding, and three decodes, of which one is padding."""
-    ops, states = Ops(), pool()
+    states = pool()
     before = {slot: draw_rows(3, seed=slot) for slot in (0, 3, 4)}
     for slot, rows in before.items():
         ops.delta_rule(*rows, states, chunk(slot, 3, is_first=True))
@@ -87,7 +92,8 @@ def test_each_row_of_a_mixed_batch_has_its_own_state() -> None:
     assert states[[1, 2]].isnan().all()
 
 
-def test_the_convolution_reads_the_last_inputs_of_its_request() -> None:
+@every_ops
+def test_the_convolution_reads_the_last_inputs_of_its_request(ops: Ops) -> None:
     draw = torch.Generator().manual_seed(0)
     weight, x = torch.randn(CHANNELS, WIDTH, generator=draw), torch.randn(11, CHANNELS, generator=draw)
     padded = torch.cat([torch.zeros(WIDTH - 1, CHANNELS), x])
@@ -98,7 +104,7 @@ def test_the_convolution_reads_the_last_inputs_of_its_request() -> None:
         for count in lengths:
             as_step = count == 1 and first > 0
             where = steps(1) if as_step else chunk(1, count, is_first=first == 0)
-            results.append(Ops().convolve(x[first : first + count], weight, inputs, where))
+            results.append(ops.convolve(x[first : first + count], weight, inputs, where))
             first += count
         torch.testing.assert_close(torch.cat(results), expected)
         assert torch.equal(inputs[1], x[-(WIDTH - 1) :].t()) and inputs[[0, 2, 3, 4]].isnan().all()
@@ -106,8 +112,8 @@ def test_the_convolution_reads_the_last_inputs_of_its_request() -> None:
     inputs[1:3] = 7.0
     old = inputs.clone()
     padding = StateRows((StateChunk(-1, 2, False),), torch.tensor([-1, 2]), has_padding=True)
-    out = Ops().convolve(x[:4], weight, inputs, padding)
-    alone = Ops().convolve(x[2:3], weight, inputs, chunk(-1, 1, is_first=True))
+    out = ops.convolve(x[:4], weight, inputs, padding)
+    alone = ops.convolve(x[2:3], weight, inputs, chunk(-1, 1, is_first=True))
     assert torch.equal(out[2:3], alone) and not torch.equal(inputs[2], old[2])
     assert torch.equal(inputs[[0, 1, 3, 4]].isnan(), old[[0, 1, 3, 4]].isnan()) and torch.equal(inputs[1], old[1])
 
