@@ -163,8 +163,8 @@ def activation_bytes(
         mixing = held + hidden + rows * (projected + max(convolving, attending))
     peak = max(own_attention, crossing, long_attention, decoding, sampling, mixing)
     peak += requests * model.state_bytes(itemsize)
-    has_graphs = not on_host and model.linear is None
-    return peak + context * rotary + (_graph_buffers(model, itemsize, residual_itemsize, requests) if has_graphs else 0)
+    graphs = 0 if on_host else _graph_buffers(model, itemsize, residual_itemsize, requests)
+    return peak + context * rotary + graphs
 
 
 def _written_out(model: ModelConfig, itemsize: int, hidden: int, gate_up: int, qkv: int) -> int:
@@ -220,7 +220,10 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     rotary_rows = model.rotary_table[:1].expand(rows, -1, -1).contiguous()
     state_rows = None
     if sizes.linear is not None:
-        state_rows = StateRows((StateChunk(-1, rows, is_first=False),), zeros(0, dtype=torch.int64))
+        state_rows = StateRows.of([StateChunk(-1, rows, is_first=False)], [], lambda tensor: tensor.to(device))
+        model.first_stage(
+            residual[:1], rotary_rows[:1], state_rows=StateRows((), zeros(1, dtype=torch.int64) - 1, True)
+        )
     q, k, v = model.split_qkv(model.first_stage(residual, rotary_rows, state_rows=state_rows))
     goes_to_host = device.type != "cpu" and config.num_cpu_blocks != 0
     on_their_way = [torch.cat([k, v], dim=1) for _ in range(SNAPSHOTS if goes_to_host else 0)]
