@@ -220,10 +220,11 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     rotary_rows = model.rotary_table[:1].expand(rows, -1, -1).contiguous()
     state_rows = None
     if sizes.linear is not None:
-        state_rows = StateRows.of([StateChunk(-1, rows, is_first=False)], [], lambda tensor: tensor.to(device))
-        model.first_stage(
-            residual[:1], rotary_rows[:1], state_rows=StateRows((), zeros(1, dtype=torch.int64) - 1, True)
+        decode, state_rows = (
+            StateRows.of(chunks, slots, lambda tensor: tensor.to(device))
+            for chunks, slots in (([], [-1]), ([StateChunk(-1, rows, is_first=False)], []))
         )
+        model.first_stage(residual[:1], rotary_rows[:1], state_rows=decode)
     q, k, v = model.split_qkv(model.first_stage(residual, rotary_rows, state_rows=state_rows))
     goes_to_host = device.type != "cpu" and config.num_cpu_blocks != 0
     on_their_way = [torch.cat([k, v], dim=1) for _ in range(SNAPSHOTS if goes_to_host else 0)]
