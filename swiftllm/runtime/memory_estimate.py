@@ -157,10 +157,14 @@ def activation_bytes(
     mixing = 0
     if (linear := model.linear) is not None:
         channels, keys = linear.conv_channels, linear.num_value_heads * linear.key_dim
-        convolving = 2 * channels * itemsize + 2 * channels * 4  # arithmetic is in float32
-        attending = channels * itemsize + (3 * keys + 5 * linear.values_size) * 4
         projected = (channels + linear.values_size) * itemsize
-        mixing = held + hidden + rows * (projected + max(convolving, attending))
+        if on_host:  # intermediate results are float32
+            convolving = 2 * channels * itemsize + 2 * channels * 4
+            attending = channels * itemsize + (3 * keys + 5 * linear.values_size) * 4
+            mixing = held + hidden + rows * (projected + max(convolving, attending))
+        else:  # kernels keep them to themselves; the product, and two norms' results
+            attending = channels * itemsize + linear.values_size * (4 + itemsize)
+            mixing = held + attended + 3 * hidden + rows * (projected + attending)
     peak = max(own_attention, crossing, long_attention, decoding, sampling, mixing)
     peak += requests * model.state_bytes(itemsize)
     graphs = 0 if on_host else _graph_buffers(model, itemsize, residual_itemsize, requests)
