@@ -317,14 +317,17 @@ def run_linear(folder, cuda=None) -> list[list[int]]:
     driver = make_driver(folder, cuda)
     model, requests = driver.backend.model, [*admit(driver, (4, 9, 17)), *admit(driver, (6, 18), Tier.CPU)]
     driver.backend.state_slots = {request.request_id: slot for slot, request in enumerate(requests, 2)}
-    for pool in (model.states.recurrent, model.states.conv):
+    pools = model.states.recurrent, model.states.conv
+    for pool in pools:
+        # Memory of the device is NaN until something writes to it.
+        assert cuda is None or pool.cpu().isnan().all(), "a capture has a state"
         pool.fill_(torch.nan)
     gpu_batch, joined = requests[:3], requests[3:]
     driver.prefill([*gpu_batch[:2], *joined])
     driver.run([GpuBatchItem(gpu_batch[2], 0, 17, Tier.GPU, is_prefill=True), *decode_items(gpu_batch[:2])], joined)
     for count, stage_of_joined in ((3, joined), (3, []), (2, joined[:1]), (1, []), (0, joined), (3, joined[1:])):
         driver.decode([*gpu_batch[:count], *stage_of_joined])
-    for pool in (model.states.recurrent, model.states.conv):
+    for pool in pools:
         is_untouched = pool.cpu().isnan().flatten(2).all(2)
         assert is_untouched[:, [0, 1, 7]].all() and not is_untouched[:, 2:7].any(), "padding has a state"
     return outputs(requests)
