@@ -179,7 +179,7 @@ END_S = 30.0  # of a call's time, for the report and for ending a part that hang
 REHEARSAL_FACTOR = 10.0
 """A rehearsal has no GPU that could hang, and the machine may be busy with other work: its limits are so much wider."""
 KERNEL_CHECKS = ("rows", "blocks", "decode-attention")
-LONG_TOKENS = ("tokens-float32", "tokens-streamed")
+LONG_TOKENS = ("tokens-float32", "tokens-streamed", "tokens-linear")
 MACHINE_PARTS = ("versions", "both_ways", "pinned_allocation", "polling", "wake_up", "memory", "gemm")
 GPU_BATCH_PARTS = ("captures", "gpu_batch_profiles", "gpu_batch_times")
 SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"  # often not on PATH

@@ -210,8 +210,9 @@ class LlamaModel:
         first = (layer + 1) * len(weights.linear_layers)
         norms = [linear.norm for linear in weights.linear_layers[1:]] + [weights.norm]
         for number, (linear, next_norm) in enumerate(zip(weights.linear_layers, norms, strict=True)):
-            mixed = self._linear_attention(first + number, linear, normed, state_rows)
-            normed = self._norm_of_sum(mixed, residual, linear.ffn_norm)
+            attended = self._linear_attention(first + number, linear, normed, state_rows)
+            normed = self._norm_of_sum(attended, residual, linear.ffn_norm)
+            del attended
             normed = self._norm_of_sum(self._in_pieces(linear.mlp, normed, num_rows), residual, next_norm)
         return normed
 

@@ -207,6 +207,23 @@ class StateRows:
     """int64 ``[decodes]``, on the device."""
     has_padding: bool = False
     """Whether there may be slots of -1 among ``decode_slots``."""
+    chunk_table: torch.Tensor | None = None
+    """int64 ``[chunks, 4]``, on the device: first row, number of rows, slot to read (-1: zero) and slot to write."""
+
+    @classmethod
+    def of(
+        cls, chunks: Sequence[StateChunk], decode_slots: Sequence[int], send: Callable[[torch.Tensor], torch.Tensor]
+    ) -> StateRows:
+        """``send`` brings a tensor to the device."""
+        firsts = accumulate((chunk.num_rows for chunk in chunks), initial=0)
+        table = [
+            number
+            for first, (slot, num_rows, is_first) in zip(firsts, chunks, strict=False)
+            for number in (first, num_rows, -1 if is_first else slot, slot)
+        ]
+        sent = send(torch.tensor([*table, *decode_slots], dtype=torch.int64))  # slots begin at 16 bytes
+        has_padding = min(decode_slots, default=0) < 0
+        return cls(tuple(chunks), sent[len(table) :], has_padding, sent[: len(table)].view(len(chunks), 4))
 
     def read(self, pool: torch.Tensor) -> torch.Tensor:
         """A copy of the states that decodes continue: ``[decodes, ...]``."""
@@ -246,7 +263,8 @@ class Ops:
 
     takes_empty_rows = False
     """Whether ``decode_attention`` accepts rows of ``seq_lens`` 0, stores nothing for them and ignores their block
-    tables. Captured graphs are padded with such rows."""
+    tables, and whether ``convolve`` and ``delta_rule`` pass over slots of -1 without a wait of the host. Captured
+    graphs are padded with such rows."""
 
     @property
     def by_library(self) -> str | None:

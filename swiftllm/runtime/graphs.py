@@ -2,7 +2,8 @@
 
 A graph computes on the memory and the number of rows it was captured with. So graphs are captured for some numbers of
 rows, the buckets, and a batch takes the smallest bucket that holds it. The rows behind the batch are padding: no
-operation mixes rows, and empty contexts store nothing. All buckets share one set of buffers, a frame.
+operation mixes rows, empty contexts store nothing, and rows of slot -1 have no state of linear attention. All buckets
+share one set of buffers, a frame.
 
 All graphs are captured before anything is served. Failures show at the start, no request waits for a capture, no copy
 of the attention worker runs beside one, and the memory they take is known.
@@ -30,6 +31,7 @@ from swiftllm.device import Device, Graph
 from swiftllm.kv.block_pool import LayerGroups
 from swiftllm.model.llama import LlamaModel
 from swiftllm.model.placement import Placement
+from swiftllm.ops.interface import StateRows
 from swiftllm.runtime.model_input import GpuBatchTensors, Rows
 from swiftllm.sampling.sampler import most_likely
 
@@ -49,10 +51,12 @@ class Frame:
         self.token_ids = buffer(dtype=torch.int64)
         self.rotary_rows = buffer(2, config.head_dim, dtype=torch.float32)
         self.residual = buffer(config.hidden_size, dtype=model.residual_dtype)
-        self.qkv = buffer(config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        self.qkv = buffer(config.num_projected_heads, config.head_dim)
         self.attention_out = buffer(config.num_heads, config.head_dim)
         self.block_tables = torch.zeros(groups, rows, max_blocks, dtype=torch.int32, device=device)
         self.seq_lens = buffer(dtype=torch.int32)
+        self.state_slots = None if model.states is None else buffer(dtype=torch.int64)
+        self._has_gates = config.num_gates > 0
         # Weak, as the frame outlives its GPU batches: one that has ended needs no memory of its own.
         self._gpu_batch: Callable[[], GpuBatchTensors | None] = lambda: None
 
@@ -76,6 +80,8 @@ class Frame:
             self.block_tables[:, :rows, : tables.shape[2]].copy_(tables)
             self.seq_lens.zero_()
             self.seq_lens[:rows].copy_(gpu_batch.decodes.seq_lens)
+        if self.state_slots is not None and gpu_batch.state_rows is not None:
+            self.state_slots[:rows].copy_(gpu_batch.state_rows.decode_slots)
         self._gpu_batch = weakref.ref(gpu_batch)
 
     def move_out(self) -> None:
@@ -90,7 +96,21 @@ class Frame:
         """Where the inputs of a batch's next stage go, and what they are."""
         # Before its first stage a batch has no residual, and its stage reads token ids.
         names = ("rotary_rows", "token_ids") if batch.residual is None else ("rotary_rows", "residual", "attention_out")
-        return [(getattr(self, name)[rows], getattr(batch, name)) for name in names]
+        if self._has_gates and batch.qkv is not None:
+            names = (*names, "qkv")  # with the gates of its attention
+        pairs = [(getattr(self, name)[rows], getattr(batch, name)) for name in names]
+        if self.state_slots is not None and batch.state_rows is not None:
+            pairs.append((self.state_slots[rows], batch.state_rows.decode_slots))
+        return pairs
+
+    def end_at(self, num_rows: int) -> None:
+        """Rows from that one on are padding, and have no state."""
+        if self.state_slots is not None:
+            self.state_slots[num_rows:].fill_(-1)
+
+    def state_rows(self, rows: int) -> StateRows | None:
+        """Of the first ``rows``."""
+        return None if self.state_slots is None else StateRows((), self.state_slots[:rows], has_padding=True)
 
     def outputs(self, batch: Rows, rows: slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """New memory of a batch for the outputs of its stage, and where these are."""
@@ -178,6 +198,8 @@ class LayerGraphs:
         self._gpu_layers = gpu_layers
         start_s, free_bytes = time.perf_counter(), self._device.free_bytes()
         self.num_bytes, self.captured = 0, []
+        for frame in (self._gpu_batches, self._cpu_batches):
+            frame.end_at(0)
         try:
             with _no_garbage_collection():
                 self._launch_all()
@@ -209,7 +231,7 @@ class LayerGraphs:
         self._graphs.clear()
 
     def run_stage(self, layer: int, batches: Sequence[Rows]) -> bool:
-        """Cross a stage before the last; False: no bucket holds so many rows, and nothing was done."""
+        """Cross a stage before the last; False: no graph takes these rows, and nothing was done."""
         placed = self._place(batches)
         if placed is None:
             return False
@@ -221,7 +243,7 @@ class LayerGraphs:
 
     def last_stage(self, batches: Sequence[Rows]) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Logits ``[rows, num_logits]`` and the most likely token of each row, int64 ``[rows]``; valid until the next
-        last stage. None: some row gets no token, or no bucket holds the rows; nothing was done."""
+        last stage. None: some row gets no token, or no graph takes the rows; nothing was done."""
         if any(batch.sampling_rows is not None for batch in batches):
             return None
         placed = self._place(batches)
@@ -257,17 +279,19 @@ class LayerGraphs:
         if graph is None:
             return None
         self._gpu_batches.move_in(gpu_batch)
-        self._tell_rows(gpu_batch.num_rows)
+        self._tell_rows(self._gpu_batches, gpu_batch.num_rows)
         graph.replay()
         return self._logits[: gpu_batch.num_rows], self._likeliest[: gpu_batch.num_rows]
 
     def _place(self, batches: Sequence[Rows]) -> tuple[Frame, int, list[tuple[Rows, slice]]] | None:
         """Bring the batches into a frame, one behind the other. Returns the frame, the bucket that holds them, and the
-        rows of the CPU batches, which must be copied out again. None: no bucket holds them."""
+        rows of the CPU batches, which must be copied out again. None: no bucket holds them, or there are chunks of
+        prompts that continue states, which no graph does."""
         gpu_batch = next((batch for batch in batches if isinstance(batch, GpuBatchTensors)), None)
         frame = self._cpu_batches if gpu_batch is None else self._gpu_batches
         bucket = _smallest(self._row_buckets, sum(batch.num_rows for batch in batches))
-        if bucket is None:
+        has_chunks = gpu_batch is not None and gpu_batch.state_rows is not None and gpu_batch.state_rows.chunks
+        if bucket is None or has_chunks:
             # This stage runs without a graph, and gives the GPU batch new tensors: the frame is no longer its own.
             if gpu_batch is not None and frame.holds(gpu_batch):
                 frame.move_out()
@@ -282,11 +306,12 @@ class LayerGraphs:
                 cpu_batches.append((batch, rows))
                 first = rows.stop
         _copy([pair for placed_batch in cpu_batches for pair in frame.inputs(*placed_batch)])
-        self._tell_rows(sum(batch.num_rows for batch in batches))
+        self._tell_rows(frame, sum(batch.num_rows for batch in batches))
         return frame, bucket, cpu_batches
 
-    def _tell_rows(self, num_rows: int) -> None:
+    def _tell_rows(self, frame: Frame, num_rows: int) -> None:
         """Rows of the next launch that are no padding. Padding is computed, but for experts: it would read theirs."""
+        frame.end_at(num_rows)
         if self._model.config.experts is not None:
             self._num_rows.fill_(num_rows)
 
@@ -296,7 +321,7 @@ class LayerGraphs:
 
         Layer by layer, so that weights that are copied to the GPU for each use come once. Ranks launch the same
         collectives, as all is launched before a capture can fail. Contexts in the frame are empty, so nothing is
-        stored. The other frame has the same kernels.
+        stored, and no row has a state. The other frame has the same kernels.
         """
         for layer in range(-1, self._last + 1):
             widths = self._block_buckets if layer >= 0 else ()
@@ -350,17 +375,18 @@ class LayerGraphs:
             window = self._layer_groups.windows[group]
             self._model.ops.decode_attention(*new, *addressed, self._scale, window, self._model.sinks(layer))
             return
-        attention_out, residual = frame.attention_out[:rows], frame.residual[:rows]
+        qkv, residual, rotary_rows = frame.qkv[:rows], frame.residual[:rows], frame.rotary_rows[:rows]
+        state_rows = frame.state_rows(rows)
+        if layer < 0:
+            residual.copy_(self._model.embed(frame.token_ids[:rows]))
+            self._model.first_stage(residual, rotary_rows, qkv, state_rows)
+            return
+        attention_out = self._model.gated(frame.attention_out[:rows], qkv)
         if layer == self._last:
             self._logits[:rows].copy_(self._model.last_stage(attention_out, residual, self._num_rows))
             self._likeliest[:rows].copy_(most_likely(self._logits[:rows]))
             return
-        rotary_rows, qkv = frame.rotary_rows[:rows], frame.qkv[:rows]
-        if layer < 0:
-            residual.copy_(self._model.embed(frame.token_ids[:rows]))
-            self._model.first_stage(residual, rotary_rows, out=qkv)
-        else:
-            self._model.stage(layer, attention_out, residual, rotary_rows, out=qkv, num_rows=self._num_rows)
+        self._model.stage(layer, attention_out, residual, rotary_rows, qkv, self._num_rows, state_rows)
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -157,14 +157,18 @@ def activation_bytes(
     mixing = 0
     if (linear := model.linear) is not None:
         channels, keys = linear.conv_channels, linear.num_value_heads * linear.key_dim
-        convolving = 2 * channels * itemsize + 2 * channels * 4  # arithmetic is in float32
-        attending = channels * itemsize + (3 * keys + 5 * linear.values_size) * 4
         projected = (channels + linear.values_size) * itemsize
-        mixing = held + hidden + rows * (projected + max(convolving, attending))
+        if on_host:  # intermediate results are float32
+            convolving = 2 * channels * itemsize + 2 * channels * 4
+            attending = channels * itemsize + (3 * keys + 5 * linear.values_size) * 4
+            mixing = held + hidden + rows * (projected + max(convolving, attending))
+        else:  # kernels keep them to themselves; the product, and two norms' results
+            attending = channels * itemsize + linear.values_size * (4 + itemsize)
+            mixing = held + attended + 3 * hidden + rows * (projected + attending)
     peak = max(own_attention, crossing, long_attention, decoding, sampling, mixing)
     peak += requests * model.state_bytes(itemsize)
-    has_graphs = not on_host and model.linear is None
-    return peak + context * rotary + (_graph_buffers(model, itemsize, residual_itemsize, requests) if has_graphs else 0)
+    graphs = 0 if on_host else _graph_buffers(model, itemsize, residual_itemsize, requests)
+    return peak + context * rotary + graphs
 
 
 def _written_out(model: ModelConfig, itemsize: int, hidden: int, gate_up: int, qkv: int) -> int:
@@ -220,7 +224,11 @@ def widest_iteration(model: LlamaModel, sampler: Sampler, config: EngineConfig, 
     rotary_rows = model.rotary_table[:1].expand(rows, -1, -1).contiguous()
     state_rows = None
     if sizes.linear is not None:
-        state_rows = StateRows((StateChunk(-1, rows, is_first=False),), zeros(0, dtype=torch.int64))
+        decode, state_rows = (
+            StateRows.of(chunks, slots, lambda tensor: tensor.to(device))
+            for chunks, slots in (([], [-1]), ([StateChunk(-1, rows, is_first=False)], []))
+        )
+        model.first_stage(residual[:1], rotary_rows[:1], state_rows=decode)
     q, k, v = model.split_qkv(model.first_stage(residual, rotary_rows, state_rows=state_rows))
     goes_to_host = device.type != "cpu" and config.num_cpu_blocks != 0
     on_their_way = [torch.cat([k, v], dim=1) for _ in range(SNAPSHOTS if goes_to_host else 0)]

@@ -337,7 +337,7 @@ class BatchBuilder:
             StateChunk(slot, context_len - start, is_first=start == 0)
             for slot, (start, context_len, _) in zip(of_chunks, chunks, strict=True)
         ]
-        return StateRows(tuple(known), self._upload(torch.tensor(of_decodes, dtype=torch.int64)))
+        return StateRows.of(known, of_decodes, self._upload)
 
     def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.device.compute.send(tensor)

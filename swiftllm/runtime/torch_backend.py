@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -83,7 +84,8 @@ class LoadedModel:
         self.kv_formats = tier_formats(config, dtype)
         self.bytes_per_block = block_bytes(self.kv_formats, sizes, config.block_size)
         self.graphs: LayerGraphs | None = None
-        if hardware.can_capture and sizes.linear is None:  # operations on states, in torch, are not captured
+        # Operations on states that wait for the host cannot be captured.
+        if hardware.can_capture and (sizes.linear is None or processors.ops.takes_empty_rows):
             most = {"max_rows": config.max_num_seqs, "max_blocks": -(-longest // config.block_size)}
             where = {"layer_groups": LayerGroups.of(sizes, config.block_size), "placement": placement}
             self.graphs = LayerGraphs(hardware, self.model, dtype, all_agree=all_agree, **most, **where)
@@ -472,7 +474,7 @@ def _concatenate_states(parts: Sequence[StateRows | None]) -> StateRows | None:
         return None
     own = [part for part in parts if part is not None]
     assert not any(part.chunks for part in own[1:]), "chunks behind decodes"
-    return StateRows(own[0].chunks, concatenate([part.decode_slots for part in own]))
+    return replace(own[0], decode_slots=concatenate([part.decode_slots for part in own]))
 
 
 def open_torch_backend(

@@ -38,6 +38,7 @@ def checks(seconds: float) -> dict[str, Check]:
         "tokens-float32": tokens.check_tokens_float32,
         "tokens-float16": tokens.check_tokens_float16,
         "tokens-windows": tokens.check_tokens_windows,
+        "tokens-linear": tokens.check_tokens_linear,
         "tokens-gpt-oss": tokens.check_tokens_gpt_oss,
         "tokens-4-bit": tokens.check_tokens_4_bit,
         "tokens-int8": tokens.check_tokens_int8,

@@ -18,7 +18,7 @@ from swiftllm.model.config import ModelConfig
 from swiftllm.model.llama import LlamaModel
 from swiftllm.model.stages import LoadedWeights
 from swiftllm.model.weights import dummy_weights
-from swiftllm.ops.interface import Ops
+from swiftllm.ops.interface import Ops, StateChunk, StateRows
 from tests.reference.paged_attention import attend_chunk
 
 CONFIG = {
@@ -57,6 +57,17 @@ GPT_OSS = {
     "num_experts_per_tok": 3,
     "quantization_config": {"quant_method": "mxfp4"},
 }
+LINEAR = {
+    **CONFIG,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 8,  # of which two have full attention
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 CODED = {
     **CONFIG,
     "intermediate_size": 128,
@@ -77,21 +88,24 @@ class Judge:
     def __init__(self, model: Path) -> None:
         self._config = ModelConfig.from_folder(model)
         ops, weights = Ops(), dummy_weights(self._config, "cpu", torch.float32, SEED)
-        self._model = LlamaModel(self._config, LoadedWeights(self._config, weights, ops), ops)
+        self._model = LlamaModel(self._config, LoadedWeights(self._config, weights, ops), ops, num_slots=1)
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """Of the token after each of ``tokens``: float32 ``[len(tokens), vocab_size]``."""
         model, scale = self._model, self._config.head_dim**-0.5
         residual, rotary_rows = model.embed(torch.tensor(tokens)), model.rotary_table[: len(tokens)]
-        qkv = model.first_stage(residual, rotary_rows)
+        states = None
+        if self._config.linear is not None:
+            states = StateRows.of([StateChunk(0, len(tokens), is_first=True)], [], lambda tensor: tensor)
+        qkv = model.first_stage(residual, rotary_rows, state_rows=states)
         windows = self._config.windows or (None,) * self._config.num_layers
         for layer, window in enumerate(windows):
             q, k, v = model.split_qkv(qkv)
             keys = k.transpose(0, 1), v.transpose(0, 1)
-            out = attend_chunk(model.ops, q, *keys, scale, window, model.sinks(layer))
+            out = model.gated(attend_chunk(model.ops, q, *keys, scale, window, model.sinks(layer)), qkv)
             if layer < self._config.num_layers - 1:
-                qkv = model.stage(layer, out, residual, rotary_rows)
+                qkv = model.stage(layer, out, residual, rotary_rows, state_rows=states)
         return model.last_stage(out, residual)
 
     def distance_below_best(self, prompt: Sequence[int], output: Sequence[int]) -> float:

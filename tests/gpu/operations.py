@@ -56,6 +56,7 @@ EXPERTS = (  # experts, of each row, hidden size, FFN size, 4-bit group (0: 16 o
 EXPERT_ROWS = (1, 70, 600)
 PAIRS = ((8, 2), (8, 1000), (128, 4096), (128, 20_000))  # experts, pairs
 STATES = (16, 32, 128, 4096)  # key heads, value heads, their size, channels of the convolution
+STATE_ROWS = (70, 2)  # of chunks
 T4_MULTIPROCESSORS = 40
 
 
@@ -348,34 +349,36 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
 
 @of_each_form
 def check_states(device: torch.device, dtype: torch.dtype, ops: Ops) -> None:
-    """Linear attention: a chunk and two decodes go on with states in shuffled slots, the others hold NaN. Beside the
-    same on the CPU in float32, from the same rounded numbers."""
-    key_heads, heads, size, channels, slots, rows = *STATES, 5, 70
+    """Linear attention: two chunks, one of them a prompt's first, and decodes, one of them padding, go on with states
+    in shuffled slots; the others hold NaN. Beside the same on the CPU in float32, from the same rounded numbers."""
+    key_heads, heads, size, channels, slots, (first, second) = *STATES, 5, STATE_ROWS
+    count = first + second + 3
     pools = torch.full((slots, heads, size, size), torch.nan), torch.full((slots, channels, 3), torch.nan)
     for slot in (1, 3, 4):
         pools[0][slot], pools[1][slot] = torch.randn(heads, size, size), torch.randn(channels, 3).to(dtype)
-    x, weight = torch.randn(rows + 2, channels).to(dtype), torch.randn(channels, 4).to(dtype)
-    q, k, v = (torch.randn(rows + 2, number, size).to(dtype) for number in (key_heads, key_heads, heads))
-    decay, beta = -torch.rand(rows + 2, heads), torch.rand(rows + 2, heads)
-    gate, norm = torch.randn(rows + 2, heads, size).to(dtype), torch.rand(size).to(dtype)
+    x, weight = torch.randn(count, channels).to(dtype), torch.randn(channels, 4).to(dtype)
+    q, k, v = (torch.randn(count, number, size).to(dtype) for number in (key_heads, key_heads, heads))
+    decay, beta = -torch.rand(count, heads), torch.rand(count, heads)
+    gate, norm = torch.randn(count, heads, size).to(dtype), torch.rand(size).to(dtype)
+    chunks = StateChunk(3, first, is_first=False), StateChunk(0, second, is_first=True)
 
     def computed(ops: Ops, where: torch.device, kind: torch.dtype) -> tuple[torch.Tensor, ...]:
         def there(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(where, kind, copy=True)
 
         states, inputs = pools[0].to(where, copy=True), there(pools[1])
-        of_rows = StateRows((StateChunk(3, rows, is_first=False),), torch.tensor([4, 1], device=where))
+        of_rows = StateRows.of(chunks, [4, -1, 1], lambda tensor: tensor.to(where))
         mixed = ops.convolve(there(x), there(weight), inputs, of_rows)
         own = there(q), there(k), there(v), decay.to(where), beta.to(where)
         out = ops.delta_rule(*own, states, of_rows)
         gated = ops.norm_and_gate(out, there(norm), there(gate), EPS)
-        return mixed, out, gated, states[[1, 3, 4]], inputs[[1, 3, 4]], states[[0, 2]]
+        return mixed, out, gated, states[[0, 1, 3, 4]], inputs[[0, 1, 3, 4]], states[2], inputs[2]
 
     expected = computed(REFERENCE, torch.device("cpu"), torch.float32)
-    found = computed(ops, device, dtype)
-    for made, right in zip(found[:-1], expected[:-1], strict=True):
-        assert_close(made, right, dtype)
-    assert found[-1].isnan().all(), "a state of another request was written"
+    *found, untouched, untouched_inputs = computed(ops, device, dtype)
+    for made, right in zip(found, expected, strict=False):
+        assert_close(made.cpu(), right, dtype)
+    assert untouched.isnan().all() and untouched_inputs.isnan().all(), "a state of another request was written"
 
 
 def check_sort_pairs(device: torch.device) -> None:

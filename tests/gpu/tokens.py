@@ -21,7 +21,7 @@ from swiftllm.device import CudaDevice, Device, open_device
 from swiftllm.engine.engine import Engine
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import spread
-from tests.gpu.judge import CODED, CONFIG, GPT_OSS, SEED, WINDOWS, Judge, tiny_model
+from tests.gpu.judge import CODED, CONFIG, GPT_OSS, LINEAR, SEED, WINDOWS, Judge, tiny_model
 from tests.reference.fake_engine import flat_table
 
 # System, strategy, synchronous CPU attention.
@@ -62,6 +62,9 @@ def build(model: Path, variant: str, device: torch.device, dtype: str, **more: A
     engine = build_system(system, config, StrategyConfig(strategy=strategy), profile=flat_table(cpu_token_s=2e-6))
     for pool in engine.backend.kv_pools.tensors.values():
         pool.fill_(torch.nan if pool.is_floating_point() else 255)
+    if (states := engine.backend.model.states) is not None:
+        states.recurrent.fill_(torch.nan)
+        states.conv.fill_(torch.nan)
     return engine
 
 
@@ -118,6 +121,11 @@ def check_tokens_windows(device: torch.device) -> None:
     """As float32's, with attention windows that are shorter than most prompts."""
     for config in WINDOWS.values():
         check_tokens(device, "float32", near_tie=ROUNDING, config=config)
+
+
+def check_tokens_linear(device: torch.device) -> None:
+    """As float32's, with linear attention in three layers of four, whose states are NaN where nobody has written."""
+    check_tokens(device, "float32", near_tie=ROUNDING, config=LINEAR)
 
 
 def check_tokens_gpt_oss(device: torch.device) -> None:

@@ -18,7 +18,7 @@ import swiftllm.runtime.execution_context
 import swiftllm.runtime.torch_backend
 from swiftllm.device import CudaDevice
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.ops.interface import Draw, Linear, Ops
+from swiftllm.ops.interface import Draw, Linear, Ops, StateChunk, StateRows
 from swiftllm.ops.matrices import Experts
 from swiftllm.ops.triton.ops import efficient_attention, flash_attention, takes_flash
 from swiftllm.runtime.execution_context import core_divisions
@@ -40,6 +40,7 @@ class FakeOps(Ops):
     norm_heads_ = with_triton("norm_heads_")
     rotary_ = with_triton("rotary_")
     silu_and_mul = with_triton("silu_and_mul")
+    norm_and_gate = with_triton("norm_and_gate")
     store_kv = with_triton("store_kv")
     gather_blocks = with_triton("gather_blocks")
     scatter_blocks = with_triton("scatter_blocks")
@@ -114,6 +115,33 @@ class FakeOps(Ops):
             return super().prefill_attention(q, k, v, lens, out, scale, window, sinks)
         attend = flash_attention if takes_flash(q, self.cuda.kernels.capability) else efficient_attention
         attend(q, k, v, lens, out, scale, window, sinks)
+
+    def convolve(self, x, weight, inputs, rows) -> torch.Tensor:
+        if x.device != DEVICE:
+            return super().convolve(x, weight, inputs, rows)
+        out = torch.empty(x.shape, dtype=x.dtype, device=DEVICE)
+        return self._continue_states("convolve", out, rows, x, weight, inputs)
+
+    def delta_rule(self, q, k, v, log_decay, beta, states, rows) -> torch.Tensor:
+        if q.device != DEVICE:
+            return super().delta_rule(q, k, v, log_decay, beta, states, rows)
+        out = torch.empty(v.shape, dtype=torch.float32, device=DEVICE)
+        return self._continue_states("delta_rule", out, rows, q, k, v, log_decay, beta, states)
+
+    def _continue_states(self, operation: str, out, rows: StateRows, *tensors: torch.Tensor) -> torch.Tensor:
+        """As kernels do: slots are what they are by then, and those of -1 are passed over without a wait."""
+        self.cuda.kernels.launch_as_triton(operation, *tensors, rows)
+
+        def kernel(out, slots, *tensors) -> None:
+            chunks = ()
+            if rows.chunk_table is not None:
+                *tensors, table = tensors
+                chunks = tuple(StateChunk(slot, count, source < 0) for _, count, source, slot in table.tolist())
+            out.copy_(getattr(Ops(), operation)(*tensors, StateRows(chunks, slots, has_padding=True)))
+
+        table = () if rows.chunk_table is None else (rows.chunk_table,)
+        self.cuda.launch(kernel, out, rows.decode_slots, *tensors, *table)
+        return out
 
     def decode_attention(self, q, k, v, kv_layer, block_tables, seq_lens, out, scale, window=None, sinks=None) -> None:
         tensors = q, k, v, kv_layer, block_tables, seq_lens, out

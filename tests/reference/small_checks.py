@@ -19,7 +19,8 @@ SIZES = {
     "EXPERTS": ((3, 2, 40, 16, 0, False), (3, 2, 48, 16, 16, False), (2, 1, 32, 32, MXFP4_GROUP, True)),
     "EXPERT_ROWS": (5,),
     "PAIRS": ((3, 2), (5, 1100)),
-    "STATES": (2, 4, 16, 24),
+    "STATES": (1, 2, 16, 24),
+    "STATE_ROWS": (5, 2),
 }
 
 

@@ -20,10 +20,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from pacpu import int8
-from swiftllm.ops.interface import ContextBlocks
+from swiftllm.ops.interface import ContextBlocks, StateChunk, StateRows
 from swiftllm.ops.triton import attention as triton_attention
 from swiftllm.ops.triton import kv_cache as triton_cache
 from swiftllm.ops.triton import kv_cache as triton_int8
+from swiftllm.ops.triton import linear_attention as triton_linear_attention
 from swiftllm.ops.triton import rows as triton_draws
 from swiftllm.ops.triton import rows as triton_rows
 from swiftllm.ops.triton.ops import DOT_SHARED_BYTES, LANES_SHARED_BYTES, TritonOps
@@ -64,6 +65,7 @@ SMOLLM2 = Shape(9, 3, 64, 576, 1536)
 LLAMA_7B = Shape(32, 32, 128, 4096, 11008)
 LLAMA_70B_SHARD = Shape(8, 1, 128, 8192, 3584)
 GPT_OSS_20B = Shape(64, 8, 64, 2880, 2880)
+QWEN3_5_27B = 16, 48, 128, 128, 4  # key heads, value heads, their dims, width of the convolution
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,22 @@ def everything(ops: TritonOps, shape: Shape, dtype: torch.dtype, rows: int = 3) 
     decode(ops, shape, dtype, blocks=7)
 
 
+def continue_states(ops: TritonOps, dtype: torch.dtype) -> None:
+    """Linear attention of two chunks and a decode, as a model's projections hand it rows."""
+    key_heads, heads, key_dim, value_dim, width = QWEN3_5_27B
+    keys, values = key_heads * key_dim, heads * value_dim
+    channels = 2 * keys + values
+    rows = StateRows.of([StateChunk(1, 40, False), StateChunk(0, 3, True)], [2], lambda tensor: tensor)
+    qkv, gate = torch.empty(44, channels + values, dtype=dtype).split((channels, values), 1)
+    inputs = torch.empty(3, channels, width - 1, dtype=dtype)
+    qkv = ops.convolve(qkv, torch.empty(channels, width, dtype=dtype), inputs, rows)
+    of_heads = ((key_heads, key_dim), (key_heads, key_dim), (heads, value_dim))
+    q, k, v = (x.unflatten(1, shape) for x, shape in zip(qkv.split((keys, keys, values), 1), of_heads, strict=True))
+    log_decay, beta = torch.empty(2, 44, heads)
+    out = ops.delta_rule(q, k, v, log_decay, beta, torch.empty(3, heads, key_dim, value_dim), rows)
+    ops.norm_and_gate(out, torch.empty(value_dim, dtype=dtype), gate.unflatten(1, out.shape[1:]), 1e-6)
+
+
 def resource_usage(kernel: triton.compiler.CompiledKernel, folder: Path) -> dict[str, int]:
     """Registers, stack and local memory per thread, as the assembler left them."""
     cubin = folder / "kernel.cubin"
@@ -164,6 +182,7 @@ def test_kernels_fit_their_gpu(compiled, capability, dtype, tmp_path):
         decode(ops, shape, dtype)
     for window in (None, 128):
         decode(ops, GPT_OSS_20B, dtype, window=window, sinks=torch.empty(64))
+    continue_states(ops, dtype)
 
     names = set()
     for kernel in {kernel.hash: kernel for kernel in compiled}.values():
@@ -185,5 +204,7 @@ def test_kernels_fit_their_gpu(compiled, capability, dtype, tmp_path):
 
 
 def all_kernels() -> set[str]:
-    modules = (triton_attention, triton_cache, triton_draws, triton_int8, triton_rows)
+    modules = (
+        triton_attention, triton_cache, triton_draws, triton_int8, triton_linear_attention, triton_rows,
+    )  # fmt: skip
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}

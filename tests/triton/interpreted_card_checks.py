@@ -25,6 +25,7 @@ CHECKS = (
     operations.check_quantised_linear,
     operations.check_sort_pairs,
     operations.check_experts,
+    operations.check_states,
 )
 
 

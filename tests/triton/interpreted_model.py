@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from quantise import write_folder
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from swiftllm.config import EngineConfig
 from swiftllm.core.plan import GpuBatchItem
@@ -21,6 +21,7 @@ from swiftllm.ops.interface import Ops
 from swiftllm.ops.triton.ops import TritonOps
 from swiftllm.runtime.torch_backend import open_torch_backend
 from tests.reference.backend_driver import BackendDriver
+from tests.reference.tiny_linear import linear_judge, make_tiny_linear
 from tests.reference.tiny_model import make_tiny_llama
 from tests.triton.interpreter import repair_bfloat16
 from tests.triton.memory_check import watch_memory
@@ -34,6 +35,7 @@ CHUNK = 16
 # How far below the highest logit a chosen token's may lie, in standard deviations of the judge's float32 logits. Two
 # layers in float16 move logits by some thousandths of that.
 NEAR_TIE = {"float32": 0.0, "float16": 0.02}
+FEW_HEADS = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,8 @@ def generate(model_folder, monkeypatch) -> Callable[..., list[Request]]:
         monkeypatch.setattr("swiftllm.runtime.execution_context.select_ops", lambda *_: ops)
         config = EngineConfig(str(model_folder), device="cpu", dtype=dtype, num_gpu_blocks=20, num_cpu_blocks=20)
         driver, rng = BackendDriver(open_torch_backend(config)), random.Random(3)
+        if driver.backend.model.states is not None:
+            driver.backend.state_slots = {f"r{index}": 7 - 2 * index for index in range(len(PROMPT_LENS))}
         sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
         requests: list[Request] = []
         for index, length in enumerate(PROMPT_LENS[:most]):
@@ -97,8 +101,17 @@ def test_so_are_those_of_a_quantised_model(generate, model_folder, tmp_path, ops
     check(generate(OPS[ops], dtype, tmp_path / "gptq", most=2), tmp_path / "dequantised", dtype)
 
 
+@torch.inference_mode()
+def test_so_are_those_of_linear_attention(generate, tmp_path):
+    folder = make_tiny_linear(tmp_path, "Qwen3_5", num_hidden_layers=4, **FEW_HEADS)
+    judge_tokens(generate(OPS["Triton, no tensor cores"], "float32", folder, most=2), linear_judge(folder), "float32")
+
+
 def check(requests: list[Request], model_folder: Path, dtype: str) -> None:
-    judge = LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    judge_tokens(requests, LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32), dtype)
+
+
+def judge_tokens(requests: list[Request], judge: PreTrainedModel, dtype: str) -> None:
     for request in requests:
         text = torch.tensor([request.token_ids(0, request.num_tokens)])
         logits = judge(text, use_cache=False).logits[0, request.prompt_len - 1 : -1]

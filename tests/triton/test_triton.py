@@ -30,6 +30,7 @@ PROCESSES = {
         "interpreted_draws",
         "interpreted_experts",
         "interpreted_faults",
+        "interpreted_linear_attention",
         "interpreted_model",
         "interpreted_quantised",
         "interpreted_wide",

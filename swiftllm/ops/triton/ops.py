@@ -1,8 +1,7 @@
 """Operations for rows on an NVIDIA GPU: Triton between the GEMMs, torch for the GEMMs and for prefill attention.
 
-Only this module launches the kernels of ``rows``, ``cache``, ``int8_blocks``, ``attention``, ``quantised`` and
-``draws``. It chooses tile sizes and warps from shapes, dtype and compute capability alone, never by measuring at run
-time.
+Only this module launches the kernels of its package. It chooses tile sizes and warps from shapes, dtype and compute
+capability alone, never by measuring at run time.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 
 from pacpu import rows as host_rows
 from pacpu.int8 import TILE_TOKENS
-from swiftllm.ops.interface import ChunkLens, ContextBlocks, Draw, Linear, Ops, multiply, with_sinks
+from swiftllm.ops.interface import ChunkLens, ContextBlocks, Draw, Linear, Ops, StateRows, multiply, with_sinks
 from swiftllm.ops.library import GroupedProduct, LibraryProducts, how_to_install, installed_version
 from swiftllm.ops.matrices import BLOCK_INPUTS, Experts, ExpertWeights, QuantisedMatrix
 from swiftllm.ops.triton.attention import (
@@ -30,6 +29,7 @@ from swiftllm.ops.triton.kv_cache import (
     quantise_blocks_kernel,
     store_kv_kernel,
 )
+from swiftllm.ops.triton.linear_attention import convolve_kernel, delta_rule_kernel, norm_and_gate_kernel
 from swiftllm.ops.triton.matrices import (
     GroupedExperts,
     combine_splits_kernel,
@@ -144,6 +144,11 @@ DOT_STAGES = 5  # the fewest with which Triton keeps two tiles of K and V in fli
 # sm_80 in float32 with Triton 3.6.
 TILE_ELEMENTS = 4096
 COMBINE_TILE = 16
+CONVOLVED_ROWS, CONVOLVED_CHANNELS = 16, 128
+# Columns of a state in a program. A decode reads whole cache lines of it. A chunk is a loop of rows that wait for each
+# other: one warp needs no barrier for its sums, and many programs share a multiprocessor.
+DECODED_COLUMNS, DECODE_WARPS = 32, 4
+CHUNK_COLUMNS, CHUNK_WARPS = 8, 1
 # Programs of 4 warps that a multiprocessor has registers for, with up to 128 per thread. Shared memory may hold fewer.
 MOST_PROGRAMS = 4
 # What a program takes of it at most, as compiled: decode attention, and the 4-bit product by the rows of its tile.
@@ -330,6 +335,64 @@ class TritonOps(Ops):
             grid = (rows, cdiv(size, COLUMNS_TILE))
             sizes = size, COLUMNS_TILE
             launch(silu_and_mul_kernel, grid, gate_up, out, _row_stride(gate_up), *sizes, num_warps=4)
+        return out
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor, inputs: torch.Tensor, rows: StateRows) -> torch.Tensor:
+        channels, width = weight.shape
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        tiles = cdiv(channels, CONVOLVED_CHANNELS)
+
+        def launch_sequences(row_tiles: int, sequences: int, *about: Any, rows_tile: int, num_warps: int) -> None:
+            sizes = channels, width, rows_tile, CONVOLVED_CHANNELS
+            grid = tiles, row_tiles, sequences
+            launch(convolve_kernel, grid, x, weight, inputs, *about, _row_stride(x), *sizes, num_warps=num_warps)
+
+        if rows.chunks:
+            rows_tile = max(CONVOLVED_ROWS, next_power_of_2(width - 1))
+            row_tiles = cdiv(max(chunk.num_rows for chunk in rows.chunks), rows_tile)
+            about = rows.chunk_table, None, out, 0
+            launch_sequences(row_tiles, len(rows.chunks), *about, rows_tile=rows_tile, num_warps=4)
+        if decodes := len(rows.decode_slots):
+            about = None, rows.decode_slots, out, rows.first_decode
+            launch_sequences(1, decodes, *about, rows_tile=1, num_warps=1)
+        return out
+
+    def delta_rule(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+        states: torch.Tensor,
+        rows: StateRows,
+    ) -> torch.Tensor:
+        heads, key_dim, value_dim = states.shape[1:]
+        out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+        of_rows = q, k, v, log_decay, beta
+        strides = *map(_row_stride, of_rows), key_dim**-0.5
+        sizes = heads, heads // k.shape[1], key_dim, value_dim, next_power_of_2(key_dim)
+
+        def launch_sequences(sequences: int, *about: Any, columns: int, num_warps: int) -> None:
+            columns = min(columns, next_power_of_2(value_dim))
+            grid, tensors = (cdiv(value_dim, columns), heads, sequences), (*of_rows, states, *about)
+            launch(delta_rule_kernel, grid, *tensors, *strides, *sizes, columns, num_warps=num_warps)
+
+        if rows.chunks:
+            about = rows.chunk_table, None, out, 0
+            launch_sequences(len(rows.chunks), *about, columns=CHUNK_COLUMNS, num_warps=CHUNK_WARPS)
+        if decodes := len(rows.decode_slots):
+            about = None, rows.decode_slots, out, rows.first_decode
+            launch_sequences(decodes, *about, columns=DECODED_COLUMNS, num_warps=DECODE_WARPS)
+        return out
+
+    def norm_and_gate(self, x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float) -> torch.Tensor:
+        rows, heads, head_dim = x.shape
+        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        if rows:
+            grid = rows, cdiv(heads, HEADS_TILE)
+            sizes = heads, head_dim, HEADS_TILE, next_power_of_2(head_dim)
+            launch(norm_and_gate_kernel, grid, x, weight, gate, out, _row_stride(gate), eps, *sizes, num_warps=1)
         return out
 
     def store_kv(

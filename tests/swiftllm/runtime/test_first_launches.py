@@ -24,6 +24,7 @@ from tests.reference.fake_kernels import CAPABILITY
 from tests.reference.fake_streams import DEVICE, FakeWorker, Hazard
 from tests.reference.tiny_experts import QWEN3_MOE
 from tests.reference.tiny_gpt_oss import make_folders
+from tests.reference.tiny_linear import make_tiny_linear
 from tests.reference.wide_residuals import make_wide
 
 
@@ -60,6 +61,12 @@ def test_nor_are_those_of_residuals_in_float32(tmp_path, can_capture):
     kernels_of_the_start(make_wide(tmp_path, scale=1.0), can_capture, capability=75, dtype="float16")
 
 
+@pytest.mark.parametrize("can_capture", [False, True], ids=["eager", "graphs"])
+def test_nor_are_those_of_linear_attention(tmp_path, can_capture):
+    at_start = kernels_of_the_start(make_tiny_linear(tmp_path, "Qwen3_5"), can_capture, dtype="float16")
+    assert {"convolve_kernel", "delta_rule_kernel", "norm_and_gate_kernel"} <= {*at_start}
+
+
 def kernels_of_the_start(model_dir, can_capture: bool, capability: int = CAPABILITY, **options) -> list[str]:
     """Prompts in chunks into both tiers, decodes in the GPU batch and in CPU batches that join and step, swaps both
     ways."""
@@ -68,6 +75,8 @@ def kernels_of_the_start(model_dir, can_capture: bool, capability: int = CAPABIL
     with fake_gpu(0, can_capture=can_capture, capability=capability) as cuda:
         driver = BackendDriver(open_torch_backend(config, partial(FakeWorker, cuda)))
         at_start = list(cuda.kernels.compiled)
+        if driver.backend.model.states is not None:
+            driver.backend.state_slots = {f"r{i}": i for i in range(4)}
         requests = [driver.admit(f"r{i}", [3 + i] * (9 + 5 * i), list(Tier)[i % 2], how) for i in range(4)]
         driver.prefill(requests, 11)
         driver.decode(requests)

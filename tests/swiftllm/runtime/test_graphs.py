@@ -24,6 +24,7 @@ from tests.reference.backend_driver import BackendDriver
 from tests.reference.fake_device import DeviceTensor, FakeCuda
 from tests.reference.fake_gpu import fake_gpu
 from tests.reference.fake_streams import FakeWorker
+from tests.reference.tiny_linear import make_tiny_linear
 
 SAMPLING = SamplingParams(max_tokens=9, ignore_eos=True)
 
@@ -306,3 +307,37 @@ def test_joined_batches_are_copied_into_a_stage_at_once_and_out_of_it_at_once(mo
         with CopyCounter() as counter:
             backend.run_stage(0, batches)
         assert len(counter.copies) == 2, counter.copies
+
+
+# -- models with linear attention --------------------------------------------------------------------------------------
+
+
+def run_linear(folder, cuda=None) -> list[list[int]]:
+    """Prompts, also a chunk beside decodes; decodes with CPU batches in every stage, alone and in one go."""
+    driver = make_driver(folder, cuda)
+    model, requests = driver.backend.model, [*admit(driver, (4, 9, 17)), *admit(driver, (6, 18), Tier.CPU)]
+    driver.backend.state_slots = {request.request_id: slot for slot, request in enumerate(requests, 2)}
+    pools = model.states.recurrent, model.states.conv
+    for pool in pools:
+        # Memory of the device is NaN until something writes to it.
+        assert cuda is None or pool.cpu().isnan().all(), "a capture has a state"
+        pool.fill_(torch.nan)
+    gpu_batch, joined = requests[:3], requests[3:]
+    driver.prefill([*gpu_batch[:2], *joined])
+    driver.run([GpuBatchItem(gpu_batch[2], 0, 17, Tier.GPU, is_prefill=True), *decode_items(gpu_batch[:2])], joined)
+    for count, stage_of_joined in ((3, joined), (3, []), (2, joined[:1]), (1, []), (0, joined), (3, joined[1:])):
+        driver.decode([*gpu_batch[:count], *stage_of_joined])
+    for pool in pools:
+        is_untouched = pool.cpu().isnan().flatten(2).all(2)
+        assert is_untouched[:, [0, 1, 7]].all() and not is_untouched[:, 2:7].any(), "padding has a state"
+    return outputs(requests)
+
+
+@pytest.mark.parametrize(("name", "seed"), [("Qwen3_5", 0), ("Qwen3Next", 1)])
+def test_states_go_on_in_graphs_as_without(tmp_path, name, seed):
+    """A rider's gates and its slot go with its row, padding has no state, and prompts are launched piece by piece."""
+    folder = make_tiny_linear(tmp_path, name)
+    expected = run_linear(folder)
+    with fake_gpu(seed) as cuda:
+        assert run_linear(folder, cuda) == expected
+        assert cuda.replays == 5 + 1 + 5 + 1 + 3 + 5  # three stages and two attentions, or all at once
