@@ -392,11 +392,12 @@ class ModelConfig:
         return self.experts.per_token * max(2 * self.intermediate_size, self.hidden_size)
 
     def shard(self, ranks: int) -> ModelConfig:
-        """The sizes of one of ``ranks`` equal parts: heads, KV heads and FFN divided, and the vocabulary, rounded up.
+        """The sizes of one of ``ranks`` equal parts: heads, KV heads and FFN divided, those of linear attention and of
+        the shared expert too, and the vocabulary, rounded up.
 
         Raises:
-            ValueError: heads, KV heads or FFN do not divide, or groups of quantised inputs do not (the message names
-                the numbers that work).
+            ValueError: one of them does not divide, or groups of quantised inputs do not (the message names the numbers
+                that work).
         """
         ffn, linear = self.intermediate_size, self.linear
         shared = None if self.experts is None else self.experts.shared_size

@@ -102,6 +102,23 @@ def test_tokens_equal_transformers_under_every_system(folders) -> None:
     assert on_cpu > 6 and preemptions > 6 and swapped > 6, (on_cpu, preemptions, swapped)
 
 
+def test_tokens_are_the_same_in_graphs(folders) -> None:
+    """On a made-up GPU, with swaps, a preemption and CPU batches that join."""
+    system, strategy, _ = VARIANTS["apex-overlap"]
+    prompts = some_prompts(9)
+    expected = greedy(linear_judge(folders["Qwen3_5"]), prompts, 12)
+    config = EngineConfig(
+        str(folders["Qwen3_5"]), dtype="float32", block_size=4, num_gpu_blocks=20, num_cpu_blocks=24, max_num_seqs=6,
+        max_num_batched_tokens=48, max_model_len=64,
+    )  # fmt: skip
+    with fake_gpu(0) as cuda:
+        engine = build_system(system, config, strategy, profile=MADE_UP_PROFILE)
+        assert tokens_of(engine, prompts, 12) == expected
+        stats = engine.stats()
+        engine.close()
+    assert cuda.replays > 50 and stats.preemptions and stats.swapped_blocks and stats.cpu_busy_s > 0
+
+
 def test_chunks_of_any_length_give_the_same_tokens(folders) -> None:
     """Shorter than the convolution, and on both sides of the rows that are computed at once."""
     prompts = [random.Random(3).choices(range(3, 100), k=n) for n in (2, 130, 64)]

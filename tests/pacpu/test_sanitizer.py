@@ -187,7 +187,7 @@ def test_no_kernel_reads_or_writes_where_it_should_not(sanitized):
 def test_reading_of_arguments_is_sound(sanitized):
     lines = sanitized.run(RUN_TESTS_OF_ARGUMENTS)
     assert lines[0] == str(sanitized.extension)
-    assert lines[-1].endswith("[100%]")
+    assert any(line.endswith("[100%]") for line in lines)
 
 
 @pytest.mark.thorough

@@ -18,8 +18,8 @@ from ttsem import harness, minimize, sanitize, validate
 import swiftllm.ops.triton.ops as triton_ops
 from pacpu import int8
 from swiftllm.core.request import Request, SamplingParams
-from swiftllm.ops.interface import ContextBlocks, Ops
-from swiftllm.ops.triton import attention, kv_cache, matrices, rows
+from swiftllm.ops.interface import ContextBlocks, Ops, StateChunk, StateRows
+from swiftllm.ops.triton import attention, kv_cache, linear_attention, matrices, rows
 from swiftllm.ops.triton.ops import TritonOps
 from swiftllm.sampling.sampler import Sampler
 from tests.reference.paged_attention import paged_attention, store_new_tokens
@@ -170,7 +170,31 @@ def check_draws(ops: TritonOps, dtype: torch.dtype) -> None:
     assert Sampler(draw=ops.make_draw()).sample(logits, requests) == Sampler().sample(logits, requests)
 
 
-CHECKS = check_rows, check_cache, check_decodes, check_quantised, check_experts, check_draws
+def check_linear_attention(ops: TritonOps, dtype: torch.dtype) -> None:
+    """Chunks and decodes, from states, from zero and of padding."""
+    chunks = StateChunk(3, 17, False), StateChunk(0, 2, True)
+    of_rows = StateRows.of(chunks, [5, -1], lambda tensor: tensor)
+    x, weight = torch.randn(21, 56).to(dtype)[:, :40], torch.randn(40, 4).to(dtype)
+    inputs = torch.randn(6, 40, 3).to(dtype)
+    wanted = inputs.to(torch.float32, copy=True)
+    convolved = REFERENCE.convolve(x.float(), weight.float(), wanted, of_rows)
+    assert_close(ops.convolve(x, weight, inputs, of_rows), convolved, dtype)
+    assert_close(inputs, wanted, dtype)
+    q, k = torch.randn(21, 2, 16).to(dtype).split(1, 1)
+    v, states = torch.randn(21, 2, 12).to(dtype), torch.randn(6, 2, 16, 12)
+    log_decay, beta, wanted = -torch.rand(21, 2), torch.rand(21, 2), states.clone()
+    attended = REFERENCE.delta_rule(q.float(), k.float(), v.float(), log_decay, beta, wanted, of_rows)
+    out = ops.delta_rule(q, k, v, log_decay, beta, states, of_rows)
+    assert_close(out, attended, torch.float32)
+    assert_close(states, wanted, torch.float32)
+    gate, norm = torch.randn(21, 2, 12).to(dtype), torch.rand(12).to(dtype)
+    gated = REFERENCE.norm_and_gate(out, norm.float(), gate.float(), EPS)
+    assert_close(ops.norm_and_gate(out, norm, gate, EPS), gated, dtype)
+
+
+CHECKS = (
+    check_rows, check_cache, check_decodes, check_quantised, check_experts, check_draws, check_linear_attention,
+)  # fmt: skip
 OF_A_CAPABILITY = {  # kernels that only some launch
     "decode_partials_dot_kernel": lambda capability, dtype: capability >= 80 and dtype.itemsize == 2,
     "decode_partials_lanes_kernel": lambda capability, dtype: capability < 80 or dtype.itemsize == 4,
@@ -178,7 +202,7 @@ OF_A_CAPABILITY = {  # kernels that only some launch
 
 
 def all_kernels() -> set[str]:
-    modules = attention, kv_cache, rows, matrices, kv_cache, matrices, rows
+    modules = attention, kv_cache, linear_attention, matrices, rows
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 
 

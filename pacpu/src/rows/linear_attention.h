@@ -19,8 +19,8 @@ struct StateToken {
     float* out;
 };
 
-// Advances so many vectors of columns by a token, the last of `count` columns. The result is that of the state afterwards,
-// by what the state before has for the query: so the state is read once for both. `ahead`: memory to fetch.
+// Advances so many vectors of columns by a token, a single one of `count` columns. What the new state has for the query is
+// made of what the old one had, so that one loop reads for key and query. `ahead`: memory to fetch.
 template <int vectors>
 PACPU_INLINE void advance_columns(float* state, int64_t stride, int keys, const StateToken& t, int column, int count,
                                   const float* ahead) {
@@ -29,9 +29,10 @@ PACPU_INLINE void advance_columns(float* state, int64_t stride, int keys, const 
         Floats key = splat(t.key[i]), query = splat(t.query[i]);
         pin(key);
         pin(query);
-        if (ahead)
+        if (ahead) {
 #pragma GCC unroll 8
             for (int at = 0; at < vectors * width; at += 16) __builtin_prefetch(ahead + i * vectors * width + at, 0, 2);
+        }
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; ++v) {
             const float* place = state + i * stride + v * width;

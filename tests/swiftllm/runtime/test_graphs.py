@@ -312,10 +312,11 @@ def test_joined_batches_are_copied_into_a_stage_at_once_and_out_of_it_at_once(mo
 # -- models with linear attention --------------------------------------------------------------------------------------
 
 
-def run_linear(folder, cuda=None) -> list[list[int]]:
-    """Prompts, also a chunk beside decodes; decodes with CPU batches in every stage, alone and in one go."""
+def run_linear(folder, cuda=None) -> tuple[list[list[int]], torch.Tensor]:
+    """Prompts, also a short one beside decodes; decodes with CPU batches in every stage, alone and in one go; CPU
+    batches that take turns. Returns the tokens, and residuals of those before the last stage."""
     driver = make_driver(folder, cuda)
-    model, requests = driver.backend.model, [*admit(driver, (4, 9, 17)), *admit(driver, (6, 18), Tier.CPU)]
+    model, requests = driver.backend.model, [*admit(driver, (4, 9, 3)), *admit(driver, (6, 18), Tier.CPU)]
     driver.backend.state_slots = {request.request_id: slot for slot, request in enumerate(requests, 2)}
     pools = model.states.recurrent, model.states.conv
     for pool in pools:
@@ -324,20 +325,39 @@ def run_linear(folder, cuda=None) -> list[list[int]]:
         pool.fill_(torch.nan)
     gpu_batch, joined = requests[:3], requests[3:]
     driver.prefill([*gpu_batch[:2], *joined])
-    driver.run([GpuBatchItem(gpu_batch[2], 0, 17, Tier.GPU, is_prefill=True), *decode_items(gpu_batch[:2])], joined)
+    driver.run([GpuBatchItem(gpu_batch[2], 0, 3, Tier.GPU, is_prefill=True), *decode_items(gpu_batch[:2])], joined)
     for count, stage_of_joined in ((3, joined), (3, []), (2, joined[:1]), (1, []), (0, joined), (3, joined[1:])):
         driver.decode([*gpu_batch[:count], *stage_of_joined])
+    residuals = torch.stack([take_turns(driver, joined) for _ in range(3)])
     for pool in pools:
         is_untouched = pool.cpu().isnan().flatten(2).all(2)
         assert is_untouched[:, [0, 1, 7]].all() and not is_untouched[:, 2:7].any(), "padding has a state"
-    return outputs(requests)
+    return outputs(requests), residuals
+
+
+def take_turns(driver: BackendDriver, requests: list[Request]) -> torch.Tensor:
+    """A token of each, in CPU batches of their own that cross each stage one after the other. Returns their residuals
+    before the last stage."""
+    backend = driver.backend
+    cpu_batches = [backend.open_cpu_batch([request]) for request in requests]
+    for layer in (-1, 0):
+        for cpu_batch in cpu_batches:
+            backend.run_stage(layer, [cpu_batch])
+        for cpu_batch in cpu_batches:
+            backend.submit_cpu_attention(layer + 1, cpu_batch).wait()
+    residuals = torch.cat([cpu_batch.residual.cpu() for cpu_batch in cpu_batches])
+    for request, cpu_batch in zip(requests, cpu_batches, strict=True):
+        request.append_token(backend.run_stage(1, [cpu_batch])[request.request_id], 0.0)
+    return residuals
 
 
 @pytest.mark.parametrize(("name", "seed"), [("Qwen3_5", 0), ("Qwen3Next", 1)])
 def test_states_go_on_in_graphs_as_without(tmp_path, name, seed):
     """A rider's gates and its slot go with its row, padding has no state, and prompts are launched piece by piece."""
     folder = make_tiny_linear(tmp_path, name)
-    expected = run_linear(folder)
+    expected, right = run_linear(folder)
     with fake_gpu(seed) as cuda:
-        assert run_linear(folder, cuda) == expected
-        assert cuda.replays == 5 + 1 + 5 + 1 + 3 + 5  # three stages and two attentions, or all at once
+        tokens, residuals = run_linear(folder, cuda)
+        assert tokens == expected
+        torch.testing.assert_close(residuals, right, rtol=0, atol=5e-3)  # of numbers around 10
+        assert cuda.replays == 5 + 1 + 5 + 1 + 3 + 5 + 3 * 2 * 3  # three stages and two attentions, or all at once
