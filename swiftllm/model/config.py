@@ -210,7 +210,7 @@ class ModelConfig:
             row, fields = recognise(raw if text is None else text)
         except Unsupported as what:
             raise ValueError(f"{path}: {what} is not supported; {SUPPORTED}") from None
-        quantisation = QuantisationScheme.from_config(fields, folder)
+        quantisation = QuantisationScheme.from_config(fields, folder, is_wrapped=text is not None)
         try:
             num_heads = int(fields["num_attention_heads"])
             hidden_size = int(fields["hidden_size"])
