@@ -324,6 +324,11 @@ class ModelConfig:
         return 0 if self.linear is None else self.num_heads
 
     @property
+    def norm_offset(self) -> float:
+        """What is added to the weights of all norms but that of linear attention's heads."""
+        return 0.0 if self.linear is None else 1.0
+
+    @property
     def num_projected_heads(self) -> int:
         """Heads of gates, Q, K and V."""
         return self.num_gates + self.num_heads + 2 * self.num_kv_heads

@@ -193,13 +193,10 @@ class Folding:
         self._residual_scale = config.residual_scale
         self._logits_multiplier = config.logits_multiplier
         self._whole_orders = {} if config.linear is None else whole_orders(config, config.linear, self._order)
-        self._adds_one = config.linear is not None
 
     def rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """Rows of tensor ``name``: whole heads of those that turn."""
         module = name.rsplit(".", 2)[-2]
-        if self._adds_one and name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight"):
-            rows = rows.float() + 1
         if name == FINAL_NORM and self._logits_multiplier != 1.0:
             rows = rows.float() * self._logits_multiplier
         return self._fold(module, rows)
@@ -671,7 +668,7 @@ def dummy_weights(
     for name, tensor in weights.by_checkpoint_name(part.sizes).items():
         if name.endswith("norm.weight"):
             assert isinstance(tensor, torch.Tensor)
-            tensor.fill_(1.0)
+            tensor.fill_(1.0 if name.endswith(".linear_attn.norm.weight") else 1.0 - config.norm_offset)
         elif name.endswith(("bias", "sinks", "A_log")):
             _zero(tensor, 0)
         else:
