@@ -23,7 +23,7 @@ OLD_GPTQ_FILE = "quantize_config.json"  # beside a config.json that says nothing
 PACKED_WEIGHTS = ("qweight", "weight_packed")  # a tensor of these names is in a module's place of ``weight``
 MATRIX = re.compile(r"layers\.\d+\..*\.(\w+_proj|in_proj_\w+)$")
 DECAY = re.compile(r"\.in_proj_(a|b|ba)$")
-STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+STACKS = ("gate_up_proj", "down_proj")  # of all experts of a layer, without a module of its own
 IN_REGEXES = set("*+?^$()[]{}|\\")  # auto-round takes a name with one of them for a regular expression
 
 
@@ -140,16 +140,16 @@ class QuantisationScheme:
         """
         in_16_bits, quantises_decay = set(), False
         for stored in names:
+            own, _, kind = stored.rpartition(".")
+            if kind not in ("weight", *PACKED_WEIGHTS, *STACKS):
+                continue
             name = text_name(stored, is_wrapped)
             if name is None or name.startswith(DRAFT_PREFIX):
                 continue
-            module, _, kind = name.rpartition(".")
-            if kind == "weight" and MATRIX.search(module):
+            module = name.rpartition(".")[0]
+            if kind in STACKS or (kind == "weight" and MATRIX.search(module)):
                 in_16_bits.add(module)
-            elif stack := STACK.fullmatch(name):
-                in_16_bits.add(stack[1])
             elif kind in PACKED_WEIGHTS:
-                own = stored.rpartition(".")[0]
                 rule = self._rule_of(own)
                 if module == "lm_head":
                     raise _Unsupported("a quantised lm_head")

@@ -26,6 +26,7 @@ from swiftllm.ops.matrices import QuantisedMatrix
 from swiftllm.runtime.memory import weight_bytes
 from tests.apex.test_architectures import greedy, some_prompts
 from tests.apex.test_linear_attention import make_engine, tokens_of
+from tests.reference.tiny_experts import stack_experts
 from tests.reference.tiny_linear import linear_judge, make_tiny_linear, make_tiny_wrapped
 
 GROUP = 16
@@ -54,6 +55,8 @@ class Case:
     variant: str = "vllm"
     projections: tuple[str, ...] = PROJECTIONS
     """Modules that are quantised beside those of all models."""
+    stacks_experts: bool = False
+    """Whether the file has one tensor for the experts of a layer, which are not quantised."""
 
 
 def dynamic(rules: Mapping[str, Any]) -> Change:
@@ -131,6 +134,13 @@ CASES = {
         compressed(["lm_head", r"re:.*\.mlp\.gate$"], [r"re:.*\.mlp\.experts\..*"]),
         variant="neo",
     ),
+    "compressed-tensors, all but experts": Case(
+        "Qwen3_5Moe",
+        "compressed-tensors",
+        rf".*\.experts\.|{SMALL}",
+        compressed(["lm_head", r"re:.*\.experts", f"re:{SMALL}"], ["Linear"]),
+        stacks_experts=True,
+    ),
 }
 
 
@@ -178,6 +188,8 @@ def test_tokens_and_memory_are_those_of_the_dequantised_weights(name, tmp_path, 
         load_judge = lambda folder: AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)  # noqa: E731
     packed = write(source, tmp_path / "packed", case.layout, case)
     change_config(packed, case.config)
+    if case.stacks_experts:
+        stack_experts(packed)
     tensors = load_file(packed / "model.safetensors")
     tensors["mtp.layers.0.mlp.down_proj.qweight"] = torch.zeros(8, 64, dtype=torch.int32)
     save_file(tensors, packed / "model.safetensors", {"format": "pt"})
