@@ -240,8 +240,18 @@ def prompt_attention(
     native.prompt_attention(prompts, scale, window, sinks, num_threads)
 
 
-def rms_norm(x: Any, weight: Any, eps: float, out: Any, *, addend: Any | None = None, num_threads: int = 1) -> None:
-    """`out = x / sqrt(mean(x^2) + eps) * weight` over the last dimension; with an addend `x += addend` before.
+def rms_norm(
+    x: Any,
+    weight: Any,
+    eps: float,
+    out: Any,
+    *,
+    addend: Any | None = None,
+    offset: float = 0.0,
+    num_threads: int = 1,
+) -> None:
+    """`out = x / sqrt(mean(x^2) + eps) * (offset + weight)` over the last dimension; with an addend `x += addend`
+    before.
 
     Args:
         x: `[rows, size]`; overwritten if there is an addend.
@@ -249,17 +259,17 @@ def rms_norm(x: Any, weight: Any, eps: float, out: Any, *, addend: Any | None = 
         out: `[rows, size]`, overwritten.
         addend: `[rows, size]`, or None.
     """
-    native.rms_norm(x, weight, eps, out, addend, num_threads)
+    native.rms_norm(x, weight, eps, out, addend, offset, num_threads)
 
 
-def norm_heads(x: Any, weights: Any, eps: float, *, num_threads: int = 1) -> None:
+def norm_heads(x: Any, weights: Any, eps: float, *, offset: float = 0.0, num_threads: int = 1) -> None:
     """`rms_norm` of each head in place, with a weight of its own.
 
     Args:
         x: `[rows, heads, head_dim]`.
         weights: `[heads, head_dim]`.
     """
-    native.norm_heads(x, weights, eps, num_threads)
+    native.norm_heads(x, weights, eps, offset, num_threads)
 
 
 def rotary(x: Any, angles: Any, *, num_threads: int = 1) -> None:

@@ -31,7 +31,7 @@ struct Linear {
     int64_t y_stride;
 };
 
-// y = (x + addend) / sqrt(mean((x + addend)^2) + eps) * weight. With an addend, x becomes x + addend, rounded, and
+// y = (x + addend) / sqrt(mean((x + addend)^2) + eps) * (offset + weight). With an addend, x becomes x + addend, rounded, and
 // y is made of that.
 struct RmsNorm {
     int rows, size;
@@ -43,6 +43,7 @@ struct RmsNorm {
     float eps;
     void* y;
     int64_t y_stride;
+    float offset = 0.0f;
 };
 
 // Each head of x [rows, num_heads, head_dim] becomes its norm, as above, with a weight of its own.
@@ -52,6 +53,7 @@ struct HeadNorms {
     int64_t x_stride, element_bytes;
     const void* weights;  // [num_heads, head_dim]
     float eps;
+    float offset = 0.0f;
 };
 void norm_heads(const HeadNorms& problem, void (*rms_norm)(const RmsNorm&, int, int), int begin, int end);
 

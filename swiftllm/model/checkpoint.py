@@ -14,6 +14,23 @@ HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 """How the names of the vocabulary's two matrices end."""
 ROWS_AT_ONCE = 4096
 
+TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "language_model.": "model.",
+}
+BARE = ("layers.", "embed_tokens.", "norm.")  # how names begin in a checkpoint of the model without its vocabulary
+IMAGE_PREFIXES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "visual.",
+    "model.visual.",
+)
+DRAFT_PREFIX = "mtp."  # of layers that guess several tokens ahead
+
 
 class WeightsError(DamagedFile):
     """A checkpoint does not hold the tensors that config.json requires; the message names the tensors."""
@@ -49,6 +66,25 @@ def read_file(path: Path) -> Iterator[tuple[str, StoredTensor]]:
                 yield name, tensors.get_slice(name)
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"{path} is no readable safetensors file: {error}; download it again") from None
+
+
+def text_name(name: str, is_wrapped: bool) -> str | None:
+    """The name that a tensor of a checkpoint has in one of the text model alone; None: it is of the part for images.
+    ``is_wrapped``: whether there is such a part."""
+    if is_wrapped:
+        if name.startswith(IMAGE_PREFIXES):
+            return None
+        prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
+        name = TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
+    return f"model.{name}" if name.startswith(BARE) else name
+
+
+def stored_names(folder: Path) -> list[str] | None:
+    """Names of a folder's tensors; None if it has no weights, or these cannot be read."""
+    try:
+        return [name for name, _ in read_tensors(folder)]
+    except (OSError, DamagedFile):
+        return None
 
 
 def vocabulary_matrices(folder: Path) -> dict[str, StoredTensor]:

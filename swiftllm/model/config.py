@@ -219,7 +219,7 @@ class ModelConfig:
             row, fields = recognise(raw if text is None else text)
         except Unsupported as what:
             raise ValueError(f"{path}: {what} is not supported; {SUPPORTED}") from None
-        quantisation = QuantisationScheme.from_config(fields, folder)
+        quantisation = QuantisationScheme.from_config(fields, folder, is_wrapped=text is not None)
         try:
             num_heads = int(fields["num_attention_heads"])
             hidden_size = int(fields["hidden_size"])
@@ -333,6 +333,11 @@ class ModelConfig:
         return 0 if self.linear is None else self.num_heads
 
     @property
+    def norm_offset(self) -> float:
+        """What is added to the weights of all norms but that of linear attention's heads."""
+        return 0.0 if self.linear is None else 1.0
+
+    @property
     def num_projected_heads(self) -> int:
         """Heads of gates, Q, K and V."""
         return self.num_gates + self.num_heads + 2 * self.num_kv_heads
@@ -407,6 +412,8 @@ class ModelConfig:
         if linear is not None:
             heads |= {"key heads": linear.num_key_heads, "value heads": linear.num_value_heads}
             sizes.append((linear.values_size, linear.keys_size, ffn))
+            if self.quantisation is not None and self.quantisation.quantises_decay:
+                sizes.append((linear.values_size, linear.num_value_heads, ffn))
         common = math.gcd(*heads.values(), ffn, shared or ffn)
         works = [n for n in range(1, common + 1) if common % n == 0]
         what = ", ".join(f"{count} {name}" for name, count in heads.items())

@@ -106,7 +106,7 @@ class LlamaModel:
         there are gates in some models; see :meth:`gated`.
         """
         weights = self.weights.stage(-1)
-        normed = self.ops.rms_norm(residual, self._first_norm(weights), self.config.rms_norm_eps)
+        normed = self._normed(residual, self._first_norm(weights))
         normed = self._linear_layers(-1, weights, normed, residual, state_rows)
         return self._qkv(weights, normed, rotary_rows, out)
 
@@ -186,7 +186,7 @@ class LlamaModel:
         heads = qkv.view(len(qkv), config.num_projected_heads, config.head_dim)
         q_and_k = heads[:, config.num_gates : -config.num_kv_heads]  # neighbours: one call for both
         if weights.head_norms is not None:
-            self.ops.norm_heads_(q_and_k, weights.head_norms, config.head_norm_eps)
+            self.ops.norm_heads_(q_and_k, weights.head_norms, config.head_norm_eps, config.norm_offset)
         if weights.rotates:
             self.ops.rotary_(q_and_k, rotary_rows)
         return heads
@@ -257,7 +257,9 @@ class LlamaModel:
         return rows
 
     def _normed(self, rows: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
-        return rows if norm is None else self.ops.rms_norm(rows, norm, self.config.rms_norm_eps)
+        if norm is None:
+            return rows
+        return self.ops.rms_norm(rows, norm, self.config.rms_norm_eps, self.config.norm_offset)
 
     def _norm_of_sum(self, addend: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-        return self.ops.add_rms_norm_(residual, addend, norm, self.config.rms_norm_eps)
+        return self.ops.add_rms_norm_(residual, addend, norm, self.config.rms_norm_eps, self.config.norm_offset)

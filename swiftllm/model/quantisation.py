@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from swiftllm.model.checkpoint import DRAFT_PREFIX, stored_names, text_name
 from swiftllm.model.folder import is_there, read_object, tell
 from swiftllm.ops.matrices import CODES_PER_WORD, GROUP_MULTIPLE, MXFP4_GROUP
 
 AWQ, GPTQ, COMPRESSED_TENSORS, MXFP4 = "AWQ", "GPTQ", "compressed-tensors", "MXFP4"
 SUPPORTED = (
-    "supported are 4-bit AWQ (gemm), GPTQ (with or without act-order) and compressed-tensors (pack-quantized), for "
-    "gpt-oss MXFP4 in place of these, and 16 or 32 bits: take another checkpoint of the model"
+    "supported are 4-bit AWQ (gemm), GPTQ (with or without act-order), auto-round (packed as one of these) and "
+    "compressed-tensors (pack-quantized), for gpt-oss MXFP4 in place of these, and 16 or 32 bits: take another "
+    "checkpoint of the model"
 )
 OLD_GPTQ_FILE = "quantize_config.json"  # beside a config.json that says nothing
+PACKED_WEIGHTS = ("qweight", "weight_packed")  # a tensor of these names is in a module's place of ``weight``
+MATRIX = re.compile(r"layers\.\d+\..*\.(\w+_proj|in_proj_\w+)$")
+OF_QKV = re.compile(r"\.in_proj_[qkv]$")  # parts that a checkpoint has in one module
+DECAY = re.compile(r"\.in_proj_(a|b|ba)$")
+STACKS = ("gate_up_proj", "down_proj")  # of all experts of a layer, without a module of its own
+IN_REGEXES = set("*+?^$()[]{}|\\")  # auto-round takes a name with one of them for a regular expression
+
+
+@dataclass(frozen=True)
+class ModuleRule:
+    """What ``quantization_config`` says of some modules, by their names in the checkpoint."""
+
+    name: str
+    is_pattern: bool = False
+    """Whether ``name`` is a regular expression, which matches from the beginning of a module's name on."""
+    is_left_out: bool = True
+    """Whether they keep their 16 bits."""
+    changed: str = ""
+    """What they have unlike the others, as ``bits=8``; nobody reads such a module."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +57,37 @@ class QuantisationScheme:
     """What the checkpoint says is to be added to a stored zero point: 1 in GPTQ's first version."""
     parts: int = 1
     """Ranks among which the inputs of ``o`` and ``down`` are divided."""
+    in_16_bits: frozenset[str] = frozenset()
+    """Modules of the text model that the files hold as they were, or all experts of a layer, by the name of these."""
+    quantises_decay: bool = False
+    """Whether the small matrices of linear attention are quantised, too."""
+    rules: tuple[ModuleRule, ...] = ()
+    """What single modules are, where there are no files that tell. The first that names a module counts."""
 
     @classmethod
-    def from_config(cls, raw: Mapping[str, Any], folder: Path) -> QuantisationScheme | None:
+    def from_config(cls, raw: Mapping[str, Any], folder: Path, is_wrapped: bool = False) -> QuantisationScheme | None:
         """The scheme that a folder's ``config.json`` names; None: the weights are not quantised.
 
+        Which modules are quantised is what the folder's files hold. ``is_wrapped``: see
+        :func:`~swiftllm.model.checkpoint.text_name`.
+
         Raises:
-            ValueError: the scheme is not supported; the message says what is not, and what would do.
+            ValueError: the scheme is not supported, or contradicts the files; the message says what is not, and what
+                would do.
         """
         given = raw.get("quantization_config")
         if given is None and is_there(folder / OLD_GPTQ_FILE):
             given = {"quant_method": "gptq", **read_object(folder / OLD_GPTQ_FILE)}
         if given is None:
             return None
-        readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "mxfp4": _mxfp4}
+        readers = {
+            "awq": _awq,
+            "gptq": _gptq,
+            "auto-round": _auto_round,
+            "intel/auto-round": _auto_round,  # of its first versions
+            "compressed-tensors": _compressed_tensors,
+            "mxfp4": _mxfp4,
+        }
         if not isinstance(given, Mapping):
             raise _refusal(folder, f"quantization_config={given!r}")
         method = given.get("quant_method")
@@ -59,14 +99,73 @@ class QuantisationScheme:
                 return None  # nothing else is quantised
         try:
             scheme = readers[method](given)
-            is_head_left_out = any("lm_head" in module for module in given.get("ignore") or ())
-            if scheme.method == COMPRESSED_TENSORS and not (is_head_left_out or raw.get("tie_word_embeddings")):
+            names = None if scheme.experts_only else stored_names(folder)
+            if names is not None:
+                scheme = scheme._of_files(names, is_wrapped, folder)
+            elif method == COMPRESSED_TENSORS and not (scheme._leaves_out("lm_head") or raw.get("tie_word_embeddings")):
                 raise _Unsupported("a quantised lm_head")
         except _Unsupported as what:
             raise _refusal(folder, str(what)) from None
+        except re.error as error:
+            raise ValueError(f"{folder}: quantization_config has a pattern that is none: {error}") from None
         if scheme.group_size is not None and (scheme.group_size < 1 or scheme.group_size % GROUP_MULTIPLE):
             raise _refusal(folder, f"group_size={scheme.group_size} (no multiple of {GROUP_MULTIPLE})")
         return scheme
+
+    def keeps_16_bits(self, module: str) -> bool:
+        """Whether a module of the text model, by its name in Llama, is not quantised."""
+        module = OF_QKV.sub(".in_proj_qkv", module)
+        if module in self.in_16_bits or f"{module.partition('.experts.')[0]}.experts" in self.in_16_bits:
+            return True
+        return self._leaves_out(module) or self._leaves_out(module.replace("model.", "model.language_model.", 1))
+
+    def _leaves_out(self, module: str) -> bool:
+        rule = self._rule_of(module)
+        return rule is not None and rule.is_left_out
+
+    def _rule_of(self, module: str) -> ModuleRule | None:
+        """``module``: as the checkpoint calls it."""
+        names, patterns = self._sorted_rules
+        return names.get(module) or next((rule for pattern, rule in patterns if pattern.match(module)), None)
+
+    @cached_property
+    def _sorted_rules(self) -> tuple[dict[str, ModuleRule], list[tuple[re.Pattern[str], ModuleRule]]]:
+        names = {rule.name: rule for rule in self.rules if not rule.is_pattern}
+        return names, [(re.compile(rule.name), rule) for rule in self.rules if rule.is_pattern]
+
+    def _of_files(self, names: Iterable[str], is_wrapped: bool, folder: Path) -> QuantisationScheme:
+        """The scheme as the files with tensors of these ``names`` have it.
+
+        Raises:
+            ValueError: they hold a module quantised that should not be.
+            _Unsupported: or quantised in another way than others.
+        """
+        in_16_bits, quantises_decay = set(), False
+        for stored in names:
+            own, _, kind = stored.rpartition(".")
+            if kind not in ("weight", *PACKED_WEIGHTS, *STACKS):
+                continue
+            name = text_name(stored, is_wrapped)
+            if name is None or name.startswith(DRAFT_PREFIX):
+                continue
+            module = name.rpartition(".")[0]
+            if kind in STACKS or (kind == "weight" and MATRIX.search(module)):
+                in_16_bits.add(module)
+            elif kind in PACKED_WEIGHTS:
+                rule = self._rule_of(own)
+                if module == "lm_head":
+                    raise _Unsupported("a quantised lm_head")
+                if rule is not None and rule.changed:
+                    raise _Unsupported(f"{rule.changed} of {own}")
+                if rule is not None and rule.is_left_out:
+                    raise ValueError(
+                        f"{folder}: quantization_config says that {own} is not quantised, and its weights are: "
+                        "take another checkpoint of the model"
+                    )
+                quantises_decay |= DECAY.search(module) is not None
+        if not quantises_decay:
+            in_16_bits = {module for module in in_16_bits if not DECAY.search(module)}
+        return replace(self, in_16_bits=frozenset(in_16_bits), quantises_decay=quantises_decay, rules=())
 
     @property
     def experts_only(self) -> bool:
@@ -100,7 +199,9 @@ class QuantisationScheme:
     def describe(self) -> str:
         """For people: ``4-bit GPTQ, groups of 128, act-order``."""
         groups = f"groups of {self.group_size}" if self.group_size else "one group"
-        return f"4-bit {self.method}, {groups}{', act-order' if self.ordered else ''}"
+        count = len(self.in_16_bits)
+        left_out = f", {count} {'matrix' if count == 1 else 'matrices'} in 16 bits" if count else ""
+        return f"4-bit {self.method}, {groups}{', act-order' if self.ordered else ''}{left_out}"
 
 
 class _Unsupported(Exception):
@@ -121,25 +222,53 @@ def _group_size(value: Any) -> int | None:
     return None if value in (None, -1) else int(value)
 
 
+def _changed(own: Mapping[str, Any], scheme: Mapping[str, Any]) -> str:
+    """The first number of a module's ``own`` scheme that is not the common one."""
+    return next((f"{name}={own[name]!r}" for name, common in scheme.items() if own.get(name, common) != common), "")
+
+
 def _awq(given: Mapping[str, Any]) -> QuantisationScheme:
     _require(given, "bits", 4)
     _require(given, "version", "gemm", default="gemm")
-    return QuantisationScheme(AWQ, _group_size(given.get("group_size", 128)))
+    left_out = given.get("modules_to_not_convert") or ()  # parts of names
+    rules = tuple(ModuleRule(rf"(?:.*\.)?{re.escape(part)}(?:\.|$)", is_pattern=True) for part in left_out)
+    return QuantisationScheme(AWQ, _group_size(given.get("group_size", 128)), rules=rules)
 
 
 def _gptq(given: Mapping[str, Any]) -> QuantisationScheme:
     _require(given, "bits", 4)
-    _require(given, "checkpoint_format", "gptq", "gptq_v2", default="gptq")
+    version = given.get("checkpoint_format") or given.get("format") or "gptq"
+    _require({"checkpoint_format": version}, "checkpoint_format", "gptq", "gptq_v2")
     _require(given, "lm_head", False, default=False)
-    if given.get("dynamic"):
-        raise _Unsupported("dynamic (a scheme for each module)")
-    return QuantisationScheme(
-        GPTQ,
-        _group_size(given.get("group_size", 128)),
-        ordered=bool(given.get("desc_act", False)),
-        symmetric=bool(given.get("sym", True)),
-        zero_offset=0 if given.get("checkpoint_format") == "gptq_v2" else 1,
-    )
+    group_size, ordered = given.get("group_size", 128), bool(given.get("desc_act", False))
+    symmetric = bool(given.get("sym", True))
+    scheme, rules = {"bits": 4, "group_size": group_size, "desc_act": ordered, "sym": symmetric}, []
+    for pattern, own in (given.get("dynamic") or {}).items():
+        is_left_out, changed = pattern.startswith("-:"), _changed(own or {}, scheme)
+        rules.append(ModuleRule(pattern.removeprefix("-:").removeprefix("+:"), True, is_left_out, changed))
+    zero_offset = 0 if version == "gptq_v2" else 1
+    return QuantisationScheme(GPTQ, _group_size(group_size), ordered, symmetric, zero_offset, rules=tuple(rules))
+
+
+def _auto_round(given: Mapping[str, Any]) -> QuantisationScheme:
+    """Packed as GPTQ's first version or AWQ."""
+    _require(given, "bits", 4)
+    _require(given, "data_type", "int", default="int")
+    _require(given, "act_bits", 16, 32, default=16)
+    packing = given.get("packing_format") or "auto_round:auto_gptq"
+    _require({"packing_format": packing}, "packing_format", *(f"auto_round:{name}" for name in PACKINGS))
+    group_size, symmetric = given.get("group_size", 128), bool(given.get("sym", True))
+    scheme, rules = {"bits": 4, "group_size": group_size, "sym": symmetric, "data_type": "int"}, []
+    for name, own in (given.get("extra_config") or {}).items():
+        is_pattern, is_left_out = not IN_REGEXES.isdisjoint(name), own.get("bits", 4) >= 16
+        pattern = f".*(?:{name})" if is_pattern else name
+        rules.append(ModuleRule(pattern, is_pattern, is_left_out, "" if is_left_out else _changed(own, scheme)))
+    if PACKINGS[packing.partition(":")[2].lower()] == AWQ:
+        return QuantisationScheme(AWQ, _group_size(group_size), rules=tuple(rules))
+    return QuantisationScheme(GPTQ, _group_size(group_size), False, symmetric, 1, rules=tuple(rules))
+
+
+PACKINGS = {"auto_gptq": GPTQ, "gptq": GPTQ, "auto_awq": AWQ, "awq": AWQ}
 
 
 def _compressed_tensors(given: Mapping[str, Any]) -> QuantisationScheme:
@@ -148,13 +277,31 @@ def _compressed_tensors(given: Mapping[str, Any]) -> QuantisationScheme:
         if given.get(name):
             raise _Unsupported(name)
     groups = list(given.get("config_groups", {}).values())
-    if len(groups) != 1:
+    schemes = {_compressed_group(group) for group in groups}
+    if len(schemes) != 1:
         raise _Unsupported(f"{len(groups)} config_groups")
-    (group,) = groups
+    left_out = [_in_compressed_tensors(name) for name in given.get("ignore") or ()]
+    targets = [target for group in groups for target in group["targets"]]
+    if "Linear" not in targets:  # the modules that no target names
+        any_target = "|".join(
+            f"(?:{rule.name if rule.is_pattern else re.escape(rule.name) + '$'})"
+            for rule in map(_in_compressed_tensors, targets)
+        )
+        left_out.append(ModuleRule(f"(?!{any_target})", is_pattern=True))
+    return replace(schemes.pop(), rules=tuple(left_out))
+
+
+def _in_compressed_tensors(name: str) -> ModuleRule:
+    return ModuleRule(name.removeprefix("re:"), is_pattern=name.startswith("re:"))
+
+
+def _compressed_group(group: Mapping[str, Any]) -> QuantisationScheme:
     _require(group, "format", None, "pack-quantized")
     _require(group, "input_activations", None)
     _require(group, "output_activations", None)
-    _require(group, "targets", ["Linear"])
+    targets = group.get("targets") or ()
+    if not targets or not all(target == "Linear" or target.startswith("re:") or "." in target for target in targets):
+        raise _Unsupported(f"targets={group.get('targets')!r}")
     weights = group.get("weights") or {}
     _require(weights, "num_bits", 4)
     _require(weights, "type", "int", default="int")

@@ -325,25 +325,41 @@ class FusedTarget:
             made, self._made = self._made, {}
             self.put(made[names[0]] if fit else tuple(made[name] for name in names))
 
-    def empty(self, scheme: QuantisationScheme, dtype: torch.dtype) -> QuantisedMatrix:
-        """A matrix without content, of the size that a checkpoint's has: for dummy weights and estimates of memory.
+    def empty(
+        self, scheme: QuantisationScheme, dtype: torch.dtype, scale_dtype: torch.dtype
+    ) -> Made | tuple[Made, ...]:
+        """Memory without content, as a checkpoint's matrix has: for dummy weights and estimates of memory. Its modules
+        that are not quantised have ``dtype``; if others are, all are apart."""
+        in_16_bits = [scheme.keeps_16_bits(module) for module in self.modules]
+        sizes = list(self.modules.values())
+        if len(set(in_16_bits)) == 1:
+            in_16_bits, sizes = in_16_bits[:1], [sum(sizes)]
+        made = [
+            self.allocate((size, self.in_features), dtype=dtype)
+            if is_plain
+            else self._empty_packed(scheme, size, dtype, scale_dtype)
+            for is_plain, size in zip(in_16_bits, sizes, strict=True)
+        ]
+        return made[0] if len(made) == 1 else tuple(made)
 
-        With act-order, a part of the inputs has some of each group. How many is random: each group's are taken to be
-        filled up to whole runs by half a run.
-        """
-        out_features, whole = sum(self.modules.values()), self.whole_in_features
+    def _empty_packed(
+        self, scheme: QuantisationScheme, out_features: int, dtype: torch.dtype, scale_dtype: torch.dtype
+    ) -> QuantisedMatrix:
+        """With act-order, a part of the inputs has some of each group. How many is random: each group's are taken to be
+        filled up to whole runs by half a run."""
+        whole = self.whole_in_features
         if self.in_features == whole or not scheme.ordered or scheme.group_size is None:
             group_size = scheme.group_size_of(self.in_features)
             sizes = self.in_features, self.in_features // group_size, group_size
-            scale_dtype = torch.uint8 if scheme.method == MXFP4 else dtype
-            return QuantisedMatrix.allocate(self.allocate, out_features, *sizes, dtype, scale_dtype)
+            own_dtype = torch.uint8 if scheme.method == MXFP4 else scale_dtype
+            return QuantisedMatrix.allocate(self.allocate, out_features, *sizes, dtype, own_dtype)
         num_groups = whole // scheme.group_size_of(whole)
         num_runs = -(-(self.in_features + num_groups * GROUP_MULTIPLE // 2) // GROUP_MULTIPLE)
         in_features = num_runs * GROUP_MULTIPLE
         order = torch.arange(in_features, dtype=torch.int32, device=self.device) % self.in_features
         runs = torch.arange(num_runs, dtype=torch.int32, device=self.device) * num_groups // num_runs
         sizes = in_features, num_groups, scheme.group_size
-        return QuantisedMatrix.allocate(self.allocate, out_features, *sizes, dtype, dtype, order, runs)
+        return QuantisedMatrix.allocate(self.allocate, out_features, *sizes, dtype, scale_dtype, order, runs)
 
 
 def _memory_for(part: torch.Tensor | StoredMatrix, out_features: int, allocate: Allocate) -> Made:

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from swiftllm.model.checkpoint import StoredTensor, WeightsError, read_tensors
+from swiftllm.model.checkpoint import DRAFT_PREFIX, StoredTensor, WeightsError, read_tensors, text_name
 from swiftllm.model.config import LinearSizes, ModelConfig
 from swiftllm.model.folder import tell
 from swiftllm.model.quantised_weights import (
@@ -33,25 +33,10 @@ from swiftllm.ops.matrices import MXFP4_GROUP, MXFP4_NUMBERS, Matrix, QuantisedM
 # A checkpoint's tensors as Llama's: fused modules part by part, outputs in the order and with the factors that the
 # operations expect.
 
-TEXT_PREFIXES = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-    "language_model.": "model.",
-}
-BARE = ("layers.", "embed_tokens.", "norm.")  # how names begin in a checkpoint of the model without its vocabulary
 EXPERT_NAMES = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "router": "gate"}
 STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:_(bias|blocks|scales))?")
+ROUTER = re.compile(r"\.mlp\.(gate|shared_expert_gate)\.")
 EVERY_OTHER = slice(0, None, 2), slice(1, None, 2)
-IMAGE_PREFIXES = (
-    "vision_tower.",
-    "multi_modal_projector.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
-    "visual.",
-    "model.visual.",
-)
-DRAFT_PREFIX = "mtp."  # of layers that guess several tokens ahead
 ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
 TO_RESIDUAL = ("o_proj", "out_proj", "down_proj", "post_self_attn_layernorm", "post_mlp_layernorm")
 """Modules whose outputs are added to residuals, or normed by the next of them before."""
@@ -86,20 +71,15 @@ def as_llama(config: ModelConfig, tensors: Iterable[tuple[str, StoredTensor]]) -
     if config.quantisation is not None:
         axes |= divisible_axes(config.quantisation)
     fused = fused_modules(config)
-    for name, stored in tensors:
-        if config.is_wrapped:
-            if name.startswith(IMAGE_PREFIXES):
-                continue
-            prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), "")
-            name = TEXT_PREFIXES.get(prefix, "") + name.removeprefix(prefix)
-        if config.linear is not None and name.startswith(DRAFT_PREFIX):
+    for stored_name, stored in tensors:
+        name = text_name(stored_name, config.is_wrapped)
+        if name is None or (config.linear is not None and name.startswith(DRAFT_PREFIX)):
             continue
-        name = f"model.{name}" if name.startswith(BARE) else name
         if name == HEAD_NAME and config.tie_word_embeddings:
             name = EMBEDDING_NAME
         if config.experts is not None:
             name = ".".join(EXPERT_NAMES.get(word, word) for word in name.split("."))
-            if ".mlp.gate." in name and not name.endswith((".gate.weight", ".gate.bias")):
+            if ROUTER.search(name) and not name.endswith((".weight", ".bias")):
                 raise WeightsError(f"{name}: routers that are quantised are not supported")
             if (stack := STACK.fullmatch(name)) is not None:
                 block, module, kind = stack.groups()
@@ -222,13 +202,10 @@ class Folding:
         self._residual_scale = config.residual_scale
         self._logits_multiplier = config.logits_multiplier
         self._whole_orders = {} if config.linear is None else whole_orders(config, config.linear, self._order)
-        self._adds_one = config.linear is not None
 
     def rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """Rows of tensor ``name``: whole heads of those that turn."""
         module = name.rsplit(".", 2)[-2]
-        if self._adds_one and name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight"):
-            rows = rows.float() + 1
         if name == FINAL_NORM and self._logits_multiplier != 1.0:
             rows = rows.float() * self._logits_multiplier
         return self._fold(module, rows)
@@ -334,6 +311,7 @@ def linear_matrices(config: ModelConfig) -> tuple[FusedMatrix, ...]:
     linear, hidden, is_quantised = config.linear, config.hidden_size, config.quantisation is not None
     if linear is None:
         return ()
+    quantises_decay = config.quantisation is not None and config.quantisation.quantises_decay
     heads, qkv, z = linear.num_value_heads, linear.qkv_sizes, linear.values_size
     projections: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = (
         ((*LINEAR_PARTS["in_proj_qkv"], "in_proj_z"), (*qkv, z)),
@@ -345,7 +323,7 @@ def linear_matrices(config: ModelConfig) -> tuple[FusedMatrix, ...]:
     block = "linear_attn"
     matrices = (
         FusedMatrix("in_proj", block, of_qkvz, qkvz, hidden, False, is_quantised),
-        FusedMatrix("in_proj_ba", block, of_ba, ba, hidden, False, False),
+        FusedMatrix("in_proj_ba", block, of_ba, ba, hidden, False, quantises_decay),
         FusedMatrix("out_proj", block, ("out_proj",), (hidden,), z, False, is_quantised),
         *_ffn_matrices(config),
     )
@@ -588,13 +566,15 @@ class LlamaWeights:
 
     def empty_quantised(
         self, config: ModelConfig, device: torch.device | str, dtype: torch.dtype
-    ) -> list[QuantisedMatrix]:
-        """Allocate the matrices of a quantised model without filling them."""
+    ) -> list[torch.Tensor | QuantisedMatrix]:
+        """Allocate the matrices of a quantised model without filling them, scales in 16 bits; those that the checkpoint
+        has in 16 bits in ``dtype``."""
         matrices = []
         for target in self.fused_targets(config, device):
             assert config.quantisation is not None  # else there are no targets
-            matrices.append(target.empty(config.quantisation, dtype))
-            target.put(matrices[-1])
+            made = target.empty(config.quantisation, dtype, torch.float16)
+            matrices += made if isinstance(made, tuple) else [made]
+            target.put(made)
         return matrices
 
     def fused_targets(
@@ -703,7 +683,7 @@ def dummy_weights(
     for name, tensor in weights.by_checkpoint_name(part.sizes).items():
         if name.endswith("norm.weight"):
             assert isinstance(tensor, torch.Tensor)
-            tensor.fill_(1.0)
+            tensor.fill_(1.0 if name.endswith(".linear_attn.norm.weight") else 1.0 - config.norm_offset)
         elif name.endswith(("bias", "sinks", "A_log")):
             _zero(tensor, 0)
         else:
@@ -713,15 +693,20 @@ def dummy_weights(
         own_words = torch.randint(-(2**31), 2**31, (DUMMY_PERIOD,), dtype=torch.int32, generator=generator)
         words = {True: own_words, False: own_words.to(device)}
         for target in weights.fused_targets(part.sizes, device, on_host):
-            matrix = target.empty(scheme, dtype)
-            codes, scale = matrix.codes, config.initializer_range / STD_OF_CODES
-            if matrix.is_mxfp4:
-                scale = 127 + round(math.log2(config.initializer_range / STD_OF_MXFP4))
-            _fill(codes, words[codes.device.type == "cpu"], draw_offset(), codes.shape, (slice(None),))
-            for tensor, value in ((matrix.scales, scale), (matrix.zeros, 8)):
-                if tensor is not None:
-                    write_rows(tensor, 0, torch.full(tensor.shape, value, dtype=tensor.dtype))
-            target.put(matrix)
+            made = target.empty(scheme, dtype, dtype)
+            for matrix in made if isinstance(made, tuple) else (made,):
+                is_packed = isinstance(matrix, QuantisedMatrix)
+                codes, numbers = (matrix.codes, words) if is_packed else (matrix, noise)
+                _fill(codes, numbers[codes.device.type == "cpu"], draw_offset(), codes.shape, (slice(None),))
+                if not is_packed:
+                    continue
+                scale = config.initializer_range / STD_OF_CODES
+                if matrix.is_mxfp4:
+                    scale = 127 + round(math.log2(config.initializer_range / STD_OF_MXFP4))
+                for tensor, value in ((matrix.scales, scale), (matrix.zeros, 8)):
+                    if tensor is not None:
+                        write_rows(tensor, 0, torch.full(tensor.shape, value, dtype=tensor.dtype))
+            target.put(made)
     return weights
 
 

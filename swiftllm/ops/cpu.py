@@ -90,25 +90,25 @@ class CpuOps(Ops):
             return None
         return PackedCrossing(self, parts)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
         if x.dtype is not weight.dtype:  # pacpu's arrays have one
-            return self.rms_norm(x, weight.to(x.dtype), eps).to(weight.dtype)
+            return self.rms_norm(x, weight.to(x.dtype), eps, offset).to(weight.dtype)
         out = torch.empty_like(x)
-        rows.rms_norm(x, weight, eps, out, num_threads=self.num_threads)
+        rows.rms_norm(x, weight, eps, out, offset=offset, num_threads=self.num_threads)
         return out
 
     def add_rms_norm_(
-        self, residual: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, eps: float
+        self, residual: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
     ) -> torch.Tensor:
         if residual.dtype is not weight.dtype:
             wide = addend.to(residual.dtype), weight.to(residual.dtype)
-            return self.add_rms_norm_(residual, *wide, eps).to(weight.dtype)
+            return self.add_rms_norm_(residual, *wide, eps, offset).to(weight.dtype)
         out = torch.empty_like(addend)
-        rows.rms_norm(residual, weight, eps, out, addend=addend, num_threads=self.num_threads)
+        rows.rms_norm(residual, weight, eps, out, addend=addend, offset=offset, num_threads=self.num_threads)
         return out
 
-    def norm_heads_(self, x: torch.Tensor, weights: torch.Tensor, eps: float) -> None:
-        rows.norm_heads(x, weights, eps, num_threads=self.num_threads)
+    def norm_heads_(self, x: torch.Tensor, weights: torch.Tensor, eps: float, offset: float = 0.0) -> None:
+        rows.norm_heads(x, weights, eps, offset=offset, num_threads=self.num_threads)
 
     def rotary_(self, x: torch.Tensor, rotary_rows: torch.Tensor) -> None:
         rows.rotary(x, rotary_rows, num_threads=self.num_threads)

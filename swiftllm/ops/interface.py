@@ -326,21 +326,21 @@ class Ops:
         """
         return None
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in the dtype of ``weight``. ``x`` may be
-        float32 instead of that."""
-        return _rms_norm(x, weight, eps)
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+        """``x / sqrt(mean(x^2) + eps) * (offset + weight)`` over the last dimension, in the dtype of ``weight``. ``x``
+        may be float32 instead of that."""
+        return _rms_norm(x, weight, eps, offset)
 
     def add_rms_norm_(
-        self, residual: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, eps: float
+        self, residual: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
     ) -> torch.Tensor:
         """``residual += addend`` in place, rounded to its dtype; returns :meth:`rms_norm` of that."""
-        return _rms_norm(residual.add_(addend), weight, eps)
+        return _rms_norm(residual.add_(addend), weight, eps, offset)
 
-    def norm_heads_(self, x: torch.Tensor, weights: torch.Tensor, eps: float) -> None:
+    def norm_heads_(self, x: torch.Tensor, weights: torch.Tensor, eps: float, offset: float = 0.0) -> None:
         """``rms_norm`` of each head of ``x [rows, heads, head_dim]`` in place, with its row of ``weights [heads,
         head_dim]``."""
-        torch.mul(F.rms_norm(x.float(), x.shape[-1:], None, eps), weights, out=x)
+        torch.mul(F.rms_norm(x.float(), x.shape[-1:], None, eps), weights.float() + offset, out=x)
 
     def rotary_(self, x: torch.Tensor, rotary_rows: torch.Tensor) -> None:
         """Rotate ``x [rows, heads, head_dim]`` in place by ``rotary_rows``, float32 ``[rows, 2, head_dim]``."""
@@ -562,7 +562,10 @@ class Ops:
         out.copy_(attended.reshape(out.shape))
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+    if offset:  # a sum in 16 bits would be rounded
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), weight.shape, weight.to(wide) + offset, eps).to(weight.dtype)
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(weight.dtype)
 
 

@@ -16,7 +16,7 @@ from swiftllm.model.placement import Placement
 from swiftllm.model.quantisation import AWQ, MXFP4, QuantisationScheme
 from swiftllm.model.weight_memory import packed_bytes
 from swiftllm.model.weights import EXPERT_MATRICES, LinearTensors, LlamaWeights, fused_matrices, linear_matrices
-from swiftllm.ops.matrices import MXFP4_GROUP
+from swiftllm.ops.matrices import MXFP4_GROUP, QuantisedMatrix
 
 # -- bytes of weights --------------------------------------------------------------------------------------------------
 # Bytes of a model's weights, before any is read: all, those of each stage, and all in 4 bits.
@@ -27,16 +27,16 @@ GROUP_SIZES = (128, 64, 32, 16)  # of 4-bit weights, the usual one first
 def weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of the weights on the device in ``dtype``, whatever dtype the checkpoint has.
 
-    Quantised matrices stay packed, with scales of 16 bits. That a checkpoint leaves single modules of a layer in 16
-    bits is not known before it is read.
+    Quantised matrices stay packed, with scales of 16 bits; those that the checkpoint has in 16 bits do not.
     """
     weights = LlamaWeights.empty(model, "meta", dtype)
     total = sum(tensor.nbytes for tensor in weights.by_checkpoint_name(model).values())
     if model.quantisation is None:
         return total
-    packed = weights.empty_quantised(model, "meta", torch.float16)
+    matrices = weights.empty_quantised(model, "meta", dtype)
+    packed = [matrix for matrix in matrices if isinstance(matrix, QuantisedMatrix)]
     orders = sum(4 * matrix.in_features for matrix in packed) if model.quantisation.ordered else 0
-    return total + orders + sum(matrix.nbytes for matrix in packed)
+    return total + orders + sum(matrix.nbytes for matrix in matrices)
 
 
 def stage_bytes(model: ModelConfig, dtype: torch.dtype) -> list[int]:
@@ -58,7 +58,7 @@ def _linears(model: ModelConfig, dtype: torch.dtype) -> list[dict[str, LinearTen
     """The matrices of each stage from -1 on, without memory."""
     weights = LlamaWeights.empty(model, "meta", dtype)
     if model.quantisation is not None:
-        weights.empty_quantised(model, "meta", torch.float16)
+        weights.empty_quantised(model, "meta", dtype)
     return [weights.take_linears(stage) for stage in range(-1, model.num_layers)]
 
 

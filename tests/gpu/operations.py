@@ -111,11 +111,13 @@ def check_rows(device: torch.device, dtype: torch.dtype, ops: Ops) -> None:
     for rows, size in ROWS:
         x, residual = (torch.randn(rows, size, device=device).to(dtype) for _ in range(2))
         weight = (torch.rand(size, device=device) + 0.5).to(dtype)
-        assert_close(ops.rms_norm(x, weight, EPS), REFERENCE.rms_norm(x.double(), weight.double(), EPS), dtype)
+        for offset in (0.0, 1.0):
+            norm = weight.double() + offset
+            assert_close(ops.rms_norm(x, weight, EPS, offset), REFERENCE.rms_norm(x.double(), norm, EPS), dtype)
         expected = x.double() + residual.double()
-        normed = ops.add_rms_norm_(residual, x, weight, EPS)
+        normed = ops.add_rms_norm_(residual, x, weight, EPS, 1.0)
         assert_close(residual, expected, dtype)
-        assert_close(normed, REFERENCE.rms_norm(residual.double(), weight.double(), EPS), dtype)
+        assert_close(normed, REFERENCE.rms_norm(residual.double(), weight.double() + 1.0, EPS), dtype)
         wide = residual.float() * 1e5  # as of a checkpoint in bfloat16 that runs in float16
         expected = wide.double() + x.double()
         normed = ops.add_rms_norm_(wide, x, weight, EPS)
@@ -132,8 +134,8 @@ def check_rows(device: torch.device, dtype: torch.dtype, ops: Ops) -> None:
     heads = torch.randn(33, 12, 128, device=device).to(dtype)
     untouched = heads[:, 10:].clone()
     weights, expected = (torch.rand(10, 128, device=device) + 0.5).to(dtype), heads.double()[:, :10]
-    REFERENCE.norm_heads_(expected, weights.double(), EPS)
-    ops.norm_heads_(heads[:, :10], weights, EPS)
+    REFERENCE.norm_heads_(expected, weights.double() + 1.0, EPS)
+    ops.norm_heads_(heads[:, :10], weights, EPS, 1.0)
     assert_close(heads[:, :10], expected, dtype)
     rotary_rows = torch.randn(33, 2, 128, device=device)
     wide = heads.double()[:, :10]

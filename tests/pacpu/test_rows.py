@@ -59,10 +59,10 @@ def test_rms_norm_with_and_without_addend(isa, dtype, num_rows, num_threads, siz
     x, addend = (Rows.random(num_rows, size, dtype=dtype) for _ in range(2))
     weight = torch.randn(size).to(dtype)
     out = Rows(num_rows, size, dtype=dtype)
-    for total, arguments in ((x.clone(), {}), (x + addend, {"addend": addend})):
+    for total, arguments in ((x.clone(), {}), (x + addend, {"addend": addend, "offset": 1.0})):
         rows.rms_norm(x, weight, 1e-5, out.view, num_threads=num_threads, **arguments)
         assert torch.equal(x, total)
-        out.check(F.rms_norm(total.double(), (size,), weight.double(), 1e-5))
+        out.check(F.rms_norm(total.double(), (size,), weight.double() + arguments.get("offset", 0.0), 1e-5))
 
 
 @every_isa
@@ -88,10 +88,11 @@ def test_norm_heads(isa, dtype, num_rows, num_threads, num_heads, head_dim):
     use(isa)
     x = Rows(num_rows, num_heads, head_dim, dtype=dtype)
     before = torch.randn(num_rows, num_heads, head_dim).to(dtype)
-    x.view.copy_(before)
     weights = torch.randn(num_heads, head_dim).to(dtype)
-    rows.norm_heads(x.view, weights, 1e-5, num_threads=num_threads)
-    x.check(F.rms_norm(before.double(), (head_dim,), None, 1e-5) * weights.double())
+    for offset in (0.0, 1.0):
+        x.view.copy_(before)
+        rows.norm_heads(x.view, weights, 1e-5, offset=offset, num_threads=num_threads)
+        x.check(F.rms_norm(before.double(), (head_dim,), None, 1e-5) * (offset + weights.double()))
 
 
 @every_isa

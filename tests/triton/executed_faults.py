@@ -49,7 +49,7 @@ def test_a_fault_is_found(session, kind, kernel, programs, arguments):
 def test_a_kernel_of_the_engine_is_found_with_a_size_too_large(session):
     x, weight = torch.randn(3, 144), torch.rand(144)
     with pytest.raises(sanitize.KernelFault) as fault:
-        rms_norm_kernel[(3,)](x, weight, torch.empty(3, 145), 144, 1e-5, 145, 256)
+        rms_norm_kernel[(3,)](x, weight, torch.empty(3, 145), 144, 1e-5, 0.0, 145, 256)
     assert fault.value.fault.kind == "oob_read"
 
 

@@ -66,15 +66,16 @@ def test_norms(dtype, size):
     ops = make_ops()
     x, residual = strided_rows(5, size, dtype=dtype), strided_rows(5, size, dtype=dtype)
     weight = torch.rand(size).to(dtype) + 0.5
-    expected = REFERENCE.rms_norm(x.double(), weight.double(), EPS)
-    assert_close(ops.rms_norm(x, weight, EPS), expected, dtype)
+    for offset in (0.0, 1.0):
+        expected = REFERENCE.rms_norm(x.double(), weight.double(), EPS, offset)
+        assert_close(ops.rms_norm(x, weight, EPS, offset), expected, dtype)
 
     before = x.clone()
     expected_sum = x.double() + residual.double()
-    normed = ops.add_rms_norm_(residual, x, weight, EPS)
+    normed = ops.add_rms_norm_(residual, x, weight, EPS, 1.0)
     assert_close(residual, expected_sum, dtype)
     # To the bit the norm of the rounded sum, which is what the next layers see.
-    torch.testing.assert_close(normed, ops.rms_norm(residual, weight, EPS), **EXACTLY)
+    torch.testing.assert_close(normed, ops.rms_norm(residual, weight, EPS, 1.0), **EXACTLY)
     torch.testing.assert_close(x, before, **EXACTLY)
 
 
@@ -102,10 +103,11 @@ def test_norms_of_residuals_in_float32_are_float16(size):
 def test_norms_of_heads_leave_other_heads_alone(dtype, heads, head_dim):
     qkv = strided_rows(4, heads + 2, head_dim, dtype=dtype)
     weights = torch.rand(heads, head_dim).to(dtype) + 0.5
-    expected = qkv.double()
-    REFERENCE.norm_heads_(expected[:, :heads], weights.double(), EPS)
-    make_ops().norm_heads_(qkv[:, :heads], weights, EPS)
-    assert_close(qkv, expected, dtype)
+    for offset in (0.0, 1.0):
+        expected = qkv.double()
+        REFERENCE.norm_heads_(expected[:, :heads], weights.double(), EPS, offset)
+        make_ops().norm_heads_(qkv[:, :heads], weights, EPS, offset)
+        assert_close(qkv, expected, dtype)
 
 
 @pytest.mark.parametrize("heads, head_dim", [(10, 64), (5, 80)])

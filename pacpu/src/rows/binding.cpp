@@ -104,7 +104,7 @@ void linear(py::handle x_object, py::handle packed_object, py::handle bias_objec
 }
 
 void rms_norm(py::handle x_object, py::handle weight_object, py::handle eps_object, py::handle out_object,
-              py::handle addend_object, py::handle num_threads_object) {
+              py::handle addend_object, py::handle offset_object, py::handle num_threads_object) {
     const Array x = read_array("x", x_object), weight = read_array("weight", weight_object);
     const Array out = read_array("out", out_object);
     const int num_threads = read_num_threads(num_threads_object);
@@ -126,7 +126,8 @@ void rms_norm(py::handle x_object, py::handle weight_object, py::handle eps_obje
                        weight.data,
                        static_cast<float>(read_scalar<double>("eps", eps_object)),
                        out.data,
-                       row_stride(out)};
+                       row_stride(out),
+                       static_cast<float>(read_scalar<double>("offset", offset_object))};
     std::optional<Array> addend;
     if (!addend_object.is_none()) {
         addend = read_array("addend", addend_object);
@@ -140,7 +141,8 @@ void rms_norm(py::handle x_object, py::handle weight_object, py::handle eps_obje
     divide_rows(x, num_threads, [&](int begin, int end) { kernel(problem, begin, end); });
 }
 
-void norm_heads(py::handle x_object, py::handle weights_object, py::handle eps_object, py::handle num_threads_object) {
+void norm_heads(py::handle x_object, py::handle weights_object, py::handle eps_object, py::handle offset_object,
+                py::handle num_threads_object) {
     const Array x = read_array("x", x_object), weights = read_array("weights", weights_object);
     const int num_threads = read_num_threads(num_threads_object);
     const DType dtype = float_dtype(x);
@@ -151,8 +153,10 @@ void norm_heads(py::handle x_object, py::handle weights_object, py::handle eps_o
     row_stride(weights, false);
     check_writable(x);
     const int heads = static_cast<int>(x.shape[1]), head_dim = static_cast<int>(x.shape[2]);
+    const float eps = static_cast<float>(read_scalar<double>("eps", eps_object));
+    const float offset = static_cast<float>(read_scalar<double>("offset", offset_object));
     const HeadNorms problem = {static_cast<int>(x.shape[0]), heads,        head_dim, x.data, row_stride(x),
-                               x.type_bits / 8,              weights.data, static_cast<float>(read_scalar<double>("eps", eps_object))};
+                               x.type_bits / 8,              weights.data, eps,      offset};
     const auto kernel = row_kernels().rms_norm[static_cast<int>(dtype)];
     divide_rows(x, num_threads, [&](int begin, int end) { norm_heads(problem, kernel, begin, end); });
 }
@@ -364,7 +368,7 @@ void bind_rows(py::module_& module) {
     module.def("pack_matrix", &pack_matrix);
     module.def("linear", &linear);
     module.def("rms_norm", &rms_norm);
-    module.def("norm_heads", py::overload_cast<py::handle, py::handle, py::handle, py::handle>(&norm_heads));
+    module.def("norm_heads", py::overload_cast<py::handle, py::handle, py::handle, py::handle, py::handle>(&norm_heads));
     module.def("rotary", &rotary);
     module.def("silu_and_mul", &silu_and_mul);
     module.def("argmax", &argmax);

@@ -25,7 +25,7 @@ void rms_norm(const RmsNorm& p, int begin, int end) {
         const Floats scale = splat(1.0f / __builtin_sqrtf(sum[0] / p.size + p.eps));
         for (int i = 0; i < p.size; i += width) {
             const int count = min_of(width, p.size - i);
-            store_some(y + i, load_some(x + i, count) * scale * load_some(weight + i, count), count);
+            store_some(y + i, load_some(x + i, count) * scale * (load_some(weight + i, count) + p.offset), count);
         }
     }
 }

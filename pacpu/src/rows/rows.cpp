@@ -62,7 +62,8 @@ void norm_heads(const HeadNorms& p, void (*rms_norm)(const RmsNorm&, int, int), 
     for (int head = 0; head < p.num_heads; ++head) {
         void* x = static_cast<char*>(p.x) + head * head_bytes;
         const void* weight = static_cast<const char*>(p.weights) + head * head_bytes;
-        rms_norm({p.rows, p.head_dim, x, p.x_stride, nullptr, 0, weight, p.eps, x, p.x_stride}, begin, end);
+        rms_norm({p.rows, p.head_dim, x, p.x_stride, nullptr, 0, weight, p.eps, x, p.x_stride, p.offset}, begin,
+                 end);
     }
 }
 

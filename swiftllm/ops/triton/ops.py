@@ -294,32 +294,33 @@ class TritonOps(Ops):
         launch(embed_kernel, grid, token_ids, embedding, out, size, COLUMNS_TILE, num_warps=4)
         return out
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
         rows, size = x.shape
         out = torch.empty((rows, size), dtype=weight.dtype, device=x.device)
         if rows:
             tile = next_power_of_2(size)
-            sizes = size, tile
-            launch(rms_norm_kernel, (rows,), x, weight, out, _row_stride(x), eps, *sizes, num_warps=_row_warps(tile))
+            numbers = _row_stride(x), eps, offset, size, tile
+            launch(rms_norm_kernel, (rows,), x, weight, out, *numbers, num_warps=_row_warps(tile))
         return out
 
     def add_rms_norm_(
-        self, residual: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, eps: float
+        self, residual: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
     ) -> torch.Tensor:
         rows, size = residual.shape
         out = torch.empty((rows, size), dtype=weight.dtype, device=residual.device)
         if rows:
             tile = next_power_of_2(size)
             tensors, strides = (residual, addend, weight, out), (_row_stride(residual), _row_stride(addend))
-            launch(add_rms_norm_kernel, (rows,), *tensors, *strides, eps, size, tile, num_warps=_row_warps(tile))
+            numbers = *strides, eps, offset, size, tile
+            launch(add_rms_norm_kernel, (rows,), *tensors, *numbers, num_warps=_row_warps(tile))
         return out
 
-    def norm_heads_(self, x: torch.Tensor, weights: torch.Tensor, eps: float) -> None:
+    def norm_heads_(self, x: torch.Tensor, weights: torch.Tensor, eps: float, offset: float = 0.0) -> None:
         rows, heads, head_dim = x.shape
         if rows:
             grid = (rows, cdiv(heads, HEADS_TILE))
             sizes = heads, head_dim, HEADS_TILE, next_power_of_2(head_dim)
-            launch(norm_heads_kernel, grid, x, weights, _row_stride(x), eps, *sizes, num_warps=1)
+            launch(norm_heads_kernel, grid, x, weights, _row_stride(x), eps, offset, *sizes, num_warps=1)
 
     def rotary_(self, x: torch.Tensor, rotary_rows: torch.Tensor) -> None:
         rows, heads, head_dim = x.shape

@@ -18,15 +18,16 @@ from swiftllm.ops import interface
 
 
 @triton.jit
-def rms_norm_kernel(x, weight, out, x_stride, eps, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Grid ``(rows,)``; ``x`` rows of ``SIZE`` elements, ``weight [SIZE]``, ``out`` contiguous; ``TILE >= SIZE``."""
+def rms_norm_kernel(x, weight, out, x_stride, eps, offset, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Grid ``(rows,)``; ``x`` rows of ``SIZE`` elements, ``weight [SIZE]``, to which ``offset`` is added, ``out``
+    contiguous; ``TILE >= SIZE``."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, TILE)
     inside = columns < SIZE
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     scales = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     inverse_norm = tl.rsqrt(tl.sum(values * values) / SIZE + eps)
-    tl.store(out + row * SIZE + columns, values * inverse_norm * scales, mask=inside)
+    tl.store(out + row * SIZE + columns, values * inverse_norm * (scales + offset), mask=inside)
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def embed_kernel(token_ids, embedding, out, SIZE: tl.constexpr, TILE: tl.constex
 
 @triton.jit
 def add_rms_norm_kernel(
-    residual, addend, weight, out, residual_stride, addend_stride, eps, SIZE: tl.constexpr, TILE: tl.constexpr
+    residual, addend, weight, out, residual_stride, addend_stride, eps, offset, SIZE: tl.constexpr, TILE: tl.constexpr
 ):
     """Grid ``(rows,)``: ``residual += addend``, and the norm of that in the contiguous ``out``."""
     row = tl.program_id(0).to(tl.int64)
@@ -57,7 +58,7 @@ def add_rms_norm_kernel(
     tl.store(residual_at, rounded, mask=inside)
     values = rounded.to(tl.float32)
     inverse_norm = tl.rsqrt(tl.sum(values * values) / SIZE + eps)
-    tl.store(out + row * SIZE + columns, values * inverse_norm * scales, mask=inside)
+    tl.store(out + row * SIZE + columns, values * inverse_norm * (scales + offset), mask=inside)
 
 
 @triton.jit
@@ -66,6 +67,7 @@ def norm_heads_kernel(
     weights,
     x_stride,
     eps,
+    offset,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS_TILE: tl.constexpr,
@@ -80,7 +82,7 @@ def norm_heads_kernel(
     values = tl.load(x + row * x_stride + offsets, mask=inside, other=0.0).to(tl.float32)
     scales = tl.load(weights + offsets, mask=inside, other=0.0).to(tl.float32)
     inverse_norms = tl.rsqrt(tl.sum(values * values, 1) / HEAD_DIM + eps)
-    tl.store(x + row * x_stride + offsets, values * inverse_norms[:, None] * scales, mask=inside)
+    tl.store(x + row * x_stride + offsets, values * inverse_norms[:, None] * (scales + offset), mask=inside)
 
 
 @triton.jit
