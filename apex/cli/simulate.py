@@ -144,6 +144,7 @@ class Simulate(SystemsCommand):
                 cpu_bandwidth_gb_s=self.cpu_bandwidth_gb_s,
                 block_size=self.block_size,
                 max_tokens=self.max_num_batched_tokens,
+                max_num_seqs=self.max_num_seqs,
             )
             check_kv(EngineConfig(self.model, prefix_cache_tiers=self.prefix_cache_tiers), machine.model)
             strategy = self.traffic.with_targets(self.strategy.config(*self.system))
@@ -394,6 +395,7 @@ class Simulate(SystemsCommand):
             max_num_seqs=self.max_num_seqs,
             max_model_len=machine.model.most_positions,
             windows=machine.model.windows,
+            has_states=machine.model.linear is not None,
             strategy=strategy,
             remote_hosts=machine.remote_hosts,
             vocab_size=VOCABULARY,

@@ -251,15 +251,8 @@ def check_weights(
         needed += int(placed.gpu_bytes(sizes, expert_bytes(model, dtype))) - sum(sizes)
     if placement is not None and placement.embedding_on_host:
         needed -= embedding_bytes(model, dtype)
-    each = model.state_bytes(dtype.itemsize)
-    if needed <= free_bytes < needed + max_num_seqs * each:
-        fit = (free_bytes - needed) // each
-        remedy = f"set max_num_seqs to {fit} or less, so that K and V have room too" if fit else "take a smaller model"
-        raise InsufficientMemory(
-            f"the states of max_num_seqs = {max_num_seqs} requests take {_gib(max_num_seqs * each)}, and beside the "
-            f"weights {_gib(free_bytes - needed)} is available: {remedy}"
-        )
     if needed <= free_bytes:
+        check_states(model, dtype, max_num_seqs, free_bytes - needed)
         return
     if placed is not None:
         remedy = "take a smaller weights_gpu_memory, or auto"
@@ -270,6 +263,23 @@ def check_weights(
     raise InsufficientMemory(
         f"the model's weights take {_gib(needed)} in {str(dtype).removeprefix('torch.')} and {_gib(free_bytes)} is "
         f"available: {_gib(needed - free_bytes)} are missing; {remedy}"
+    )
+
+
+def check_states(model: ModelConfig, dtype: torch.dtype, max_num_seqs: int, free_bytes: float) -> None:
+    """Check that the states of ``max_num_seqs`` requests fit in what is free beside the weights.
+
+    Raises:
+        InsufficientMemory: they do not; the message names a number that does.
+    """
+    each = model.state_bytes(dtype.itemsize)
+    if max_num_seqs * each <= free_bytes:
+        return
+    fit = int(free_bytes // each)
+    remedy = f"set max_num_seqs to {fit} or less, so that K and V have room too" if fit else "take a smaller model"
+    raise InsufficientMemory(
+        f"the states of max_num_seqs = {max_num_seqs} requests take {_gib(max_num_seqs * each)}, and beside the "
+        f"weights {_gib(free_bytes)} is available: {remedy}"
     )
 
 

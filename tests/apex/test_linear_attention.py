@@ -14,12 +14,10 @@ from transformers import AutoModelForImageTextToText
 
 from apex.build import build_system
 from apex.perf.profiler import Workbench
-from apex.simulator.hardware_files import LayerShape
 from swiftllm.build import this_machine
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.engine.engine import Engine
-from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Place, Placement
 from swiftllm.runtime.torch_backend import open_torch_backend
 from swiftllm.systems import build, find_system
@@ -225,11 +223,6 @@ def test_4_bits_give_the_tokens_of_the_dequantised_weights(tmp_path, monkeypatch
         engine = make_engine(packed)
         assert tokens_of(engine, some_prompts(4), 6) == expected, name
         engine.close()
-
-
-def test_the_simulator_refuses_what_it_cannot_predict(folders) -> None:
-    with pytest.raises(ValueError, match="times of models with linear attention are not predicted"):
-        LayerShape.from_config(ModelConfig.from_folder(folders["Qwen3_5"]))
 
 
 def test_no_prefix_is_cached_and_the_start_says_so(folders) -> None:
