@@ -21,7 +21,10 @@ from tests.reference.linear_profile import flat_ends_table
 
 
 def mixed_engine(
-    system: str, interconnect: Interconnect | None = None, windows: tuple[int | None, ...] | None = None
+    system: str,
+    interconnect: Interconnect | None = None,
+    windows: tuple[int | None, ...] | None = None,
+    has_states: bool = False,
 ) -> tuple[Engine, list[Request]]:
     engine = build_simulated(
         system,
@@ -33,6 +36,7 @@ def mixed_engine(
         launch_s=1e-4,
         interconnect=interconnect,
         windows=windows,
+        has_states=has_states,
         strategy=StrategyConfig(disable_admission_control=True),
     )
     draw = random.Random(7)
@@ -47,15 +51,15 @@ PCIE = Interconnect(1e9, qkv_bytes_per_row=12_288, out_bytes_per_row=8_192, late
 
 
 @pytest.mark.parametrize(
-    ("interconnect", "windows"),
-    [(None, None), (PCIE, None), (PCIE, (40, None) * 2)],
-    ids=["no link", "link", "attention windows"],
+    ("interconnect", "windows", "has_states"),
+    [(None, None, False), (PCIE, None, False), (PCIE, (40, None) * 2, False), (PCIE, None, True)],
+    ids=["no link", "link", "attention windows", "linear attention"],
 )
 @pytest.mark.parametrize("system", systems())
 def test_tokens_blocks_and_busy_times_add_up(
-    system: str, interconnect: Interconnect | None, windows: tuple[int | None, ...] | None
+    system: str, interconnect: Interconnect | None, windows: tuple[int | None, ...] | None, has_states: bool
 ) -> None:
-    engine, requests = mixed_engine(system, interconnect, windows)
+    engine, requests = mixed_engine(system, interconnect, windows, has_states)
     results: list[StepResult] = []
     run = engine.executor.run
     engine.executor.run = lambda plan: results.append(run(plan)) or results[-1]
@@ -64,6 +68,9 @@ def test_tokens_blocks_and_busy_times_add_up(
         engine.kv.check_blocks()
         for request in requests:
             assert engine.kv.num_held(request) == engine.kv.blocks_for(request.num_kv_slots)
+        if has_states:
+            engine.kv.state_slots.check()
+            assert set(engine.kv.state_slots.of_request) == set(engine.kv.block_tables)
     assert all(request.output_len == request.sampling.max_tokens for request in requests)
     stats, busy, makespan_s = engine.stats(), engine.backend.busy, engine.now()
     assert stats.output_tokens == sum(request.sampling.max_tokens for request in requests)
