@@ -53,7 +53,8 @@ def fake_engine(
     num_snapshots: int | None = None,
     snapshot_every: int = 12,
 ) -> Engine:
-    """With ``num_snapshots`` the model has linear attention, and a prefix cache only where there are some. With ``host_blocks`` the CPU tier has more pools, on fake hosts that may die (``engine.backend.hosts``)."""
+    """With ``num_snapshots`` the model has linear attention; without any it has no prefix cache. With ``host_blocks``
+    the CPU tier has more pools, on fake hosts that may die (``engine.backend.hosts``)."""
     states = None if num_snapshots is None else StateSlots(max_num_seqs)
     snapshots = Snapshots(num_snapshots, snapshot_every) if num_snapshots else None
     sizes = num_gpu_blocks, num_cpu_blocks, block_size
