@@ -37,7 +37,14 @@ from apex.simulator.hardware_files import (
     load_link,
     load_model_config,
 )
-from apex.simulator.links import CHUNK_BYTES, Interconnect, RemoteHosts, SimulatedExperts, SimulatedWeights
+from apex.simulator.links import (
+    CHUNK_BYTES,
+    Interconnect,
+    RemoteHosts,
+    SimulatedExperts,
+    SimulatedStates,
+    SimulatedWeights,
+)
 from apex.simulator.predicted_profile import (
     BITS_PER_BYTE,
     ITEMSIZES,
@@ -48,6 +55,7 @@ from apex.simulator.predicted_profile import (
     host_read_gb_s,
     how_known,
     remote_hosts,
+    transfer_s,
     with_quantised_weights_on_cpu,
 )
 from swiftllm.config import CpuKVDtype
@@ -61,12 +69,14 @@ from swiftllm.runtime.memory import (
     CPU_TIER_SHARE,
     SIMULATED_GPU_SHARE,
     SIMULATED_HOST_SHARE,
+    SNAPSHOT_SHARE,
     MemoryBudget,
     blocks_in,
     check_states,
     choose_blocks,
     embedding_bytes,
     expert_bytes,
+    snapshots_beside,
     stage_bytes,
 )
 from swiftllm.runtime.memory import weight_bytes as bytes_of_weights
@@ -155,6 +165,21 @@ class PredictedMachine:
             return None
         budget = replace(self, model=replace(self.model, quantisation=INT4)).budget(block_size)
         return budget if budget.max_gpu_blocks else None
+
+    def states(self, num_cpu_blocks: int, block_size: int, *, caches: bool) -> SimulatedStates | None:
+        """Of a model with linear attention, else None. ``caches``: whether prefixes are cached, so that host memory has
+        snapshots beside ``num_cpu_blocks`` blocks."""
+        if self.model.linear is None:
+            return None
+        state_bytes = self.model.state_bytes(ITEMSIZES[self.dtype])
+        gb_s, latency_s = float(self.table.identity["pcie_gb_s"]), self.gpu["transfer_latency_us"] * 1e-6
+        copy_s = transfer_s(state_bytes / self.tensor_parallel, gb_s, latency_s)
+        tier_bytes = num_cpu_blocks * self.budget(block_size).host_block_bytes
+        return SimulatedStates(copy_s, snapshots_beside(tier_bytes, state_bytes) if caches else 0)
+
+    def beside_snapshots(self, num_cpu_blocks: int) -> int:
+        """What is left of blocks of the CPU tier where prefixes are cached: snapshots of states have a share."""
+        return num_cpu_blocks if self.model.linear is None else int(num_cpu_blocks * (1 - SNAPSHOT_SHARE))
 
     def num_blocks(self, num_gpu: int | None, num_cpu: int | None, block_size: int) -> tuple[int, int]:
         """KV blocks of the GPU and the CPU tier: the given numbers, else what the memory allows."""

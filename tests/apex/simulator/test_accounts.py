@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from apex.simulator.build import build_simulated
-from apex.simulator.links import Interconnect
+from apex.simulator.links import Interconnect, SimulatedStates
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import StepResult
 from swiftllm.core.request import Request, SamplingParams
@@ -36,7 +36,7 @@ def mixed_engine(
         launch_s=1e-4,
         interconnect=interconnect,
         windows=windows,
-        has_states=has_states,
+        states=SimulatedStates(1e-3) if has_states else None,
         strategy=StrategyConfig(disable_admission_control=True),
     )
     draw = random.Random(7)
