@@ -16,10 +16,12 @@ import torch
 from swiftllm.core.request import Request, SamplingParams
 from swiftllm.engine.engine import Engine
 from swiftllm.runtime import memory
+from swiftllm.sampling.sampler import LogitsNotFinite
 from tests.apex.test_architectures import greedy
 from tests.apex.test_end_to_end import VARIANTS
 from tests.apex.test_linear_attention import make_engine
 from tests.apex.test_prefix_cache import poison as poison_blocks
+from tests.reference.fake_gpu import fake_gpu
 from tests.reference.tiny_linear import KINDS, linear_judge, make_tiny_linear
 
 VOCABULARY = range(3, 100)
@@ -133,6 +135,44 @@ def test_logits_after_a_snapshot_are_those_without_one(folders, name: str, monke
         engine.close()
     assert logits[68].shape == logits[0].shape
     assert (logits[68] - logits[0]).abs().max() < 1e-5 * logits[0].abs().max()
+
+
+def turns(folder: Path) -> list[list[int]]:
+    """Outputs of two turns, of which the second finds the first. While a prompt is alone nothing is sampled, and the
+    host waits for nothing."""
+    engine, rng = make_engine(folder, "swiftllm", max_num_seqs=2, prefix_cache_tiers="both"), random.Random(2)
+    text, outputs = rng.choices(VOCABULARY, k=15), []
+    for turn in range(2):
+        request = engine.add(engine.make_request(f"{turn}", text, SamplingParams(max_tokens=3, ignore_eos=True)))
+        while engine.has_unfinished():
+            engine.step()
+        outputs.append(request.output_token_ids)
+        text = [*text, *request.output_token_ids, *rng.choices(VOCABULARY, k=5)]
+    assert request.num_cached_tokens == 12
+    engine.close()
+    return outputs
+
+
+def test_on_a_gpu_every_wait_for_a_copy_is_needed(folders) -> None:
+    """On streams made of Python, whose work comes late and out of order."""
+    folder, sites = folders["Qwen3_5"], set()
+    expected = turns(folder)
+    for seed in range(2):  # what is done already need not be waited for
+        with fake_gpu(seed) as cuda:
+            assert turns(folder) == expected
+        sites |= {site for site in cuda.sites if "StateTransfers" in site}
+
+    def is_noticed(site: str) -> bool:
+        for seed in range(8):
+            try:
+                with fake_gpu(seed, ignored=site):
+                    if turns(folder) != expected:
+                        return True
+            except LogitsNotFinite:
+                return True
+        return False
+
+    assert len(sites) == 2 and all(map(is_noticed, sites)), sites
 
 
 def test_the_plan_of_memory_has_snapshots_and_the_start_says_so(folders) -> None:
