@@ -10,6 +10,7 @@ import torch
 
 from apex.cli import main
 from apex.perf.model import FREE, PerfModel
+from apex.simulator.backend import SimulatedBackend
 from apex.simulator.hardware_files import LayerShape, load_gpu, load_host, load_model_config
 from apex.simulator.predicted_machine import PredictedMachine, WeightPlacer, predict_machine
 from apex.simulator.predicted_profile import (
@@ -22,9 +23,12 @@ from apex.simulator.predicted_profile import (
     share_before_attention,
     with_experts,
 )
+from swiftllm.core.plan import StateCopy
+from swiftllm.core.request import Request, SamplingParams
 from swiftllm.machine import InsufficientMemory
 from swiftllm.runtime.memory import check_weights
 from tests.apex.simulator.machines import profile
+from tests.reference.linear_profile import flat_ends_table
 
 VOCABULARY, HEAD_DIM, KEYS, LINEAR_HEAD = 248_320, 256, 16 * 128, 128
 
@@ -190,6 +194,36 @@ def test_states_take_the_memory_that_the_engine_gives_them() -> None:
     assert str(refused.value) == str(of_engine.value)
     placed = WeightPlacer(machine, 16)
     assert placed.gpu_kv_bytes(0) == machine.budget(16).device_bytes - states
+
+
+def test_snapshots_have_a_fifth_of_the_cpu_tier() -> None:
+    machine = machine_of("qwen3.5-27b", max_num_seqs=8)
+    whole = machine.num_blocks(None, None, 16)[1]
+    cpu = machine.beside_snapshots(whole)
+    states, each = machine.states(cpu, 16, caches=True), machine.model.state_bytes(2)
+    of_snapshots, of_blocks = states.num_snapshots * each, cpu * machine.budget(16).host_block_bytes
+    assert of_snapshots / (of_snapshots + of_blocks) == pytest.approx(0.2, abs=0.01)
+    assert of_snapshots + of_blocks <= whole * machine.budget(16).host_block_bytes
+    assert machine.states(cpu, 16, caches=False).num_snapshots == 0
+    gb_s = float(machine.table.identity["pcie_gb_s"])
+    assert states.copy_s == pytest.approx(machine.gpu["transfer_latency_us"] * 1e-6 + each / (gb_s * 1e9))
+    dense = predict_machine("a10", "g5-4xlarge", "llama-3.1-8b", "float16")
+    assert dense.states(100, 16, caches=True) is None and dense.beside_snapshots(100) == 100
+
+
+def test_a_stage_waits_for_the_copies_of_its_states() -> None:
+    """A quarter of two copies of 3 s before the first of four layers, and no stage after the last one."""
+    backend = SimulatedBackend(PerfModel(flat_ends_table(1e-9, 1e-9), 4), state_copy_s=3.0)
+    backend.swap(())
+    backend.copy_states([StateCopy(0, 0, saves=True), StateCopy(0, 1, saves=False)])
+    assert (backend.busy.to_host_s, backend.busy.to_gpu_s) == (3.0, 3.0)
+    requests = [Request("one", (0,) * 8, SamplingParams(max_tokens=4))]
+    assert backend.run_full_graph(backend.open_cpu_batch(requests)) is None
+    arrived = []
+    for stage in range(-1, 4):
+        backend.run_stage(stage, [backend.open_cpu_batch(requests)])
+        arrived.append(backend.now())
+    assert arrived == pytest.approx([1.5, 3.0, 4.5, 6.0, 6.0], rel=1e-3)
 
 
 def test_a_dense_model_has_nothing_of_this() -> None:
