@@ -259,6 +259,10 @@ class Snapshots:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_used(self) -> int:
+        return len(self._slots)
+
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._slots
 

@@ -23,7 +23,7 @@ def check_slots(state: SchedulerState) -> None:
     """Beside the blocks: each slot of states and of snapshots is free or of one, and nothing is kept of who is gone."""
     check(state)
     kv = state.kv
-    assert len(kv.snapshots._slots) + kv.snapshots.num_free == kv.snapshots.num_slots
+    assert kv.snapshots.num_used + kv.snapshots.num_free == kv.snapshots.num_slots
     assert {*kv._saved_at, *kv._saved_last} <= kv.state_slots.of_request.keys()
 
 
