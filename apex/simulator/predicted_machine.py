@@ -61,7 +61,7 @@ from apex.simulator.predicted_profile import (
 from swiftllm.config import CpuKVDtype
 from swiftllm.kv.block_pool import LayerGroups
 from swiftllm.kv.tensors import KVFormat, cpu_format
-from swiftllm.machine import GIB
+from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Place, Placement
 from swiftllm.model.quantisation import AWQ, QuantisationScheme
@@ -163,7 +163,10 @@ class PredictedMachine:
         """What the memory holds with 4-bit weights; None if they are quantised already, or would not fit either."""
         if self.model.quantisation is not None or self.model.experts is not None:
             return None
-        budget = replace(self, model=replace(self.model, quantisation=INT4)).budget(block_size)
+        try:
+            budget = replace(self, model=replace(self.model, quantisation=INT4)).budget(block_size)
+        except InsufficientMemory:  # for states beside these weights
+            return None
         return budget if budget.max_gpu_blocks else None
 
     def states(self, num_cpu_blocks: int, block_size: int, *, caches: bool) -> SimulatedStates | None:

@@ -192,6 +192,9 @@ def test_states_take_the_memory_that_the_engine_gives_them() -> None:
     with pytest.raises(InsufficientMemory) as of_engine:
         check_weights(machine.model, torch.float16, int(machine.budget(16).device_bytes), max_num_seqs=1024)
     assert str(refused.value) == str(of_engine.value)
+    whole = predict_machine("rtx-3090", "g4dn-4xlarge", name, "float16", max_num_seqs=30)
+    assert whole.in_4_bits(16) is None, "the states of so many fit beside streamed weights alone"
+    assert replace(whole, max_num_seqs=seqs).in_4_bits(16) == machine.budget(16)
     placed = WeightPlacer(machine, 16)
     assert placed.gpu_kv_bytes(0) == machine.budget(16).device_bytes - states
 
