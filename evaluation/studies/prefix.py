@@ -162,9 +162,17 @@ def placed_machine(
     gpu: str, host: str, model: str, dtype: str, host_memory_gib: float, max_tokens: int, max_num_seqs: int
 ) -> tuple[PredictedMachine, PlacedMachine]:
     """A predicted machine, and the same with all weights on the GPU but the embedding."""
-    limits = {"max_tokens": max_tokens, "max_num_seqs": max_num_seqs}
-    given = {"weights": "int4", "host_memory_gib": host_memory_gib, "block_size": BLOCK_SIZE}
-    machine = predict_machine(gpu, host, model, dtype, **given, **limits)
+    machine = predict_machine(
+        gpu,
+        host,
+        model,
+        dtype,
+        weights="int4",
+        host_memory_gib=host_memory_gib,
+        block_size=BLOCK_SIZE,
+        max_tokens=max_tokens,
+        max_num_seqs=max_num_seqs,
+    )
     placer = WeightPlacer(machine, BLOCK_SIZE)
     on_gpu_gib = (machine.weight_bytes - embedding_bytes(machine.model, getattr(torch, dtype))) / GIB
     return machine, placer.place(on_gpu_gib, UniformLoad(max_num_seqs, 1, 1), offloads=False)
@@ -181,6 +189,7 @@ def agents_point(place: Place) -> Point:
     lengths, in_all = requests_of(place["workload"], place["num_requests"], place["seed"], longest, place["trace_dir"])
     gpu, cpu = placed.num_blocks(None, None)
     cpu, is_vllm = machine.beside_snapshots(cpu), place["system"] == VLLM
+    states = machine.states(cpu, BLOCK_SIZE, caches=True)
     hardware = SimulatedHardware(
         machine.gpu.name,
         machine.model_name,
@@ -189,14 +198,14 @@ def agents_point(place: Place) -> Point:
         machine.model.num_layers,
         interconnect=placed.interconnect,
         weights=placed.weights,
-        states=machine.states(cpu, BLOCK_SIZE, caches=True),
+        states=states,
     )
     values = {
         "host": machine.host.name,
         "weights": placed.table.identity["weights"],
         "cache": place["cache"],
         "max_num_seqs": requests,
-        "num_snapshots": hardware.states.num_snapshots,
+        "num_snapshots": None if states is None else states.num_snapshots,
         "working_set_blocks": in_all,
         "cpu_bandwidth_gb_s": float(placed.table.identity["cpu_attention_gb_s"]),
         "vllm_defaults": is_vllm or None,
@@ -221,7 +230,7 @@ def agents_point(place: Place) -> Point:
 def run_agents_point(point: Point, label: str, console: Console) -> PointResult:
     """A simulated point, and the seconds that a turn takes from its arrival to its last token."""
     result = run_prefix_point(point, label, console)
-    turns = [record.last_token_s - record.arrival_s for record in result.records if record.failure is None]
+    turns = [each.last_token_s - each.arrival_s for each in result.records if each.last_token_s is not None]
     return replace(result, values={**result.values, "turn_s_p50": float(np.median(turns)) if turns else None})
 
 
