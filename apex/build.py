@@ -50,7 +50,7 @@ def build_system(
     if not system.needs_predictions:
         return build_gpu_only(system, config, plan.placement, placed)
     strategy = strategy or StrategyConfig()
-    backend = open_backend(config, plan.placement)
+    backend = open_backend(system.resolved(config), plan.placement)
     with closed_on_failure(backend):
         if config.attention_hosts is not None:
             backend.use_hosts(connect_hosts(config, backend))

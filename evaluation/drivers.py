@@ -24,7 +24,7 @@ from apex.replay.records import ReplayRequest, RequestRecord, summary_of
 from apex.simulator.backend import OWN_ENGINE, VLLM, vllm_runtime
 from apex.simulator.bound import Bound, BoundMachine, BoundWorkload, bound, why_no_bound
 from apex.simulator.build import build_simulated
-from apex.simulator.links import Interconnect, RemoteHosts, SimulatedWeights
+from apex.simulator.links import Interconnect, RemoteHosts, SimulatedStates, SimulatedWeights
 from apex.strategy import StrategyConfig
 from apex.workloads.requests import Lengths, PromptTokens, Workload, load_prompt_tokens, make_workload, with_prompts
 from evaluation.results.progress import TokenProgress
@@ -206,6 +206,7 @@ class SimulatedHardware:
     interconnect: Interconnect | None = None
     remote_hosts: RemoteHosts | None = None
     weights: SimulatedWeights | None = None
+    states: SimulatedStates | None = None
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,7 @@ def build_simulated_engine(task: SimulatedTask) -> Engine:
         remote_hosts=hardware.remote_hosts,
         scheduler_table=task.believed,
         weights=hardware.weights,
+        states=hardware.states,
         cached_tiers=task.cached_tiers,
         synchronous=task.synchronous,
         whole_swaps=task.whole_swaps,

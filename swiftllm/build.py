@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pacpu
 from swiftllm.config import EngineConfig
 from swiftllm.engine.engine import Engine
-from swiftllm.kv.block_pool import StateSlots
+from swiftllm.kv.block_pool import Snapshots, StateSlots
 from swiftllm.kv.kv_cache_manager import KVCacheManager
 from swiftllm.machine import GIB
 from swiftllm.model.placement import Placement
@@ -83,9 +83,11 @@ def this_machine(system: System, config: EngineConfig, backend: TorchBackend) ->
     host_blocks = () if hosts is None else hosts.num_blocks
     groups = backend.layer_groups
     states = None if backend.model_config.linear is None else StateSlots(config.max_num_seqs)
-    cached = system.caching_tiers(config) if groups.are_exact and states is None else ()
+    num_snapshots = backend.kv_plan.num_snapshots
+    cached = system.caching_tiers(config) if groups.are_exact and (states is None or num_snapshots) else ()
+    snapshots = Snapshots(num_snapshots) if cached and num_snapshots else None
     sizes = backend.num_gpu_blocks, backend.num_cpu_blocks, backend.block_size
-    kv = KVCacheManager(*sizes, host_blocks, cached, groups, states)
+    kv = KVCacheManager(*sizes, host_blocks, cached, groups, states, snapshots)
     kv.host_pools.fetcher = hosts
     backend.block_tables = kv.block_tables
     backend.state_slots = None if states is None else states.of_request
@@ -134,7 +136,9 @@ def _about_states(config: EngineConfig, backend: TorchBackend) -> list[str]:
     slots = config.max_num_seqs
     where = "the device" if config.tensor_parallel == 1 else "each device"
     held = f"states of {slots:,} requests (max_num_seqs), {slots * each / GIB:.2f} GiB on {where}"
-    return [f"Linear attention: {held}; no prefix is cached"]
+    if not (kept := backend.kv_plan.num_snapshots):
+        return [f"Linear attention: {held}; no prefix is cached"]
+    return [f"Linear attention: {held}; {kept:,} of prefixes, {kept * each / GIB:.2f} GiB of host memory"]
 
 
 def _about_ranks(config: EngineConfig, backend: TorchBackend) -> list[str]:
@@ -162,7 +166,7 @@ def build_gpu_only(
     """
     if config.attention_hosts is not None:
         raise ValueError(f"attention_hosts has no effect on {system.name}, which decodes on the GPU only: drop it")
-    backend = make_backend(config, placement=placement)
+    backend = make_backend(system.resolved(config), placement=placement)
     with closed_on_failure(backend):
         return build(system, this_machine(system, config, backend), details=details)
 

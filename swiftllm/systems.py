@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from swiftllm.core.request import Tier
@@ -46,6 +46,10 @@ class System:
         """Where prefixes are cached with these options."""
         tiers = {"auto": self.cached_tiers, "gpu": (Tier.GPU,), "both": tuple(Tier)}[config.prefix_cache_tiers]
         return tiers if config.enable_prefix_caching else ()
+
+    def resolved(self, config: EngineConfig) -> EngineConfig:
+        """The options of an engine of this system: without a prefix cache, if it has none by default."""
+        return config if self.caching_tiers(config) else replace(config, enable_prefix_caching=False)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from apex.simulator.bound import Bound
     from apex.simulator.predicted_machine import PlacedMachine, PredictedMachine
     from apex.workloads.requests import Lengths
+    from swiftllm.core.request import Tier
     from swiftllm.engine.engine import Engine
 
 VOCABULARY = 1 << 20
@@ -144,13 +145,15 @@ class Simulate(SystemsCommand):
                 cpu_bandwidth_gb_s=self.cpu_bandwidth_gb_s,
                 block_size=self.block_size,
                 max_tokens=self.max_num_batched_tokens,
+                max_num_seqs=self.max_num_seqs,
             )
             check_kv(EngineConfig(self.model, prefix_cache_tiers=self.prefix_cache_tiers), machine.model)
             strategy = self.traffic.with_targets(self.strategy.config(*self.system))
             loads = self.loads
             runs = [(load, system) for load in loads for system in self.system]
             placed = {(load, system): self._placed(system, machine, loads[load]) for load, system in runs}
-            blocks = {run: self._blocks(machine, placed[run]) for run in runs}
+            tiers = {(load, system): self._cached_tiers(system, loads[load].are_shared) for load, system in runs}
+            blocks = {run: self._blocks(machine, placed[run], tiers[run]) for run in runs}
         self._print_setting(machine, placed, blocks)
         if self.bound:
             self._check_bound(machine, placed, loads)
@@ -162,7 +165,7 @@ class Simulate(SystemsCommand):
             for system in self.system:
                 with input_errors(of_engine=False):
                     run = load, system
-                    engine = self._engine(system, machine, blocks[run], strategy, placed[run], lengths.are_shared)
+                    engine = self._engine(system, machine, blocks[run], strategy, placed[run], tiers[run])
                     if self.traffic.workload is None:
                         check_requests(engine, [requests[0], requests[-1]])  # those of a class are of one size
                 measured, replay = self._measure(engine, requests, machine, strategy, load)
@@ -363,11 +366,22 @@ class Simulate(SystemsCommand):
         """Whether the weights alone exceed the one GPU."""
         return self.tensor_parallel == 1 and machine.budget(self.block_size).max_gpu_blocks == 0
 
-    def _blocks(self, machine: PredictedMachine, placed: PlacedMachine | None) -> tuple[int, int]:
-        """KV blocks of the GPU and the CPU tier."""
-        if placed is None:
-            return machine.num_blocks(self.num_gpu_blocks, self.num_cpu_blocks, self.block_size)
-        return placed.num_blocks(self.num_gpu_blocks, self.num_cpu_blocks)
+    def _cached_tiers(self, system: str, shares_prompts: bool) -> tuple[Tier, ...]:
+        """Where a system caches prefixes."""
+        # Where prompts share nothing, a cache would only copy: vLLM has one all the same, others if asked for.
+        has_cache = shares_prompts or system == VLLM or self.prefix_cache_tiers != "auto"
+        caching = EngineConfig(self.model, enable_prefix_caching=has_cache, prefix_cache_tiers=self.prefix_cache_tiers)
+        return find_system(system).caching_tiers(caching)
+
+    def _blocks(
+        self, machine: PredictedMachine, placed: PlacedMachine | None, cached_tiers: Collection[Tier]
+    ) -> tuple[int, int]:
+        """KV blocks of the GPU and the CPU tier, by default beside snapshots of states where a model needs them."""
+        given = self.num_gpu_blocks, self.num_cpu_blocks
+        gpu, cpu = machine.num_blocks(*given, self.block_size) if placed is None else placed.num_blocks(*given)
+        if self.num_cpu_blocks is None and cached_tiers:
+            cpu = machine.beside_snapshots(cpu)
+        return gpu, cpu
 
     def _engine(
         self,
@@ -376,13 +390,10 @@ class Simulate(SystemsCommand):
         blocks: tuple[int, int],
         strategy: StrategyConfig,
         placed: PlacedMachine | None,
-        shares_prompts: bool,
+        cached_tiers: tuple[Tier, ...],
     ) -> Engine:
         off_gpu = {} if placed is None else placed.engine_options
         as_vllm = {"runtime": vllm_runtime(self.max_num_seqs)} if system == VLLM else {}
-        # Where prompts share nothing, a cache would only copy: vLLM has one all the same, others if asked for.
-        has_cache = shares_prompts or system == VLLM or self.prefix_cache_tiers != "auto"
-        caching = EngineConfig(self.model, enable_prefix_caching=has_cache, prefix_cache_tiers=self.prefix_cache_tiers)
         return build_simulated(
             system,
             machine.table if placed is None else placed.table,
@@ -394,10 +405,11 @@ class Simulate(SystemsCommand):
             max_num_seqs=self.max_num_seqs,
             max_model_len=machine.model.most_positions,
             windows=machine.model.windows,
+            states=machine.states(blocks[1], self.block_size, caches=bool(cached_tiers)),
             strategy=strategy,
             remote_hosts=machine.remote_hosts,
             vocab_size=VOCABULARY,
-            cached_tiers=find_system(system).caching_tiers(caching),
+            cached_tiers=cached_tiers,
             **as_vllm,
             **off_gpu,
         )

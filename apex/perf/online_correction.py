@@ -219,7 +219,8 @@ class OnlineCorrection:
         ways = crossings(plan, result, layers, profiled.num_layers)
         # Only sampling waits for the device. Without it an iteration ends early, and the next one late.
         was_settled, self._is_settled = self._is_settled, bool(result.tokens)
-        if was_settled and self._is_settled:
+        # What copies of states take is not predicted.
+        if was_settled and self._is_settled and not plan.state_copies:
             # A host that waits for an attention task is ahead of the device, so part of the wait may be work of the GPU
             # batch.
             busy = SecondsRange(result.gpu_batch_busy_s, result.duration_s)

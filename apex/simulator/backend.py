@@ -19,6 +19,7 @@ Resources:
   So it does for the earlier tokens that a chunk attends to in the CPU tier, of its own prompt or of a cached prefix,
   copied while the layer before computes. K and V that prompts store in the CPU tier are copied behind the layers that
   follow.
+  States of linear attention are copied layer by layer, and each stage waits for its own.
   With ``whole_swaps`` neither overlaps (NEO section 3.1 has layer-wise swapping): the GPU batch starts after all swaps,
   and an iteration ends with a copy of the K and V that its prompts stored in the CPU tier. With an
   :class:`Interconnect`, which gives their sizes, q, k, v go to the host and outputs back; without one the profile's CPU
@@ -47,7 +48,7 @@ from apex.simulator.links import (
     StreamingLink,
     WeightStream,
 )
-from swiftllm.core.plan import GpuBatchItem, Swap
+from swiftllm.core.plan import GpuBatchItem, StateCopy, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
 from swiftllm.engine.backend import AttentionTimes, SwapTimes
 from swiftllm.kv.block_pool import LayerGroups
@@ -181,11 +182,13 @@ class SimulatedBackend:
         weights: SimulatedWeights | None = None,
         runtime: Runtime = OWN_ENGINE,
         groups: LayerGroups = BLOCKS_OF_16,
+        state_copy_s: float = 0.0,
         synchronous: bool = False,
         whole_swaps: bool = False,
     ) -> None:
         """``launch_s``: seconds to launch a stage or a layer's attention, for profiles that leave them out.
-        ``groups``: how many KV blocks a request has. ``synchronous``, ``whole_swaps``: what does not overlap, see the
+        ``groups``: how many KV blocks a request has. ``state_copy_s``: seconds in which PCIe copies a state of linear
+        attention. ``synchronous``, ``whole_swaps``: what does not overlap, see the
         module.
         """
         streaming = None
@@ -200,6 +203,7 @@ class SimulatedBackend:
         self._interconnect = interconnect
         self._runtime = runtime
         self._groups = groups
+        self._state_copy_s = state_copy_s
         self._synchronous = synchronous
         self._whole_swaps = whole_swaps
         self._context_from_s = 0.0  # when the copy of a layer's context may begin
@@ -219,6 +223,7 @@ class SimulatedBackend:
         self._to_gpu = Link() if streaming is None else streaming
         self._worker = SimulatedWorker(self._to_gpu, interconnect.dram_share if interconnect is not None else 0.0)
         self._swaps: SwapTimes | None = None  # what a GPU batch may still have to wait for
+        self._state_copies: SwapTimes | None = None  # the same of states, for which any stage waits
         self._stream: WeightStream | None = None
         if weights is not None and streaming is not None:
             self._stream = WeightStream(weights, streaming, self._worker)
@@ -287,6 +292,10 @@ class SimulatedBackend:
         return self._cpu_batch([r for r in cpu_batch.requests if r.request_id not in request_ids])
 
     def run_stage(self, layer: int, batches: Sequence[SimulatedBatch]) -> Mapping[str, int]:
+        if self._state_copies is not None and layer < self._last:  # the last stage has no states
+            self.clock_s = max(self.clock_s, self._state_copies.ready_s(layer + 1))
+            if self.clock_s >= self._state_copies.end_s:
+                self._state_copies = None
         if self._stream is None:
             self._cross(layer, batches)
         elif self._stream.weights.placement.at(layer) is Place.EXPERTS and (
@@ -376,7 +385,8 @@ class SimulatedBackend:
 
         The sums are made in the order of single stages, so that the clock has the same bits either way.
         """
-        if self._stream is not None or self._swaps is not None or gpu_batch.context_s:
+        copies = self._swaps is not None or self._state_copies is not None
+        if self._stream is not None or copies or gpu_batch.context_s:
             return None
         self._cross(-1, (gpu_batch,))
         clock_s, busy_s, launch_s = self.clock_s, self._gpu_busy_s, self._launch_s
@@ -445,6 +455,19 @@ class SimulatedBackend:
         else:
             self._swaps = times
         return times
+
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        """States go after what is on the link already, first those that are saved."""
+        first_s, last_s = float("inf"), self.clock_s
+        for saves, link in ((True, self._to_host), (False, self._to_gpu)):
+            count = sum(copy.saves == saves for copy in copies)
+            if count:
+                start_s, last_s = link.book_transfer(last_s, count * self._state_copy_s)
+                self._worker.slow_down(start_s, last_s)
+                first_s = min(first_s, start_s)
+        before = self._state_copies
+        end_s = last_s if before is None else max(last_s, before.end_s)
+        self._state_copies = SwapTimes(first_s, end_s, self.num_layers)
 
     # -- without state or results -----------------------------------------------------------------------------------
 

@@ -9,11 +9,11 @@ from functools import partial
 from apex.perf.model import PerfModel, ProfileTable
 from apex.perf.operator_tables import model_of
 from apex.simulator.backend import OWN_ENGINE, Runtime, SimulatedBackend
-from apex.simulator.links import Interconnect, RemoteHosts, SeveralHostsModel, SimulatedWeights
+from apex.simulator.links import Interconnect, RemoteHosts, SeveralHostsModel, SimulatedStates, SimulatedWeights
 from apex.strategy import StrategyConfig
 from swiftllm.core.request import Tier
 from swiftllm.engine.engine import Engine
-from swiftllm.kv.block_pool import LayerGroups
+from swiftllm.kv.block_pool import LayerGroups, Snapshots, StateSlots
 from swiftllm.kv.kv_cache_manager import KVCacheManager
 from swiftllm.scheduling.scheduler import Vllm
 from swiftllm.scheduling.validation import SchedulerLimits
@@ -40,6 +40,7 @@ def build_simulated(
     weights: SimulatedWeights | None = None,
     cached_tiers: Collection[Tier] = (),
     windows: tuple[int | None, ...] | None = None,
+    states: SimulatedStates | None = None,
     runtime: Runtime = OWN_ENGINE,
     synchronous: bool = False,
     whole_swaps: bool = False,
@@ -60,6 +61,8 @@ def build_simulated(
         weights: where the weights are, if not all on the GPU; needs ``interconnect``.
         cached_tiers: where prefixes are cached; by default nowhere, since simulated prompts are placeholders.
         windows: see :attr:`swiftllm.model.config.ModelConfig.windows`. With any, no prefix is cached.
+        states: of linear attention, which ``max_num_seqs`` requests have at most. Without snapshots of them no prefix
+            is cached.
         scheduler_table: what the scheduler predicts from in place of ``table``, to see what a wrong one costs.
         runtime: what runs the iterations; with the default `vllm` is what the papers compared with.
 
@@ -72,9 +75,10 @@ def build_simulated(
     strategy = strategy or StrategyConfig()
     usable = max(0, num_gpu_blocks - runtime.null_blocks)
     groups = LayerGroups(block_size, windows or (None,))
-    kv = KVCacheManager(
-        usable, num_cpu_blocks, block_size, cached_tiers=cached_tiers if groups.are_exact else (), groups=groups
-    )
+    slots = None if states is None else StateSlots(max_num_seqs)
+    cached = cached_tiers if groups.are_exact and (states is None or states.num_snapshots) else ()
+    snapshots = Snapshots(states.num_snapshots) if states is not None and cached else None
+    kv = KVCacheManager(usable, num_cpu_blocks, block_size, (), cached, groups, slots, snapshots)
 
     def model(times: ProfileTable) -> PerfModel:
         """A model of its own for backend and scheduler: each keeps its own list of extrapolated operations."""
@@ -89,6 +93,7 @@ def build_simulated(
         weights=weights,
         runtime=runtime,
         groups=groups,
+        state_copy_s=0.0 if states is None else states.copy_s,
         synchronous=synchronous,
         whole_swaps=whole_swaps,
     )

@@ -24,7 +24,7 @@ from apex.perf.model import Curve, Surface
 from apex.perf.operator_tables import TimeGrid, UnequalContexts
 from apex.source_tree import CONFIGS, configs_folder
 from swiftllm.machine import GIB
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.config import LinearSizes, ModelConfig
 from swiftllm.model.folder import model_folder
 
 # -- measured operator times of a card ---------------------------------------------------------------------------------
@@ -259,7 +259,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The sizes of one transformer layer, in elements."""
+    """The sizes of one transformer layer, in elements.
+
+    In models with linear attention it is a layer of full attention together with those of linear attention before it,
+    as the executor counts layers. All have an FFN of one size.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -269,17 +273,31 @@ class LayerShape:
     num_experts: int = 0
     """0: the FFN is dense. Else ``intermediate_size`` is that of an expert, of which a row has ``per_token``."""
     per_token: int = 0
+    shared_size: int = 0
+    """Of the FFN of one more expert, which all rows go to; 0: there is none."""
+    linear: LinearSizes | None = None
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> LayerShape:
-        if config.linear is not None:
-            raise ValueError("times of models with linear attention are not predicted: measure them")
-        experts = () if config.experts is None else (config.experts.num_experts, config.experts.per_token)
+        experts = (0, 0, 0)
+        if config.experts is not None:
+            experts = config.experts.num_experts, config.experts.per_token, config.experts.shared_size or 0
         heads = config.num_heads, config.num_kv_heads, config.head_dim
-        return cls(config.hidden_size, config.intermediate_size, *heads, *experts)
+        return cls(config.hidden_size, config.intermediate_size, *heads, *experts, config.linear)
+
+    @classmethod
+    def of_rank(cls, config: ModelConfig, tensor_parallel: int) -> LayerShape:
+        """The part of each of ``tensor_parallel`` GPUs.
+
+        Raises:
+            ValueError: a size does not divide, or the engine does not divide models with linear attention.
+        """
+        if config.linear is not None:
+            return cls.from_config(config.shard(tensor_parallel))
+        return cls.from_config(config).shard(tensor_parallel)
 
     def shard(self, tensor_parallel: int) -> LayerShape:
-        """The part of each of ``tensor_parallel`` GPUs: heads and FFN columns are divided, the hidden size is whole."""
+        """The same of a shape without linear attention: heads and FFN columns are divided, the hidden size is whole."""
         if tensor_parallel < 1:
             raise ValueError(f"tensor_parallel={tensor_parallel} must be at least 1")
         divided = {
@@ -290,14 +308,41 @@ class LayerShape:
         return replace(self, **{name: int(part) for name, part in divided.items()})
 
     @property
+    def linear_layers(self) -> int:
+        """Layers of linear attention."""
+        return 0 if self.linear is None else self.linear.layers_before
+
+    @property
+    def num_ffns(self) -> int:
+        """One in each of its layers."""
+        return 1 + self.linear_layers
+
+    @property
     def qkv_size(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
     def gemm_weights(self) -> int:
-        """Elements of the four weight matrices: QKV, output, gate and up, down. Without those of experts."""
-        attention = (self.qkv_size + self.num_heads * self.head_dim) * self.hidden_size
-        return attention if self.num_experts else attention + self.ffn_weights
+        """Elements of the weight matrices: QKV, output, gate and up, down, and those of linear attention. Without those
+        of experts, but with those of the one that all rows go to."""
+        return self.weights_before_attention + self.num_heads * self.head_dim * self.hidden_size + self._common_ffn
+
+    @property
+    def weights_before_attention(self) -> int:
+        """The part of :attr:`gemm_weights` that comes before the attention with a KV cache: QKV with the gates of
+        attention's output, and the layers of linear attention."""
+        if self.linear is None:
+            return self.qkv_size * self.hidden_size
+        linear, gates = self.linear, self.num_heads * self.head_dim
+        projections = linear.conv_channels + 2 * linear.values_size + 2 * linear.num_value_heads
+        return (self.qkv_size + gates + self.linear_layers * projections) * self.hidden_size + (
+            self.linear_layers * self._common_ffn
+        )
+
+    @property
+    def _common_ffn(self) -> int:
+        """Elements of the FFN of a layer that all rows go through."""
+        return 3 * self.hidden_size * self.shared_size if self.num_experts else self.ffn_weights
 
     @property
     def ffn_weights(self) -> int:
@@ -306,10 +351,19 @@ class LayerShape:
 
     @property
     def elementwise_elements(self) -> int:
-        """Elements per token read and written by two norms, rotation of Q and K, SiLU times gate, two additions."""
+        """Elements per token read and written by two norms, rotation of Q and K, SiLU times gate, two additions.
+
+        Beside linear attention also by the gate of attention's output; and in each layer of it by the convolution, the
+        norms of queries and keys, and the norm of the output with its gate.
+        """
         rotated = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        ffn = self.intermediate_size * (self.per_token or 1)
-        return 4 * self.hidden_size + rotated + 3 * ffn + 6 * self.hidden_size
+        ffn = self.intermediate_size * (self.per_token or 1) + self.shared_size
+        layer = 4 * self.hidden_size + 3 * ffn + 6 * self.hidden_size
+        if self.linear is None:
+            return layer + rotated
+        gated = 3 * self.num_heads * self.head_dim
+        of_linear = 2 * self.linear.conv_channels + 4 * self.linear.keys_size + 3 * self.linear.values_size
+        return layer + rotated + gated + self.linear_layers * (layer + of_linear)
 
     @property
     def kv_elements(self) -> int:

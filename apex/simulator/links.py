@@ -160,6 +160,18 @@ CHUNK_BYTES = 8e6
 
 
 @dataclass(frozen=True)
+class SimulatedStates:
+    """Of a model with linear attention.
+
+    ``copy_s``: seconds in which PCIe copies a request's state, in all layers, one way. ``num_snapshots``: states that
+    host memory holds, so that prefixes can be cached.
+    """
+
+    copy_s: float
+    num_snapshots: int = 0
+
+
+@dataclass(frozen=True)
 class SimulatedExperts:
     """What it takes to run experts in host memory. ``hop_s``: waking the CPU, beside transfers."""
 

@@ -37,7 +37,14 @@ from apex.simulator.hardware_files import (
     load_link,
     load_model_config,
 )
-from apex.simulator.links import CHUNK_BYTES, Interconnect, RemoteHosts, SimulatedExperts, SimulatedWeights
+from apex.simulator.links import (
+    CHUNK_BYTES,
+    Interconnect,
+    RemoteHosts,
+    SimulatedExperts,
+    SimulatedStates,
+    SimulatedWeights,
+)
 from apex.simulator.predicted_profile import (
     BITS_PER_BYTE,
     ITEMSIZES,
@@ -48,12 +55,13 @@ from apex.simulator.predicted_profile import (
     host_read_gb_s,
     how_known,
     remote_hosts,
+    transfer_s,
     with_quantised_weights_on_cpu,
 )
 from swiftllm.config import CpuKVDtype
 from swiftllm.kv.block_pool import LayerGroups
 from swiftllm.kv.tensors import KVFormat, cpu_format
-from swiftllm.machine import GIB
+from swiftllm.machine import GIB, InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Place, Placement
 from swiftllm.model.quantisation import AWQ, QuantisationScheme
@@ -61,11 +69,14 @@ from swiftllm.runtime.memory import (
     CPU_TIER_SHARE,
     SIMULATED_GPU_SHARE,
     SIMULATED_HOST_SHARE,
+    SNAPSHOT_SHARE,
     MemoryBudget,
     blocks_in,
+    check_states,
     choose_blocks,
     embedding_bytes,
     expert_bytes,
+    snapshots_beside,
     stage_bytes,
 )
 from swiftllm.runtime.memory import weight_bytes as bytes_of_weights
@@ -80,7 +91,8 @@ INT4 = QuantisationScheme(AWQ, group_size=128)  # the most common one
 class PredictedMachine:
     """GPUs of a kind, a host, the model on them, and its predicted profile table.
 
-    ``tensor_parallel``: the number of GPUs, among which every layer is divided.
+    ``tensor_parallel``: the number of GPUs, among which every layer is divided. ``max_num_seqs``: requests that have
+    states of linear attention on them.
     """
 
     gpu: Gpu
@@ -92,6 +104,7 @@ class PredictedMachine:
     tensor_parallel: int = 1
     remote_hosts: RemoteHosts | None = None
     cpu_kv_dtype: CpuKVDtype = "auto"
+    max_num_seqs: int = 0
 
     @property
     def cpu_hosts(self) -> int:
@@ -127,22 +140,49 @@ class PredictedMachine:
         return self.model.num_parameters * ITEMSIZES[self.dtype]
 
     def budget(self, block_size: int) -> MemoryBudget:
-        """What the machine's memory holds, with KV blocks of ``block_size`` tokens."""
+        """What the machine's memory holds, with KV blocks of ``block_size`` tokens.
+
+        Raises:
+            InsufficientMemory: there is no room for the states of ``max_num_seqs`` requests. Weights that do not fit do
+                not count: they are elsewhere.
+        """
         dtype = getattr(torch, self.dtype)
+        device_bytes = self.gpu["memory_gb"] * self.tensor_parallel * 1e9 * SIMULATED_GPU_SHARE
+        free_bytes = device_bytes - self.weight_bytes
+        check_states(self.model, dtype, self.max_num_seqs, free_bytes if free_bytes > 0 else device_bytes)
         return MemoryBudget(
-            device_bytes=self.gpu["memory_gb"] * self.tensor_parallel * 1e9 * SIMULATED_GPU_SHARE,
+            device_bytes=device_bytes,
             host_bytes=self.host["memory_gb"] * 1e9 * self.cpu_hosts,
             weight_bytes=self.weight_bytes,
             bytes_per_block=KVFormat.exact(dtype).block_bytes(self.model, block_size),
             cpu_bytes_per_block=cpu_format(self.cpu_kv_dtype, dtype).block_bytes(self.model, block_size),
+            activation_bytes=self.max_num_seqs * self.model.state_bytes(dtype.itemsize),
         )
 
     def in_4_bits(self, block_size: int) -> MemoryBudget | None:
         """What the memory holds with 4-bit weights; None if they are quantised already, or would not fit either."""
         if self.model.quantisation is not None or self.model.experts is not None:
             return None
-        budget = replace(self, model=replace(self.model, quantisation=INT4)).budget(block_size)
+        try:
+            budget = replace(self, model=replace(self.model, quantisation=INT4)).budget(block_size)
+        except InsufficientMemory:  # for states beside these weights
+            return None
         return budget if budget.max_gpu_blocks else None
+
+    def states(self, num_cpu_blocks: int, block_size: int, *, caches: bool) -> SimulatedStates | None:
+        """Of a model with linear attention, else None. ``caches``: whether prefixes are cached, so that host memory has
+        snapshots beside ``num_cpu_blocks`` blocks."""
+        if self.model.linear is None:
+            return None
+        state_bytes = self.model.state_bytes(ITEMSIZES[self.dtype])
+        gb_s, latency_s = float(self.table.identity["pcie_gb_s"]), self.gpu["transfer_latency_us"] * 1e-6
+        copy_s = transfer_s(state_bytes / self.tensor_parallel, gb_s, latency_s)
+        tier_bytes = num_cpu_blocks * self.budget(block_size).host_block_bytes
+        return SimulatedStates(copy_s, snapshots_beside(tier_bytes, state_bytes) if caches else 0)
+
+    def beside_snapshots(self, num_cpu_blocks: int) -> int:
+        """What is left of blocks of the CPU tier where prefixes are cached: snapshots of states have a share."""
+        return num_cpu_blocks if self.model.linear is None else int(num_cpu_blocks * (1 - SNAPSHOT_SHARE))
 
     def num_blocks(self, num_gpu: int | None, num_cpu: int | None, block_size: int) -> tuple[int, int]:
         """KV blocks of the GPU and the CPU tier: the given numbers, else what the memory allows."""
@@ -172,6 +212,7 @@ def predict_machine(
     host_read_gb_s: float | None = None,
     weights: Weights = "auto",
     cpu_kv_dtype: CpuKVDtype = "auto",
+    max_num_seqs: int = 0,
     **options: Any,
 ) -> PredictedMachine:
     """The machine of these names or paths.
@@ -180,6 +221,7 @@ def predict_machine(
         host_memory_gib, host_read_gb_s: in place of the host's own figures, see :meth:`Host.with_given`.
         weights: auto: as the model's config.json says; int4: 4 bits in groups of 128.
         cpu_kv_dtype: the format of the CPU tier.
+        max_num_seqs: requests that have states of linear attention, in models with it.
         options: of :func:`apex.simulator.predicted_profile.hardware_profile`.
 
     Raises:
@@ -198,7 +240,7 @@ def predict_machine(
     table = hardware_profile(gpu, host, model, **options)
     remote = remote_hosts(host, model, dtype, cpu_hosts, network_gbps)
     name = known_model(model_name) or Path(model_name).name
-    return PredictedMachine(gpu, host, model, name, dtype, table, tensor_parallel, remote, cpu_kv_dtype)
+    return PredictedMachine(gpu, host, model, name, dtype, table, tensor_parallel, remote, cpu_kv_dtype, max_num_seqs)
 
 
 def _find(what: str, name: str, load: Callable[[str], Any], names: Sequence[str]) -> Any:
@@ -286,7 +328,7 @@ class WeightPlacer:
         self._model = PerfModel(machine.table, model.num_layers)
         self._experts: SimulatedExperts | None = None
         self.most_cpu_rows = 0
-        if shape.num_experts:
+        if shape.num_experts and shape.linear is None:  # experts of several layers have no place of their own
             self._experts = experts = SimulatedExperts(
                 tuple(expert_bytes(model, getattr(torch, machine.dtype))),
                 gpu_experts_curve(machine.gpu, shape, itemsize, scheme),
@@ -437,7 +479,7 @@ def cpu_layer_curve(host: Host, shape: LayerShape, itemsize: int, scheme: Quanti
     if not shape.num_experts:
         return others
     experts = cpu_experts_curve(host, shape, itemsize, scheme)
-    return Curve(CPU_ROWS, tuple(others(rows) + experts(rows) for rows in CPU_ROWS))
+    return Curve(CPU_ROWS, tuple(others(rows) + shape.num_ffns * experts(rows) for rows in CPU_ROWS))
 
 
 def cpu_experts_curve(host: Host, shape: LayerShape, itemsize: int, scheme: QuantisationScheme | None) -> Curve:

@@ -13,7 +13,7 @@ from math import ceil, hypot, inf
 
 import torch
 
-from apex.perf.model import Curve, ExpertTimes, ProfileTable, Surface, flat_from_tokens, touched_experts
+from apex.perf.model import FREE, Curve, ExpertTimes, ProfileTable, Surface, flat_from_tokens, touched_experts
 from apex.perf.operator_tables import OperatorTable
 from apex.simulator.hardware_files import (
     GEMM_TILE_TOKENS,
@@ -30,13 +30,15 @@ from apex.simulator.links import RemoteHosts
 from swiftllm.config import CpuKVDtype
 from swiftllm.kv.block_pool import LayerGroups
 from swiftllm.kv.tensors import cpu_format
-from swiftllm.model.config import ModelConfig
+from swiftllm.model.config import LinearSizes, ModelConfig
 from swiftllm.model.quantisation import MXFP4, QuantisationScheme
 
 # -- times of a host ---------------------------------------------------------------------------------------------------
 # Times of what a host adds: attention over the CPU tier, and copies over PCIe. One function per formula.
 
-WIDE_GROUP = 8  # query heads on a KV head: twice the arithmetic for a byte of K and V that groups of 4 have
+WIDE_GROUPS = (8, 6)
+"""Query heads on a KV head for which kernels have figures of their own: more arithmetic for a byte of K and V than
+groups of 4 have."""
 
 
 def cpu_attention_s(
@@ -76,9 +78,10 @@ def cpu_attention_gb_s(host: Host, cpu_kernel: str, shape: LayerShape, cpu_kv_dt
 
     Of int8 its gain was measured: tokens over those of 16 bits, on one core.
     """
-    heads = "gqa" if shape.num_kv_heads < shape.num_heads else "mha"
-    if shape.num_experts and shape.num_heads >= WIDE_GROUP * shape.num_kv_heads:
-        heads = f"gqa{WIDE_GROUP}"  # dense models keep the figure with which their results were recorded
+    heads, group = "gqa" if shape.num_kv_heads < shape.num_heads else "mha", shape.num_heads // shape.num_kv_heads
+    wide = next((each for each in WIDE_GROUPS if group >= each), None)
+    if wide is not None and (shape.num_experts or shape.linear is not None):
+        heads = f"gqa{wide}"  # other models keep the figure with which their results were recorded
     figure = f"{cpu_kernel}_{host.isa}_{heads}"
     if figure not in host.figures:
         ending = f"_{host.isa}_{heads}"
@@ -89,10 +92,9 @@ def cpu_attention_gb_s(host: Host, cpu_kernel: str, shape: LayerShape, cpu_kv_dt
         if cpu_kernel != "native":
             raise ValueError(f"cpu_kv_dtype=int8 needs the cpu_kernel native, not {cpu_kernel}")
         if (gain := f"{figure}_int8_gain") not in host.figures:
-            group = shape.num_heads // shape.num_kv_heads
             raise ValueError(
-                f"int8 attention was not measured with {group} query heads on a KV head of a model with experts: leave "
-                f"cpu_kv_dtype out, or add {gain} to the host's figures"
+                f"int8 attention was not measured with {group} query heads on a KV head: leave cpu_kv_dtype out, or "
+                f"add {gain} to the host's figures"
             )
         fraction *= host[gain] * (shape.head_dim + 4) / (2 * shape.head_dim)
     alone_gb_s = host["core_read_gb_s"]
@@ -199,8 +201,20 @@ ROWS_OF_A_STEP = 64
 
 def weights_of_a_step(shape: LayerShape) -> float:
     """Elements of the matrices that a layer reads for :data:`ROWS_OF_A_STEP` rows."""
-    touched = touched_experts(ROWS_OF_A_STEP, shape.num_experts, shape.per_token) if shape.num_experts else 0.0
-    return shape.gemm_weights + touched * shape.ffn_weights if touched else shape.gemm_weights
+    return shape.gemm_weights + shape.num_ffns * _expert_weights_of_a_step(shape)
+
+
+def share_before_attention(shape: LayerShape) -> float:
+    """The part of a layer's weights that comes before its attention with a KV cache."""
+    experts = shape.linear_layers * _expert_weights_of_a_step(shape)
+    return (shape.weights_before_attention + experts) / weights_of_a_step(shape)
+
+
+def _expert_weights_of_a_step(shape: LayerShape) -> float:
+    """Of one FFN; none where it is dense."""
+    if not shape.num_experts:
+        return 0
+    return touched_experts(ROWS_OF_A_STEP, shape.num_experts, shape.per_token) * shape.ffn_weights
 
 
 def with_experts(linear: Curve, gpu: Gpu, shape: LayerShape, itemsize: int, scheme: QuantisationScheme | None) -> Curve:
@@ -212,7 +226,8 @@ def with_experts(linear: Curve, gpu: Gpu, shape: LayerShape, itemsize: int, sche
 
     def seconds(tokens: float) -> float:
         touched = touched_experts(tokens, shape.num_experts, shape.per_token)
-        return linear(tokens) + experts.seconds(touched, expert_bytes, tokens * shape.per_token, shape.ffn_weights)
+        each_s = experts.seconds(touched, expert_bytes, tokens * shape.per_token, shape.ffn_weights)
+        return linear(tokens) + shape.num_ffns * each_s
 
     most = linear.sizes[-1]
     sizes = sorted({*linear.sizes, *(size for size in FEW_TOKENS if size < most)})
@@ -281,7 +296,7 @@ def hardware_profile(
     if tensor_parallel > 1 and link is None:
         raise ValueError(f"tensor_parallel={tensor_parallel} needs the link that joins the GPUs: pcie-4, for example")
     shape, itemsize = LayerShape.from_config(model_config), ITEMSIZES[dtype]
-    shard = shape.shard(tensor_parallel)
+    shard = LayerShape.of_rank(model_config, tensor_parallel)
     in_host = cpu_format(cpu_kv_dtype, getattr(torch, dtype))
     cpu_token_bytes = in_host.token_bytes(model_config) / LayerGroups.of(model_config, block_size).pool_layers
     cpu_gb_s = cpu_bandwidth_gb_s or cpu_attention_gb_s(host, cpu_kernel, shape, cpu_kv_dtype)
@@ -299,7 +314,8 @@ def hardware_profile(
         linear = with_experts(linear, gpu, shard, itemsize, scheme)
     joined = link if tensor_parallel > 1 else None
     if joined is not None:
-        linear = with_all_reduces(linear, joined, shape.hidden_size, itemsize, tensor_parallel)
+        count = LAYER_ALL_REDUCES * shape.num_ffns
+        linear = with_all_reduces(linear, joined, shape.hidden_size, itemsize, tensor_parallel, count)
     identity = {
         "kind": "calibrated, for simulation",
         "device": gpu.name,
@@ -309,7 +325,8 @@ def hardware_profile(
         "cpu_attention_gb_s": f"{cpu_gb_s:.4g}",
         "pcie_gb_s": f"{pcie_gb_s:.4g}",
         "model": f"{model_config.num_layers} layers of {shape.hidden_size}/{shape.intermediate_size}, "
-        f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}",
+        f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}"
+        f"{f', {shape.linear_layers} of linear attention before each' if shape.linear else ''}",
         "dtype": dtype,
         **({} if scheme is None else {"weights": quantised_origin(gpu, scheme)}),
         "tensor_parallel": str(tensor_parallel),
@@ -324,10 +341,18 @@ def hardware_profile(
         ends=_curve(ROWS, lambda rows: ends_s(gpu, model_config, itemsize, rows, tensor_parallel)),
         swap=_curve(BLOCKS, lambda blocks: transfer_s(blocks * block_bytes, pcie_gb_s, latency_s)),
         prefill_attention=_of_layers(
-            model_config, tokens, 0, lambda new, cached: prefill_attention_s(gpu, shard, new, cached)
+            model_config,
+            tokens,
+            0,
+            lambda new, cached: (
+                prefill_attention_s(gpu, shard, new, cached) + chunk_states_s(gpu, shard, itemsize, new)
+            ),
         ),
         gpu_attention=_of_layers(
-            model_config, REQUESTS, 1, lambda n, context: gpu_attention_s(gpu, shard, itemsize, n, context)
+            model_config,
+            REQUESTS,
+            1,
+            lambda n, context: gpu_attention_s(gpu, shard, itemsize, n, context) + states_s(gpu, shard, itemsize, n),
         ),
         cpu_attention=_of_layers(
             model_config,
@@ -337,8 +362,10 @@ def hardware_profile(
                 host, shape, itemsize, cpu_token_bytes, cpu_gb_s, pcie_gb_s, n, context, tensor_parallel
             ),
         ),
-        first_share=shape.qkv_size * shape.hidden_size / weights_of_a_step(shape),
+        first_share=share_before_attention(shape),
         # Submitting an attention task is assumed to cost the GPU batch nothing: cpu_attention_s includes the hand-over.
+        # But the states of its requests are on the GPU.
+        hand_over=_curve(REQUESTS, lambda n: states_s(gpu, shard, itemsize, n)) if shape.linear else FREE,
         iteration=_curve(REQUESTS, lambda _: host["iteration_overhead_ms"] * 1e-3),
         flat_from_tokens=flat_from_tokens(shape.num_experts, shape.per_token),
     )
@@ -416,7 +443,7 @@ def elementwise_s(gpu: Gpu, shape: LayerShape, itemsize: int, tokens: float) -> 
     """Norms, rotation, activation and additions of one layer: a fixed time of short kernels, plus memory traffic."""
     traffic_bytes = shape.elementwise_elements * itemsize * tokens
     gb_s = gpu["memory_bandwidth_gb_s"] * gpu["weight_read_fraction"]
-    return gpu["elementwise_fixed_us"] * 1e-6 + traffic_bytes / (gb_s * 1e9)
+    return shape.num_ffns * gpu["elementwise_fixed_us"] * 1e-6 + traffic_bytes / (gb_s * 1e9)
 
 
 def ends_s(gpu: Gpu, config: ModelConfig, itemsize: int, rows: float, tensor_parallel: int = 1) -> float:
@@ -475,6 +502,49 @@ def prefill_attention_s(gpu: Gpu, shape: LayerShape, new_tokens: float, cached_t
     flops = 4 * shape.num_heads * shape.head_dim * new_tokens * (cached_tokens + new_tokens)
     fraction = gpu["gemm_fraction"] * gpu["prefill_attention_of_gemm"]
     return gpu["prefill_attention_fixed_us"] * 1e-6 + flops / (gpu["tensor_tflops"] * 1e12 * fraction)
+
+
+# -- states of linear attention ---------------------------------------------------------------------------------------
+# What layers of linear attention do beside their matrices. Where a layer with a KV cache comes after them, its times of
+# attention include it, and ``hand_over`` does for requests of the CPU tier: states are on the GPU whoever attends.
+
+ROWS_OF_A_STATE = 64  # of a prompt, after which the next state is known
+STATE_PASSES = 2  # a state is read and written
+
+
+def states_s(gpu: Gpu, shape: LayerShape, itemsize: int, requests: float) -> float:
+    """A token of each request in the layers of linear attention before a layer: each reads and writes its states. The
+    fixed time is that of decode attention."""
+    if shape.linear is None:
+        return 0.0
+    each_s = gpu["decode_attention_fixed_us"] * 1e-6 + requests * _state_traffic_s(gpu, shape.linear, itemsize)
+    return shape.linear_layers * each_s
+
+
+def chunk_states_s(gpu: Gpu, shape: LayerShape, itemsize: int, new_tokens: float) -> float:
+    """A chunk of a prompt in the same layers: one state for every :data:`ROWS_OF_A_STATE` tokens, and the products
+    between them, at the rate of prefill attention. The fixed time is its, too."""
+    if shape.linear is None:
+        return 0.0
+    flops_per_s = gpu["tensor_tflops"] * 1e12 * gpu["gemm_fraction"] * gpu["prefill_attention_of_gemm"]
+    states = ceil(new_tokens / ROWS_OF_A_STATE)
+    multiply_s = new_tokens * rule_flops(shape.linear) / flops_per_s
+    each_s = states * _state_traffic_s(gpu, shape.linear, itemsize) + multiply_s
+    return shape.linear_layers * (gpu["prefill_attention_fixed_us"] * 1e-6 + each_s)
+
+
+def rule_flops(linear: LinearSizes) -> float:
+    """Of a token of a prompt in one layer, in the delta rule's WY form. Of 64 rows these are three products with keys
+    and two with values, the inverse of a triangle, and three products with the state."""
+    rows, keys, values = ROWS_OF_A_STATE, linear.key_dim, linear.value_dim
+    of_head = 2 * rows * (3 * keys + 2 * values) + 2 * rows * rows / 3 + 6 * keys * values
+    return linear.num_value_heads * of_head
+
+
+def _state_traffic_s(gpu: Gpu, linear: LinearSizes, itemsize: int) -> float:
+    """Of a request's state in one layer, at the rate at which weights are read."""
+    num_bytes = STATE_PASSES * linear.state_bytes(itemsize)
+    return num_bytes / (gpu["memory_bandwidth_gb_s"] * 1e9 * gpu["weight_read_fraction"])
 
 
 def remote_hosts(

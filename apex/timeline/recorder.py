@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from apex.timeline.spans import CpuBatchTag, Iteration, Kind, Poll, Span, SpanWork, Timeline, span_name, trace_json
-from swiftllm.core.plan import GpuBatchItem, IterationPlan, StepResult, Swap
+from swiftllm.core.plan import GpuBatchItem, IterationPlan, StateCopy, StepResult, Swap
 from swiftllm.core.request import Request, RequestOutput
 from swiftllm.engine.backend import AttentionFuture, AttentionTimes, Batch, ExecutorBackend, SwapTimes
 from swiftllm.engine.engine import Engine
@@ -182,6 +182,11 @@ class RecordingBackend:
         if swaps:
             copied = (start_s, end_s) if times is None else (times.start_s, times.end_s)
             self.record_span(Kind.SWAP, copied[0], None, work, end_s=copied[1])
+
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        start_s = self.now()
+        self.inner.copy_states(copies)
+        self.record_span(Kind.OTHER, start_s, None, SpanWork(0, len(copies)))
 
     def open_gpu_batch(self, items: Sequence[GpuBatchItem]) -> RecordedBatch:
         start_s = self.now()

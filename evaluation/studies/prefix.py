@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+import torch
 import tyro
 from rich.console import Console
 
+from apex.placement.search import UniformLoad
 from apex.simulator.backend import PLACEHOLDER_TOKEN, VLLM
 from apex.simulator.paper_settings import PaperSetting, load_setting
+from apex.simulator.predicted_machine import PlacedMachine, PredictedMachine, WeightPlacer, predict_machine
 from apex.workloads.catalogue import load_trace, turns_of
 from apex.workloads.requests import Lengths, WorkloadSpec, load_prompt_tokens
-from evaluation.drivers import ENGINE_FIELDS, SimulatedTask, build_engine, run_point
+from evaluation.drivers import ENGINE_FIELDS, SimulatedHardware, SimulatedTask, build_engine, run_point
 from evaluation.grid import Place, clip_lengths, simulated_point, simulated_task
 from evaluation.options import Folder, StudyOptions, experiment_settings
 from evaluation.plots.figure import Axis, Figure
@@ -29,6 +32,9 @@ from evaluation.run import Point, PointResult, identity
 from evaluation.study import RATE, Ratio, Rows, Study, Table, command
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.machine import GIB
+from swiftllm.runtime.memory import embedding_bytes
+from swiftllm.scheduling.validation import SchedulerLimits
 
 if TYPE_CHECKING:
     from swiftllm.core.request import Request
@@ -47,11 +53,12 @@ class Options(StudyOptions):
     provenance go to results/prefix/<run>/. Running the same command again continues an interrupted run.
     """
 
-    part: Annotated[tuple[Literal["simulated", "torch"], ...], tyro.conf.arg(name="backend", metavar="BACKEND ...")] = (
-        "simulated",
-    )
-    """torch: measure on this machine with a small model what a cache saves in the second turn of a conversation, and
-    where 64 requests share 1,000 of 1,100 tokens."""
+    part: Annotated[
+        tuple[Literal["simulated", "agents", "torch"], ...], tyro.conf.arg(name="backend", metavar="BACKEND ...")
+    ] = ("simulated",)
+    """agents: as simulated, of models with linear attention on whole cards, asked by agents alone. torch: measure on
+    this machine with a small model what a cache saves in the second turn of a conversation, and where 64 requests share
+    1,000 of 1,100 tokens."""
     model: Folder = None
     """Folder of the model (torch); by default the one of `make setup`."""
 
@@ -139,6 +146,92 @@ def run_prefix_point(point: Point, label: str, console: Console) -> PointResult:
         f"ttft_s_turn_{turn}": float(np.mean(times)) for turn, times in sorted(by_turn.items()) if len(by_turn) > 1
     }
     return replace(result, values={**result.values, **found, **turns})
+
+
+# -- simulated: agents of models with linear attention -----------------------------------------------------------------
+
+OF_MACHINE = ("gpu", "host", "model", "dtype")
+OF_AGENTS = {
+    *OF_MACHINE, "host_memory_gib", "workload", "num_requests", "seed", "max_num_seqs", "max_num_batched_tokens",
+    "system", "cache", "variant",
+}  # fmt: skip
+
+
+@functools.cache
+def placed_machine(
+    gpu: str, host: str, model: str, dtype: str, host_memory_gib: float, max_tokens: int, max_num_seqs: int
+) -> tuple[PredictedMachine, PlacedMachine]:
+    """A predicted machine, and the same with all weights on the GPU but the embedding."""
+    machine = predict_machine(
+        gpu,
+        host,
+        model,
+        dtype,
+        weights="int4",
+        host_memory_gib=host_memory_gib,
+        block_size=BLOCK_SIZE,
+        max_tokens=max_tokens,
+        max_num_seqs=max_num_seqs,
+    )
+    placer = WeightPlacer(machine, BLOCK_SIZE)
+    on_gpu_gib = (machine.weight_bytes - embedding_bytes(machine.model, getattr(torch, dtype))) / GIB
+    return machine, placer.place(on_gpu_gib, UniformLoad(max_num_seqs, 1, 1), offloads=False)
+
+
+def agents_point(place: Place) -> Point:
+    """
+    Raises:
+        ValueError: the model does not fit the card.
+    """
+    tokens, requests = place["max_num_batched_tokens"], place["max_num_seqs"]
+    machine, placed = placed_machine(*(place[name] for name in OF_MACHINE), place["host_memory_gib"], tokens, requests)
+    longest = machine.model.most_positions
+    lengths, in_all = requests_of(place["workload"], place["num_requests"], place["seed"], longest, place["trace_dir"])
+    gpu, cpu = placed.num_blocks(None, None)
+    cpu, is_vllm = machine.beside_snapshots(cpu), place["system"] == VLLM
+    states = machine.states(cpu, BLOCK_SIZE, caches=True)
+    hardware = SimulatedHardware(
+        machine.gpu.name,
+        machine.model_name,
+        machine.dtype,
+        placed.table,
+        machine.model.num_layers,
+        interconnect=placed.interconnect,
+        weights=placed.weights,
+        states=states,
+    )
+    values = {
+        "host": machine.host.name,
+        "weights": placed.table.identity["weights"],
+        "cache": place["cache"],
+        "max_num_seqs": requests,
+        "num_snapshots": None if states is None else states.num_snapshots,
+        "working_set_blocks": in_all,
+        "cpu_bandwidth_gb_s": float(placed.table.identity["cpu_attention_gb_s"]),
+        "vllm_defaults": is_vllm or None,
+    }
+    task = SimulatedTask(
+        place["system"],
+        hardware,
+        gpu,
+        cpu,
+        lengths,
+        SchedulerLimits(tokens, requests, longest),
+        BLOCK_SIZE,
+        values=values,
+        believed=placed.scheduler_table,
+        vllm_defaults=is_vllm,
+        cached_tiers=CACHES[place["cache"]],
+        prompts=SharedPrompts(lengths),
+    )
+    return simulated_point([place["model"], place["gpu"], str(place["num_requests"]), place["cache"]], task)
+
+
+def run_agents_point(point: Point, label: str, console: Console) -> PointResult:
+    """A simulated point, and the seconds that a turn takes from its arrival to its last token."""
+    result = run_prefix_point(point, label, console)
+    turns = [each.last_token_s - each.arrival_s for each in result.records if each.last_token_s is not None]
+    return replace(result, values={**result.values, "turn_s_p50": float(np.median(turns)) if turns else None})
 
 
 # -- measured ---------------------------------------------------------------------------------------------------------
@@ -334,6 +427,28 @@ PARTS = {
             notes="off: no cache. gpu: in GPU memory only. store: swiftllm, which copies what host memory has back "
             "before it uses it. Others: a cache over both tiers, attended where it lies.",
         ),
+    ),
+    "agents": Study(
+        f"{NAME}-agents",
+        file=NAME,
+        section=lambda settings: settings["agents"],
+        fields=OF_AGENTS,
+        point=agents_point,
+        run_point=run_agents_point,
+        ratios={"over_gpu_only": Ratio(lambda row: row["system"] == VLLM, ("gpu", "model", "num_requests"))},
+        tables=[
+            Table(
+                (
+                    ("model", "model", "s"), ("card", "gpu", "s"), ("requests", "num_requests", "d"),
+                    ("system, cache", "variant", "s"), ("tok/s", RATE, ",.1f"), ("/ gpu", "over_gpu_only", ".2f"),
+                    ("turn p50", "turn_s_p50", ".1f"), ("TTFT p50", "ttft_s_p50", ".2f"),
+                    ("found GPU", "found_on_gpu", ".0%"), ("CPU", "found_on_cpu", ".0%"),
+                ),
+                "[bold]SIMULATED[/]: agents of models with linear attention, 4-bit weights, output tokens per second\n"
+                "/ gpu: over vllm's with a cache on the GPU; turn, TTFT: median seconds to the last and first token",
+                lines=lambda rows: [{**row, "variant": f"{row['system']}, {row['cache']}"} for row in rows],
+            )
+        ],
     ),
     "torch": Study(
         f"{NAME}-measured",

@@ -93,6 +93,16 @@ class Swap:
 
 
 @dataclass(frozen=True)
+class StateCopy:
+    """A copy of a state of linear attention: from a request's ``slot`` on the device to the slot ``snapshot`` of host
+    memory if it ``saves``, else back."""
+
+    slot: int
+    snapshot: int
+    saves: bool
+
+
+@dataclass(frozen=True)
 class IterationPlan:
     """One iteration: its swaps, its GPU batch and its CPU batches.
 
@@ -103,6 +113,8 @@ class IterationPlan:
     An iteration without a GPU batch lasts until all its CPU batches have their tokens, since waiting delays nothing.
     With a ``time_limit_s`` it ends after so many seconds, and CPU batches stay where they are: a request may arrive
     meanwhile.
+
+    ``state_copies`` are made in order, before the batches change any state.
     """
 
     decodes: tuple[Request, ...] = ()
@@ -112,6 +124,7 @@ class IterationPlan:
     leaving: frozenset[str] = frozenset()
     predicted: dict[str, float] = field(default_factory=dict)
     time_limit_s: float | None = None
+    state_copies: tuple[StateCopy, ...] = ()
 
     @property
     def strategy(self) -> Strategy:
@@ -138,7 +151,8 @@ class IterationPlan:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.decodes or self.prefills or self.cpu_batches or self.swaps or self.leaving)
+        work = self.decodes or self.prefills or self.cpu_batches or self.swaps or self.leaving or self.state_copies
+        return not work
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from swiftllm.core.plan import GpuBatchItem, Swap
+from swiftllm.core.plan import GpuBatchItem, StateCopy, Swap
 from swiftllm.core.request import Request, TokenLogprob
 
 
@@ -109,6 +109,11 @@ class ExecutorBackend(Protocol[GpuBatchT, CpuBatchT]):
         """Begin to copy blocks between the tiers; what is asked of this backend afterwards finds them copied, and may
         reuse the source blocks. A GPU batch's attention waits for the part of its layer. Returns the times of the
         copies where they are known beforehand."""
+        ...
+
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        """Begin to copy states between the device and host memory, in order; what is asked of this backend afterwards
+        finds them copied. Called right after :meth:`swap`, in models with linear attention alone."""
         ...
 
     def open_gpu_batch(self, items: Sequence[GpuBatchItem]) -> GpuBatchT: ...

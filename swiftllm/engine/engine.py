@@ -269,9 +269,10 @@ class Engine:
         self.executor.abandon()
         self.backend.take_logprobs()
         plan, self._running_plan = self._running_plan, None
-        unfinished = plan.swaps if plan is not None and death is not None and death.swaps_incomplete else ()
+        is_unfinished = plan is not None and death is not None and death.swaps_incomplete
+        unfinished, copies = (plan.swaps, plan.state_copies) if is_unfinished else ((), ())
         begun = plan.requests() if plan is not None and death is not None else ()
-        lost = self.state.forget_hosts(hosts, unfinished, begun)
+        lost = self.state.forget_hosts(hosts, unfinished, begun, copies)
         self._stats.host_deaths += len(hosts)
         self._stats.recomputed_after_host_deaths += len(lost)
         logger.warning("host %s of the CPU tier is gone: %d requests are computed again", hosts, len(lost))

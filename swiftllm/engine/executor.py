@@ -118,6 +118,8 @@ class Executor:
         # Before the batches: the plan reuses blocks as if its swaps were done.
         with at_work.on([request.request_id for request in plan.moving()]):
             backend.swap(plan.swaps)
+            if plan.state_copies:
+                backend.copy_states(plan.state_copies)
         with at_work.on(gpu_batch=True):
             gpu_batch = backend.open_gpu_batch(plan.gpu_batch) if plan.gpu_batch else None
         cpu_batches = [self._cpu_batch(cpu_batch_plan, gpu_batch) for cpu_batch_plan in plan.cpu_batches]

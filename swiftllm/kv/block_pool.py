@@ -6,7 +6,7 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -225,8 +225,9 @@ class StateSlots:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, request_id: str) -> None:
-        self.of_request[request_id] = self._free.pop()
+    def take(self, request_id: str) -> int:
+        slot = self.of_request[request_id] = self._free.pop()
+        return slot
 
     def free(self, request_id: str) -> None:
         """Free the slot of a request; no effect if it has none."""
@@ -240,6 +241,65 @@ class StateSlots:
     def check(self) -> None:
         """Assert that each slot is free or of one request."""
         assert sorted([*self._free, *self.of_request.values()]) == list(range(self._num_slots)), "a slot is lost"
+
+
+class Snapshots:
+    """Slots of host memory that hold copies of states. A copy is named by the hash of the block at whose end it was
+    made. If none is free, the least recently used one is given away.
+
+    Attributes:
+        every: tokens of an output between two copies.
+    """
+
+    def __init__(self, num_slots: int, every: int = 512) -> None:
+        self.num_slots, self.every = num_slots, every
+        self.free_all()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._slots
+
+    def num_resumable(self, block_hashes: Sequence[bytes]) -> int:
+        """The first of a request's blocks that end where there is a copy; of these numbers the largest."""
+        found = (number for number in range(len(block_hashes), 0, -1) if block_hashes[number - 1] in self._slots)
+        return next(found, 0)
+
+    def add(self, block_hash: bytes) -> int:
+        """A slot for a new copy."""
+        if not self._free:
+            self.forget(next(iter(self._slots)))
+        slot = self._slots[block_hash] = self._free.pop()
+        return slot
+
+    def use(self, block_hash: bytes) -> int:
+        """The slot of a copy, which so is the most recently used one."""
+        slot = self._slots[block_hash] = self._slots.pop(block_hash)
+        return slot
+
+    def forget(self, block_hash: bytes) -> None:
+        """No effect if there is no such copy."""
+        if (slot := self._slots.pop(block_hash, None)) is not None:
+            self._free.append(slot)
+
+    def forget_slots(self, slots: Collection[int]) -> None:
+        """Forget the copies there: what they hold is not valid."""
+        for block_hash in [block_hash for block_hash, slot in self._slots.items() if slot in slots]:
+            self.forget(block_hash)
+
+    def free_all(self) -> None:
+        self._free = list(range(self.num_slots))[::-1]
+        self._slots: dict[bytes, int] = {}  # by name, the least recently used one first
+
+    def check(self) -> None:
+        """Assert that each slot is free or holds one copy."""
+        assert sorted([*self._free, *self._slots.values()]) == list(range(self.num_slots)), "a snapshot is lost"
 
 
 class BlockPool:

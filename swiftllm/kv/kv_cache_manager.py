@@ -7,6 +7,10 @@ layers have attention windows, blocks are overwritten (:mod:`swiftllm.kv.block_p
 Blocks are copied between the tiers for two reasons, both by swaps of a plan. *Moves* take all blocks of a request to
 the tier where it goes on. *Prefix copies* take cached blocks of no single request: those that a starting request finds
 in the other tier, and those that the GPU tier is about to reuse. ``copying_pays`` limits prefix copies alone.
+
+In models with linear attention a prefix is worth nothing without the state after it. States of requests are in slots on
+the device, and :class:`~swiftllm.kv.block_pool.Snapshots` of them in host memory. So a request finds the blocks up to
+the last one at whose end there is a snapshot. It begins with that, and computes all that comes behind, cached or not.
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ from collections.abc import Callable, Collection, Sequence
 from hashlib import sha256
 from itertools import chain, islice
 
-from swiftllm.core.plan import Swap
+from swiftllm.core.plan import StateCopy, Swap
 from swiftllm.core.request import Request, Tier
-from swiftllm.kv.block_pool import BlockPool, HostPools, LayerGroups, StateSlots
+from swiftllm.kv.block_pool import BlockPool, HostPools, LayerGroups, Snapshots, StateSlots
 
 # -- block hashes ------------------------------------------------------------------------------------------------------
 # Hashes of full KV blocks: two blocks have one hash only if they hold K and V of the same tokens at the same place.
@@ -74,6 +78,7 @@ class KVCacheManager:
         block_tables: of each request, in its tier.
         hashes: of full blocks; None without a prefix cache.
         swaps: copies for the plan being made, in order.
+        state_copies: the same of states. Those that save are noted when an iteration has ended, for the next plan.
         copying_pays: whether so many cached blocks of a plan should be copied from the tier, or be computed again.
     """
 
@@ -88,14 +93,16 @@ class KVCacheManager:
         cached_tiers: Collection[Tier] = (),
         groups: LayerGroups | None = None,
         state_slots: StateSlots | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
         """``host_blocks``: the blocks of each other host; their ids follow those of this host. ``cached_tiers``: where
         prefixes are cached. ``groups``: by default one whose layers attend to all tokens. ``state_slots``: of requests'
-        states, in models with linear attention."""
+        states, in models with linear attention; these have a prefix cache with ``snapshots`` alone."""
         self.groups = groups or LayerGroups(block_size)
-        self.state_slots = state_slots
+        self.state_slots, self.snapshots = state_slots, snapshots
         assert self.groups.are_exact or not cached_tiers, "blocks of a ring are overwritten"
-        assert state_slots is None or not cached_tiers, "K and V are worth nothing without the state after them"
+        has_states = state_slots is None or snapshots is not None
+        assert has_states or not cached_tiers, "K and V are worth nothing without the state after them"
         self.block_size = block_size
         self.hashes = BlockHashes(block_size) if cached_tiers else None
         self.host_pools = HostPools((num_cpu_blocks, *host_blocks), caches=Tier.CPU in cached_tiers)
@@ -109,6 +116,9 @@ class KVCacheManager:
         if gpu.caches and local.caches:
             gpu.on_evict = self._save_evicted
         self.block_tables: dict[str, list[int]] = {}
+        self.state_copies: list[StateCopy] = []
+        self._saved_at: dict[str, tuple[int, ...]] = {}  # by request, after how many tokens of its prompt
+        self._saved_last: dict[str, bytes] = {}  # by request, the last snapshot that its output has made
         self.begin_plan()
 
     def begin_plan(self) -> None:
@@ -176,7 +186,7 @@ class KVCacheManager:
         prefix of its tokens, and others. Its ``num_uncomputed`` tells how many tokens are left to compute."""
         tier = request.tier
         assert tier is not None, "a request that enters no tier"
-        block_hashes, num_blocks = self._hashes_to_find(request), self.blocks_for(num_tokens)
+        block_hashes, num_blocks = self.hashes_to_find(request), self.blocks_for(num_tokens)
         pool = self._pool_with_room(tier, num_blocks, block_hashes)
         here, there = self._longest_prefix(block_hashes, pool)
         source = self._other_pool(pool) if there else None
@@ -194,10 +204,11 @@ class KVCacheManager:
             self._swap(None, tier.other, list(there.values()), [table[i] for i in there])
             source.free(list(there.values()))  # may be reused in this plan: by swaps that come after this one
         pool.num_tables += 1
-        if self.state_slots is not None:
-            self.state_slots.take(request.request_id)
-        self.block_tables[request.request_id] = table
         found = len(here) + len(there)
+        if self.state_slots is not None:
+            slot = self.state_slots.take(request.request_id)
+            self._start_from_snapshot(request, slot, block_hashes, found)
+        self.block_tables[request.request_id] = table
         request.num_kv_slots, request.num_hashed = self._slots_for(num_tokens), found
         request.num_uncomputed = request.num_tokens - found * self.block_size
         if not request.output_len:  # what its user is told is what its first start found, not one after a preemption
@@ -296,13 +307,19 @@ class KVCacheManager:
             pool.num_tables -= 1
         if self.state_slots is not None:
             self.state_slots.free(request.request_id)
+            self._saved_at.pop(request.request_id, None)
+            self._saved_last.pop(request.request_id, None)
         request.num_kv_slots = request.num_hashed = 0
 
     def free_all_blocks(self) -> None:
-        """Free all blocks of both tiers, and drop all block tables and hashes."""
+        """Free all blocks of both tiers, and drop all block tables, hashes and states."""
         self.block_tables.clear()
         if self.state_slots is not None:
             self.state_slots.free_all()
+        if self.snapshots is not None:
+            self.snapshots.free_all()
+        for of_states in (self.state_copies, self._saved_at, self._saved_last):
+            of_states.clear()
         for pool in self.block_pools.values():
             pool.free_all()
 
@@ -351,27 +368,37 @@ class KVCacheManager:
         request.num_hashed = num_full
 
     def num_findable(self, request: Request) -> int:
-        """The first blocks of a request's tokens that are cached, in whatever tier."""
+        """The first blocks of a request's tokens that are cached, in whatever tier, and whose state is."""
+        block_hashes = self.hashes_to_find(request)
+        return self._num_resumable(block_hashes, self._num_cached(block_hashes))
+
+    def _num_cached(self, block_hashes: Sequence[bytes]) -> int:
         count = 0
-        for block_hash in self._hashes_to_find(request):
+        for block_hash in block_hashes:
             if all(pool.find(block_hash) is None for pool in self._caching):
                 break
             count += 1
         return count
 
+    def _num_resumable(self, block_hashes: Sequence[bytes], num_cached: int) -> int:
+        """Those of a request's first blocks, which are cached, with which it can begin."""
+        return num_cached if self.snapshots is None else self.snapshots.num_resumable(block_hashes[:num_cached])
+
     def num_shared(self, request: Request, tier: Tier) -> int:
         """The blocks that others hold in a tier and a request would share there, so that they take no room, whether it
         starts or moves. Counts none in a tier of several pools."""
-        (pool, *others), count = self.pools(tier), 0
-        block_hashes = self._hashes_to_find(request) if request.tier is None else self._computed_hashes(request)
+        (pool, *others), found = self.pools(tier), []
+        block_hashes = self.hashes_to_find(request) if request.tier is None else self._computed_hashes(request)
         for block_hash in block_hashes if pool.caches and not others else ():
             block = pool.find(block_hash)
             if block is None:
                 break
-            count += pool.num_holders(block) > 0
-        return count
+            found.append(block)
+        if request.tier is None:
+            del found[self._num_resumable(block_hashes, len(found)) :]
+        return sum(pool.num_holders(block) > 0 for block in found)
 
-    def _hashes_to_find(self, request: Request) -> Sequence[bytes]:
+    def hashes_to_find(self, request: Request) -> Sequence[bytes]:
         """The blocks that a request may find; those whose prompt is to be scored must compute all of it."""
         if not request.block_hashes or request.sampling.prompt_logprobs is not None:
             return ()
@@ -400,9 +427,13 @@ class KVCacheManager:
                 there[i] = block
             else:
                 break
-        if there and not self.copying_pays(Tier.CPU if on_gpu else Tier.GPU, len(there)):
-            first = min(there)  # a prefix ends where a block is missing, whatever is cached behind
-            return {i: block for i, block in here.items() if i < first}, {}
+        usable = self._num_resumable(block_hashes, len(here) + len(there))
+        copied = sum(i < usable for i in there)
+        if copied and not self.copying_pays(Tier.CPU if on_gpu else Tier.GPU, copied):
+            # A prefix ends where a block is missing, whatever is cached behind.
+            usable = self._num_resumable(block_hashes, min(there))
+        if usable < len(here) + len(there):
+            here, there = ({i: block for i, block in of.items() if i < usable} for of in (here, there))
         return here, there
 
     def _save_evicted(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
@@ -451,10 +482,80 @@ class KVCacheManager:
             pool = self.host_pools.pool_of(block) if swap.source is Tier.GPU else self._gpu_pool
             pool.forget([block])
 
+    # -- snapshots of states ------------------------------------------------------------------------------------------
+
+    def _start_from_snapshot(self, request: Request, slot: int, block_hashes: Sequence[bytes], num_found: int) -> None:
+        """Bring the state after the blocks found into the slot of a request that starts, and note where its prompt
+        makes snapshots: before its end, and where cached blocks end that it has no state for, since there a branch is
+        likely to begin."""
+        if self.snapshots is None or request.block_hashes is None:
+            return
+        if num_found:
+            snapshot = self.snapshots.use(block_hashes[num_found - 1])
+            self.state_copies.append(StateCopy(slot, snapshot, saves=False))
+        ends = self._num_cached(block_hashes), (request.prompt_len - LEAST_COMPUTED) // self.block_size
+        self._saved_at[request.request_id] = tuple(end * self.block_size for end in ends if end > num_found)
+
+    def chunk_of(self, request: Request, num_tokens: int) -> int:
+        """So many of a request's next tokens, or less: a chunk ends where a snapshot of its state is to be made."""
+        start = request.num_computed_tokens
+        ends = (end - start for end in self._saved_at.get(request.request_id, ()) if end > start)
+        return min((num_tokens, *ends))
+
+    def hashes_after(self, request: Request, start: int, end: int) -> Sequence[bytes]:
+        """Of the blocks of a chunk those with which others can begin once it is computed."""
+        own, size = request.block_hashes or (), self.block_size
+        if self.snapshots is None:
+            return own[start // size : end // size]
+        return own[end // size - 1 : end // size] if end in self._saved_at.get(request.request_id, ()) else ()
+
+    def save_state(self, request: Request, num_computed: int) -> None:
+        """An iteration has ended that computed the tokens of a request up to this number. Let the next plan copy its
+        state, if a snapshot is to be made here; one of an output takes the place of the last."""
+        snapshots, request_id = self.snapshots, request.request_id
+        if snapshots is None or self.hashes is None or request.block_hashes is None:
+            return
+        of_output = num_computed > request.prompt_len and num_computed % self._snapshot_interval == 0
+        if not of_output and num_computed not in self._saved_at.get(request_id, ()):
+            return
+        if not self.pool_of(request).caches:  # its K and V will not be found
+            return
+        self.hashes.extend(request, num_computed // self.block_size)
+        block_hash = request.block_hashes[num_computed // self.block_size - 1]
+        if block_hash in snapshots:
+            snapshots.use(block_hash)
+            return
+        if of_output:
+            if (last := self._saved_last.get(request_id)) is not None:
+                snapshots.forget(last)
+            self._saved_last[request_id] = block_hash
+        assert self.state_slots is not None
+        slot = self.state_slots.of_request[request_id]
+        self.state_copies.append(StateCopy(slot, snapshots.add(block_hash), saves=True))
+
+    @property
+    def _snapshot_interval(self) -> int:
+        """Tokens of an output between two snapshots: whole blocks."""
+        assert self.snapshots is not None
+        return -(-self.snapshots.every // self.block_size) * self.block_size
+
+    def take_state_copies(self) -> tuple[StateCopy, ...]:
+        """What the plan that is made now copies. What saves comes first: a slot may have another request since."""
+        copies = tuple(self.state_copies)
+        self.state_copies.clear()
+        return copies
+
+    def forget_snapshots(self, copies: Sequence[StateCopy]) -> None:
+        """Forget the snapshots that these copies save: it is not known whether they did."""
+        if self.snapshots is not None:
+            self.snapshots.forget_slots({copy.snapshot for copy in copies if copy.saves})
+
     def reset_cache(self) -> None:
         """Forget the hashes of all blocks."""
         for pool in self._caching:
             pool.forget_all()
+        if self.snapshots is not None:
+            self.snapshots.free_all()
 
     @property
     def num_cached(self) -> dict[Tier, int]:
@@ -470,6 +571,8 @@ class KVCacheManager:
         if self.state_slots is not None:
             self.state_slots.check()
             assert self.state_slots.of_request.keys() == self.block_tables.keys(), "a state without blocks"
+        if self.snapshots is not None:
+            self.snapshots.check()
 
 
 def out_of_blocks(requests: Sequence[Request]) -> list[Request]:

@@ -89,10 +89,10 @@ def check_kv(config: EngineConfig, model: ModelConfig) -> None:
             f"prefix_cache_tiers={tiers} needs a model that keeps all K and V, and this one's attention windows let "
             "them be overwritten: drop it"
         )
-    if model.linear is not None and config.enable_prefix_caching and tiers != "auto":
+    if model.linear is not None and config.enable_prefix_caching and tiers != "auto" and config.num_cpu_blocks == 0:
         raise ValueError(
-            f"prefix_cache_tiers={tiers} needs a model that keeps K and V in all layers, and this one has linear "
-            "attention: drop it"
+            f"prefix_cache_tiers={tiers} needs a CPU tier, and num_cpu_blocks is 0: this model has linear attention, "
+            "whose states after a prefix are kept beside the CPU tier"
         )
 
 
@@ -112,11 +112,13 @@ def block_bytes(formats: Mapping[Tier, KVFormat], model: ModelConfig, block_size
 
 @dataclass(frozen=True)
 class KVPlan:
-    """Number of blocks in each tier, their tokens, and their bytes in all layers of a group."""
+    """Number of blocks in each tier, their tokens, and their bytes in all layers of a group. ``num_snapshots``: copies
+    of states of linear attention, in host memory beside the CPU tier."""
 
     num_blocks: Mapping[Tier, int]
     block_size: int
     bytes_per_block: Mapping[Tier, int]
+    num_snapshots: int = 0
 
     def describe(self, max_model_len: int, groups: LayerGroups) -> list[str]:
         """One line per tier: blocks, tokens, GiB, and how many requests of ``max_model_len`` tokens it holds; one more

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from swiftllm.config import EngineConfig
-from swiftllm.core.plan import GpuBatchItem, Swap
+from swiftllm.core.plan import GpuBatchItem, StateCopy, Swap
 from swiftllm.core.request import Request
 from swiftllm.device import open_device
 from swiftllm.engine.backend import AttentionFuture, AttentionTimes, RankFailed
@@ -124,6 +124,10 @@ class ShardedBackend:
             moves = [(swap.source.value, swap.source_blocks, swap.target_blocks) for swap in swaps]
             self.team.on_all(partial(self.own.swap, swaps), "swap", moves)
 
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        described = [(copy.slot, copy.snapshot, copy.saves) for copy in copies]
+        self.team.on_all(partial(self.own.copy_states, copies), "copy_states", described)
+
     def run_stage(self, layer: int, batches: Sequence[Rows]) -> Mapping[str, int]:
         numbers = [self._numbers[batch] for batch in batches]
         return self.team.on_all(partial(self.own.run_stage, layer, batches), "run_stage", layer, numbers)
@@ -219,7 +223,7 @@ def open_sharded_backend(
         team.start()
         loaded = load_rank(config, hardware, group)
         free_bytes = team.least_free_bytes(loaded.free_bytes)
-        plan = plan_blocks(config, loaded.bytes_per_block, loaded.host_bytes(size), free_bytes)
+        plan = plan_blocks(config, loaded.bytes_per_block, loaded.host_bytes(size), free_bytes, loaded.state_bytes)
         team.admit(plan)
         group.join(0)
         own = serve_loaded(loaded, plan, make_worker)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from swiftllm.config import EngineConfig
+from swiftllm.core.plan import StateCopy
 from swiftllm.core.request import Tier
 from swiftllm.device import open_device
 from swiftllm.engine.backend import AttentionFuture
@@ -111,6 +112,9 @@ class Rank:
     def swap(self, moves: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> None:
         self.backend.swap([BlockMove(Tier(source), *blocks) for source, *blocks in moves])
 
+    def copy_states(self, copies: Sequence[tuple[int, int, bool]]) -> None:
+        self.backend.copy_states([StateCopy(*copy) for copy in copies])
+
     def run_stage(self, layer: int, numbers: Sequence[int]) -> None:
         for number in numbers:
             self.wait_for_future(number)
@@ -175,9 +179,10 @@ def open_rank(
     group = Group(rank, size, hardware, port)
     loaded = load_rank(config, hardware, group)
     pipe.send("loaded", loaded.free_bytes)
-    _, num_gpu_blocks, num_cpu_blocks, epoch = pipe.receive()
+    _, num_gpu_blocks, num_cpu_blocks, num_snapshots, epoch = pipe.receive()
     group.join(epoch)
-    plan = KVPlan({Tier.GPU: num_gpu_blocks, Tier.CPU: num_cpu_blocks}, config.block_size, loaded.bytes_per_block)
+    num_blocks = {Tier.GPU: num_gpu_blocks, Tier.CPU: num_cpu_blocks}
+    plan = KVPlan(num_blocks, config.block_size, loaded.bytes_per_block, num_snapshots)
     worker = CpuWorker if threaded else InlineWorker
     return serve_loaded(loaded, plan, lambda runner: worker(ReportingRunner(runner, pipe))), group
 

@@ -305,7 +305,7 @@ class Team:
     def admit(self, plan: KVPlan, peers: Sequence[Peer] | None = None, epoch: int = 0) -> None:
         """Give loaded ranks, by default all, their KV blocks and let them join the group."""
         for peer in self.peers if peers is None else peers:
-            peer.send("blocks", plan.num_blocks[Tier.GPU], plan.num_blocks[Tier.CPU], epoch)
+            peer.send("blocks", plan.num_blocks[Tier.GPU], plan.num_blocks[Tier.CPU], plan.num_snapshots, epoch)
 
     def await_done(self, timeout_s: float | None = None) -> None:
         for peer in self.peers:

@@ -1,5 +1,5 @@
 """Transfers of KV cache between the tiers, beside the work of both: swapped blocks, and K and V of prefills for the
-CPU tier, layer by layer.
+CPU tier, layer by layer. Copies of states of linear attention to host memory and back.
 
 The CPU tier's memory is not pinned. What comes from a GPU arrives in pinned memory, from where the tier takes it: so
 it is in order with the attention that reads it. What goes to a GPU is gathered into pinned memory by the tier's
@@ -22,11 +22,12 @@ from itertools import groupby
 
 import torch
 
-from swiftllm.core.plan import Swap
+from swiftllm.core.plan import StateCopy, Swap
 from swiftllm.core.request import Tier
 from swiftllm.device import Device, Event, Stream
 from swiftllm.engine.backend import AttentionFuture
 from swiftllm.kv.tensors import KVPools
+from swiftllm.model.llama import LinearStates
 from swiftllm.ops.interface import Ops
 from swiftllm.runtime.cpu_tier import BlocksRead, BlocksWrite, ContextRead, CpuTier, RowsWrite
 from swiftllm.runtime.model_input import ContextLoad, GpuBatchTensors, PrefillGroup
@@ -293,3 +294,49 @@ class KVTransfers:
         """Of what crosses, for some layers of the GPU tier."""
         num_layers, _, num_kv_heads, _, *head = pool.shape
         return (num_layers, len(blocks.sources), num_kv_heads, *self._staged.head_shape(*head))
+
+
+# -- states of linear attention ----------------------------------------------------------------------------------------
+
+
+class StateTransfers:
+    """Copies states between the device and snapshots in host memory, layer by layer: the device's work waits for the
+    layers it comes to."""
+
+    def __init__(self, device: Device, states: LinearStates, layers_before: int, num_snapshots: int) -> None:
+        """``layers_before``: layers of linear attention in a stage."""
+        self._device, self._stream = device, device.new_stream()
+        self._layers_before = layers_before
+        # Of a snapshot all layers lie side by side.
+        self.pools = [
+            (pool, device.mapped((num_snapshots, len(pool), *pool.shape[2:]), pool.dtype))
+            for pool in (states.recurrent, states.conv)
+        ]
+        self._copied: deque[Event] = deque()  # one for each stage that the device's work has not come to
+        self._next_stage = -1
+
+    def copy(self, copies: Sequence[StateCopy]) -> None:
+        """Begin to make these copies, in order. Work on the device may change states after :meth:`await_copies`."""
+        self.await_copies()
+        self._stream.wait(self._device.compute.mark())  # earlier work writes the states, or reads the slots
+        num_layers = len(self.pools[0][0])
+        for layer in range(num_layers):
+            for copy in copies:
+                for states, snapshots in self.pools:
+                    state, snapshot = states[layer, copy.slot], snapshots[copy.snapshot, layer]
+                    source, target = (state, snapshot) if copy.saves else (snapshot, state)
+                    self._stream.copy(target, source)
+            if (layer + 1) % self._layers_before == 0:
+                self._copied.append(self._stream.mark())
+        self._next_stage = -1
+
+    def await_copies(self, stage: int | None = None) -> None:
+        """Later work on the device finds the states of the stages up to this one copied; None: of all."""
+        while self._copied and (stage is None or self._next_stage <= stage):
+            self._device.compute.wait(self._copied.popleft())
+            self._next_stage += 1
+
+    def forget_copies(self) -> None:
+        """The same for copies that may have failed."""
+        self._copied.clear()
+        self._device.compute.wait(self._stream.mark())

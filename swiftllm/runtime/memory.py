@@ -102,6 +102,7 @@ class WeightSizes:
 
 HOST_HEADROOM_BYTES = GIB // 2  # left free for activations and other processes
 CPU_TIER_SHARE = 0.5  # of host memory, by default: page caches and other programs grow meanwhile
+SNAPSHOT_SHARE = 0.2  # of the CPU tier's bytes, with a prefix cache: snapshots of states of linear attention
 EMBEDDED_GPU_TIER_BYTES = 1 * GIB  # the "GPU" tier without a GPU: small, as on the GPUs this engine is for
 EMBEDDED_CPU_TIER_BYTES = 4 * GIB
 
@@ -212,6 +213,11 @@ def _words(name: str, blocks: int, num_bytes: int, most: int | None) -> str:
     return f"{_gib(num_bytes)} for {name} = {blocks:,} blocks{fit}"
 
 
+def snapshots_beside(tier_bytes: float, state_bytes: int) -> int:
+    """Snapshots of states of linear attention beside blocks of the CPU tier of so many bytes."""
+    return int(tier_bytes * SNAPSHOT_SHARE / (1 - SNAPSHOT_SHARE) // state_bytes)
+
+
 def choose_blocks(
     given: tuple[int | None, int | None], most: tuple[int, int], defaults: tuple[int, int]
 ) -> tuple[int, int]:
@@ -251,15 +257,8 @@ def check_weights(
         needed += int(placed.gpu_bytes(sizes, expert_bytes(model, dtype))) - sum(sizes)
     if placement is not None and placement.embedding_on_host:
         needed -= embedding_bytes(model, dtype)
-    each = model.state_bytes(dtype.itemsize)
-    if needed <= free_bytes < needed + max_num_seqs * each:
-        fit = (free_bytes - needed) // each
-        remedy = f"set max_num_seqs to {fit} or less, so that K and V have room too" if fit else "take a smaller model"
-        raise InsufficientMemory(
-            f"the states of max_num_seqs = {max_num_seqs} requests take {_gib(max_num_seqs * each)}, and beside the "
-            f"weights {_gib(free_bytes - needed)} is available: {remedy}"
-        )
     if needed <= free_bytes:
+        check_states(model, dtype, max_num_seqs, free_bytes - needed)
         return
     if placed is not None:
         remedy = "take a smaller weights_gpu_memory, or auto"
@@ -270,6 +269,23 @@ def check_weights(
     raise InsufficientMemory(
         f"the model's weights take {_gib(needed)} in {str(dtype).removeprefix('torch.')} and {_gib(free_bytes)} is "
         f"available: {_gib(needed - free_bytes)} are missing; {remedy}"
+    )
+
+
+def check_states(model: ModelConfig, dtype: torch.dtype, max_num_seqs: int, free_bytes: float) -> None:
+    """Check that the states of ``max_num_seqs`` requests fit in what is free beside the weights.
+
+    Raises:
+        InsufficientMemory: they do not; the message names a number that does.
+    """
+    each = model.state_bytes(dtype.itemsize)
+    if max_num_seqs * each <= free_bytes:
+        return
+    fit = int(free_bytes // each)
+    remedy = f"set max_num_seqs to {fit} or less, so that K and V have room too" if fit else "take a smaller model"
+    raise InsufficientMemory(
+        f"the states of max_num_seqs = {max_num_seqs} requests take {_gib(max_num_seqs * each)}, and beside the "
+        f"weights {_gib(free_bytes)} is available: {remedy}"
     )
 
 
@@ -301,12 +317,17 @@ def weights_advice(sizes: WeightSizes, device_bytes: float, host_bytes: float) -
 
 
 def plan_blocks(
-    config: EngineConfig, bytes_per_block: Mapping[Tier, int], host_bytes: int, device_bytes: int | None
+    config: EngineConfig,
+    bytes_per_block: Mapping[Tier, int],
+    host_bytes: int,
+    device_bytes: int | None,
+    state_bytes: int = 0,
 ) -> KVPlan:
     """The number of blocks in each tier: as set in ``config``, else a share of the available memory.
 
     ``host_bytes``: available host memory. ``device_bytes``: GPU memory left by weights, activations and headroom;
-    None: no GPU, and both tiers share the host memory.
+    None: no GPU, and both tiers share the host memory. ``state_bytes``: of a request's state of linear attention, of
+    which snapshots take a share of the CPU tier.
 
     Raises:
         InsufficientMemory: the blocks set in ``config``, or a single block, do not fit.
@@ -318,10 +339,13 @@ def plan_blocks(
         gpu_bytes = device_bytes
     of_gpu, of_cpu = bytes_per_block[Tier.GPU], bytes_per_block[Tier.CPU]
     gpu = blocks_in(gpu_bytes, of_gpu) if config.num_gpu_blocks is None else config.num_gpu_blocks
-    cpu = blocks_in(cpu_bytes, of_cpu) if config.num_cpu_blocks is None else config.num_cpu_blocks
+    share = SNAPSHOT_SHARE if state_bytes and config.enable_prefix_caching else 0.0
+    cpu = blocks_in(cpu_bytes * (1 - share), of_cpu) if config.num_cpu_blocks is None else config.num_cpu_blocks
+    num_snapshots = snapshots_beside(cpu * of_cpu, state_bytes) if share else 0
+    with_snapshots = cpu * of_cpu + num_snapshots * state_bytes
     host_limit = host_bytes - HOST_HEADROOM_BYTES
     if device_bytes is None:
-        needed = gpu * of_gpu + cpu * of_cpu
+        needed = gpu * of_gpu + with_snapshots
         checks = [("host", "num_gpu_blocks + num_cpu_blocks", gpu + cpu, needed, of_cpu, host_limit)]
     else:
         if config.num_gpu_blocks is None and gpu == 0:
@@ -332,7 +356,7 @@ def plan_blocks(
             )
         checks = [
             ("GPU", "num_gpu_blocks", gpu, gpu * of_gpu, of_gpu, device_bytes),
-            ("host", "num_cpu_blocks", cpu, cpu * of_cpu, of_cpu, host_limit),
+            ("host", "num_cpu_blocks", cpu, with_snapshots, of_cpu, host_limit),
         ]
     for where, what, blocks, needed, each, there in checks:
         there = max(0, there)
@@ -341,7 +365,7 @@ def plan_blocks(
                 f"a KV cache of {what} = {blocks} blocks takes {_gib(needed)} of {where} memory and {_gib(there)} is "
                 f"available: ask for {-(-(needed - there) // each)} blocks less"
             )
-    return KVPlan({Tier.GPU: gpu, Tier.CPU: cpu}, config.block_size, bytes_per_block)
+    return KVPlan({Tier.GPU: gpu, Tier.CPU: cpu}, config.block_size, bytes_per_block, num_snapshots)
 
 
 def _gib(num_bytes: float) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swiftllm.config import EngineConfig
-from swiftllm.core.plan import GpuBatchItem, Swap
+from swiftllm.core.plan import GpuBatchItem, StateCopy, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
 from swiftllm.device import Device, open_device
 from swiftllm.engine.backend import AttentionFuture
@@ -26,7 +26,7 @@ from swiftllm.ops.interface import StateRows, concatenate
 from swiftllm.runtime.cpu_tier import AttentionTask, CpuTier, InlineWorker, LocalCpuTier, MakeWorker, TaskRunner
 from swiftllm.runtime.execution_context import CoreDivision, ExecutionContext, device_name, read_model_config
 from swiftllm.runtime.graphs import LayerGraphs
-from swiftllm.runtime.kv_transfers import KVTransfers, Pacer
+from swiftllm.runtime.kv_transfers import KVTransfers, Pacer, StateTransfers
 from swiftllm.runtime.memory import check_weights, plan_blocks
 from swiftllm.runtime.memory_estimate import widest_iteration
 from swiftllm.runtime.model_input import (
@@ -57,6 +57,7 @@ class LoadedModel:
         placement: where the weights are.
         graphs: the memory of captured graphs, which are not captured yet; None where there can be none.
         kv_formats, bytes_per_block: how each tier holds K and V; bytes of a block of it, in all layers of a group.
+        state_bytes: of a request's state of linear attention.
         free_bytes: of the device, beside what the widest iteration needs. None: the device's memory is the host's.
     """
 
@@ -83,6 +84,7 @@ class LoadedModel:
         self.prompt_scorer = PromptScorer(model_config.vocab_size, hardware)
         self.kv_formats = tier_formats(config, dtype)
         self.bytes_per_block = block_bytes(self.kv_formats, sizes, config.block_size)
+        self.state_bytes = sizes.state_bytes(dtype.itemsize)
         self.graphs: LayerGraphs | None = None
         # Operations on states that wait for the host cannot be captured.
         if hardware.can_capture and (sizes.linear is None or processors.ops.takes_empty_rows):
@@ -120,6 +122,7 @@ class TorchBackend:
         kv_bytes_per_block, cpu_kv_bytes_per_block: bytes of a block of each tier, in all layers of a group.
         cpu_kv_format: how the CPU tier holds K and V.
         cpu_tier, attention_hosts: the CPU tier, other hosts' part included; the same, or None if they hold none.
+        state_transfers: the snapshots of states of linear attention; None without any.
     """
 
     def __init__(self, loaded: LoadedModel, kv_pools: KVPools, cpu_tier: LocalCpuTier) -> None:
@@ -142,6 +145,12 @@ class TorchBackend:
         self._host_sinks = [None if own is None else own.cpu() for own in map(self.model.sinks, range(self.num_layers))]
         self._pacer = Pacer(self.hardware.compute)
         self._transfers = KVTransfers(self.hardware, kv_pools, self._ops, cpu_tier)
+        self.state_transfers: StateTransfers | None = None
+        if (states := self.model.states) is not None and self.kv_plan.num_snapshots:
+            linear = self.model.config.linear
+            assert linear is not None
+            of_states = states, linear.layers_before, self.kv_plan.num_snapshots
+            self.state_transfers = StateTransfers(self.hardware, *of_states)
         self._builder = BatchBuilder(
             self.hardware, self.dtype, self.layer_groups, self.model.config.num_heads, self.model.rotary_table
         )
@@ -208,6 +217,11 @@ class TorchBackend:
         self._transfers.swap_blocks(swaps)
 
     @torch.inference_mode()
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        assert self.state_transfers is not None
+        self.state_transfers.copy(copies)
+
+    @torch.inference_mode()
     def await_swaps(self) -> None:
         """Later work on the device finds all swaps done, not only those of the layers it comes to."""
         self._transfers.await_swaps()
@@ -256,8 +270,10 @@ class TorchBackend:
         if not batches:
             return {}
         self._pacer.wait()
-        # Both are waits of the device alone: for weights that are copied in each iteration, and for outputs of CPU
-        # attention. That an attention task is ready means only that the way of its output to the device has begun.
+        # All are waits of the device alone: for states and weights that are copied, and for outputs of CPU attention.
+        # That an attention task is ready means only that the way of its output to the device has begun.
+        if self.state_transfers is not None:
+            self.state_transfers.await_copies(layer)
         self.model.weights.enter(layer)
         for batch in batches:
             if isinstance(batch, CpuBatchTensors):
@@ -332,6 +348,8 @@ class TorchBackend:
         if self.graphs is None or not self.placement.is_all_resident or self._transfers.has_swaps:
             return None
         self._pacer.wait()
+        if self.state_transfers is not None:
+            self.state_transfers.await_copies()
         crossed = self.graphs.run_full_graph(gpu_batch)
         if crossed is None:
             return None
@@ -416,6 +434,8 @@ class TorchBackend:
         # The workers first: swaps wait for what they gather. The device last, since it runs what both have launched.
         self.cpu_tier.recover()
         self._transfers.forget_swaps()
+        if self.state_transfers is not None:
+            self.state_transfers.forget_copies()
         self.sampler.take_logprobs()
         self.hardware.compute.mark().synchronize()
 
@@ -511,7 +531,7 @@ def open_torch_backend(
     )
     weights = open_weights(config, model, processors.dtype, processors.ops, placement, hardware, processors.host_ops)
     loaded = LoadedModel(config, processors, model, model, weights, placement)
-    plan = plan_blocks(config, loaded.bytes_per_block, loaded.host_bytes(), loaded.free_bytes)
+    plan = plan_blocks(config, loaded.bytes_per_block, loaded.host_bytes(), loaded.free_bytes, loaded.state_bytes)
     return serve_loaded(loaded, plan, make_worker)
 
 

@@ -56,21 +56,25 @@ class PlanBuilder:
 
     def computes_block(self, request: Request, index: int) -> bool:
         """Whether this plan computes this block of a request's tokens for another request."""
+        if not self._computed_blocks:
+            return False
+        if self.state.kv.snapshots is not None:  # the state after any later block is worth the wait
+            return not self._computed_blocks.isdisjoint(self.state.kv.hashes_to_find(request)[index:])
         hashes = request.block_hashes or ()
-        return bool(self._computed_blocks) and index < len(hashes) and hashes[index] in self._computed_blocks
+        return index < len(hashes) and hashes[index] in self._computed_blocks
 
     def add_prefill(self, request: Request, *, starts: bool = False) -> None:
-        """Add a chunk: all uncomputed tokens of the request, or as many as the budget allows.
+        """Add a chunk: all uncomputed tokens of the request, or as many as the budget and its snapshots allow.
 
         ``starts``: the request waited until this plan.
         """
         num_tokens, tier = min(request.num_uncomputed, self.prompt_tokens_left), request.tier
         assert tier is not None, "a prompt without blocks"
         if num_tokens > 0:
-            start, size = request.num_computed_tokens, self.state.kv.block_size
+            num_tokens, start = self.state.kv.chunk_of(request, num_tokens), request.num_computed_tokens
             self.prefills.append(GpuBatchItem(request, start, num_tokens, tier, True))
             if request.block_hashes is not None:
-                self._computed_blocks.update(request.block_hashes[start // size : (start + num_tokens) // size])
+                self._computed_blocks.update(self.state.kv.hashes_after(request, start, start + num_tokens))
             self.tokens_left -= num_tokens
             self.prompt_limit -= num_tokens
         if starts:
@@ -99,6 +103,7 @@ class PlanBuilder:
             frozenset(state.cpu_batches.leaving),
             dict(predicted or {}),
             time_limit_s,
+            state.kv.take_state_copies(),
         )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from swiftllm.core.plan import CpuBatchMode, CpuBatchPlan, IterationPlan, StepResult, Swap
+from swiftllm.core.plan import CpuBatchMode, CpuBatchPlan, IterationPlan, StateCopy, StepResult, Swap
 from swiftllm.core.request import (
     FinishReason,
     Request,
@@ -348,14 +348,19 @@ class SchedulerState:
         return requests
 
     def forget_hosts(
-        self, hosts: Sequence[int], unfinished_swaps: Sequence[Swap], begun: Sequence[Request] = ()
+        self,
+        hosts: Sequence[int],
+        unfinished_swaps: Sequence[Swap],
+        begun: Sequence[Request] = (),
+        unfinished_copies: Sequence[StateCopy] = (),
     ) -> list[Request]:
         """Requeue the requests whose K and V were on hosts that are gone, and withdraw their blocks.
 
         No attention task may use any block, and no CPU batch is under way any more. Requests with blocks that
         ``unfinished_swaps`` fill are requeued too: their K and V may be incomplete. So are, in models with linear
         attention, all whose states may have part of a token: the members of CPU batches, and the requests of the
-        iteration that was ``begun`` and not ended. Returns the requests, which are computed again.
+        iteration that was ``begun`` and not ended. ``unfinished_copies`` of states may not have been made. Returns the
+        requests, which are computed again.
         """
         members = [request for cpu_batch in self.cpu_batches.under_way() for request in cpu_batch.members]
         # First: aborted requests give their blocks back before the pools of hosts are withdrawn.
@@ -366,6 +371,8 @@ class SchedulerState:
         for swap in unfinished_swaps:
             lost += [r for r in self.running[swap.source.other] if self.kv.is_filled_by(swap, r) and r not in lost]
         if self.kv.state_slots is not None:
+            restored, slots = {c.slot for c in unfinished_copies if not c.saves}, self.kv.state_slots.of_request
+            begun = (*begun, *(self.requests[request_id] for request_id, slot in slots.items() if slot in restored))
             have_blocks = (r for r in dict.fromkeys((*members, *begun)) if r.tier is not None and not r.is_finished)
             lost += [request for request in have_blocks if request not in lost]
         for request in lost:
@@ -374,6 +381,7 @@ class SchedulerState:
         # Freed blocks stay findable in the prefix cache. What these swaps were to fill must not be found.
         for swap in unfinished_swaps:
             self.kv.forget_copies(swap)
+        self.kv.forget_snapshots(unfinished_copies)
         for host in hosts:
             self.kv.host_pools.withdraw(host)
         return lost
@@ -411,12 +419,16 @@ class SchedulerState:
             request.last_served = iteration
             request.num_uncomputed -= item.num_tokens
             self.kv.publish(request)  # only now are K and V of the chunk computed
+            self.kv.save_state(request, item.context_len)
             if request.num_uncomputed <= 1:  # one is left; or none, and the result has a new one
                 request.num_uncomputed = 1
                 self.prefilling.remove_request(request)
                 self.decoding[item.tier].insert_request(request)
         touched = [self.requests[request_id] for request_id in tokens]
         ended = append_tokens(touched, tokens.values(), now_s)
+        if self.kv.snapshots is not None:
+            for request in touched:
+                self.kv.save_state(request, request.num_tokens - 1)
         for request in ended:
             self._retire(request)
         return touched, ended

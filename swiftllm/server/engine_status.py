@@ -185,6 +185,8 @@ class Snapshot(EngineStats, Counts):
     gpu_blocks_cached: int = 0
     """Blocks that no request holds, with K and V that later ones may find; they count as free."""
     cpu_blocks_cached: int = 0
+    states_cached: int = 0
+    """States of linear attention, in host memory, with which prefixes are found."""
 
     finished: Mapping[str, int] = field(default_factory=dict)
     """By reason: stop, length, abort, and those of :class:`swiftllm.server.messages.RequestFailed`."""
@@ -215,6 +217,7 @@ def take_snapshot(engine: Engine, held: Collection[Request], step_failures: int)
         cpu_blocks_total=pools[Tier.CPU].num_blocks,
         gpu_blocks_cached=pools[Tier.GPU].num_cached,
         cpu_blocks_cached=pools[Tier.CPU].num_cached,
+        states_cached=0 if engine.kv.snapshots is None else engine.kv.snapshots.num_used,
         step_failures=step_failures,
         prediction_factors=engine.scheduler.prediction_factors,
         **sums,

@@ -158,6 +158,8 @@ def gauges(now: Snapshot, description: Mapping[str, Any]) -> list[Series]:
          by_label("tier", {"gpu": now.gpu_blocks_total, "cpu": now.cpu_blocks_total})),
         ("apex:kv_blocks_cached", "KV blocks in use by none, with prefixes that later requests may find.",
          by_label("tier", {"gpu": now.gpu_blocks_cached, "cpu": now.cpu_blocks_cached})),
+        ("apex:states_cached", "States of linear attention, in host memory, with which prefixes are found.",
+         now.states_cached),
         ("apex:prediction_factor", "Recent measured over profiled time of operations; it multiplies predictions.",
          by_label("operation", now.prediction_factors)),
         ("apex:attention_hosts_connected", "Other hosts whose part of the CPU tier is in use.", now.hosts_connected),

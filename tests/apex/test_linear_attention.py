@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import quantise
@@ -14,12 +15,10 @@ from transformers import AutoModelForImageTextToText
 
 from apex.build import build_system
 from apex.perf.profiler import Workbench
-from apex.simulator.hardware_files import LayerShape
 from swiftllm.build import this_machine
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams
 from swiftllm.engine.engine import Engine
-from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import Place, Placement
 from swiftllm.runtime.torch_backend import open_torch_backend
 from swiftllm.systems import build, find_system
@@ -40,8 +39,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_tiny_linear(tmp_path_factory.mktemp("tiny"), name, eos_token_id=2) for name in KINDS}
 
 
-def make_engine(folder: Path, variant: str = "vllm", hosts: Sequence[tuple[str, int]] = (), **how: int) -> Engine:
-    """An engine whose blocks and states are NaN where nobody has written."""
+def make_engine(folder: Path, variant: str = "vllm", hosts: Sequence[tuple[str, int]] = (), **how: Any) -> Engine:
+    """An engine whose blocks, states and snapshots are NaN where nobody has written."""
     system, strategy, synchronous = VARIANTS[variant]
     how = {"max_num_batched_tokens": 48, **SMALL, **how}
     beside = ",".join(f"{host}:{port}" for host, port in hosts) or None
@@ -50,9 +49,10 @@ def make_engine(folder: Path, variant: str = "vllm", hosts: Sequence[tuple[str, 
     engine = build_system(system, config, strategy, profile=MADE_UP_PROFILE)
     for tensor in engine.backend.kv_pools.tensors.values():
         tensor.fill_(torch.nan)
-    states = engine.backend.model.states
-    states.recurrent.fill_(torch.nan)
-    states.conv.fill_(torch.nan)
+    states, transfers = engine.backend.model.states, engine.backend.state_transfers
+    copies = () if transfers is None else (snapshots for _, snapshots in transfers.pools)
+    for tensor in (states.recurrent, states.conv, *copies):
+        tensor.fill_(torch.nan)
     return engine
 
 
@@ -244,13 +244,8 @@ def test_4_bits_give_the_tokens_of_the_dequantised_weights(tmp_path, monkeypatch
         engine.close()
 
 
-def test_the_simulator_refuses_what_it_cannot_predict(folders) -> None:
-    with pytest.raises(ValueError, match="times of models with linear attention are not predicted"):
-        LayerShape.from_config(ModelConfig.from_folder(folders["Qwen3_5"]))
-
-
-def test_no_prefix_is_cached_and_the_start_says_so(folders) -> None:
-    engine = make_engine(folders["Qwen3_5"], max_num_seqs=3)
+def test_without_a_cpu_tier_no_prefix_is_cached_and_the_start_says_so(folders) -> None:
+    engine = make_engine(folders["Qwen3_5"], max_num_seqs=3, num_cpu_blocks=0)
     description = engine.describe()
     engine.close()
     assert description["prefix_cache"] == []

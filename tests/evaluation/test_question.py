@@ -85,6 +85,7 @@ def test_rows_equal_those_of_an_experiments_points(tmp_path: Path, model: str) -
         cpu_kernel="native",
         block_size=BLOCK,
         max_tokens=1024,
+        max_num_seqs=LIMITS["max_num_seqs"],
     )
     rows = command_rows(tmp_path, model, systems)
     assert [(row["request_rate"], row["system"]) for row in rows] == [(rate, s) for rate in RATES for s in systems]

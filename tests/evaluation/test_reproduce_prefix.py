@@ -50,6 +50,28 @@ def test_a_cache_over_both_tiers_finds_most_and_answers_first(tmp_path, capsys) 
     assert tiers["ttft_s_turn_4"] < 0.5 * off["ttft_s_turn_4"]
 
 
+def test_an_agent_of_a_model_with_linear_attention_finds_its_turns(tmp_path, capsys) -> None:
+    """Up to the last snapshot of the turn before: at its prompt's last block, or after 512 tokens of its output."""
+    panel = {"model": "qwen3.5-9b", "gpu": "t4", "host": "g4dn-4xlarge", "num_requests": 8, "max_num_seqs": 2}
+    rows = rows_of(tmp_path, "agents", {"panels": [panel]})
+    turns = requests_of("agents", 8, 0, 1 << 18, None)[0].rows
+    prompts, ends = [turn.input_tokens for turn in turns], [turn.input_tokens + turn.output_tokens for turn in turns]
+    last = [max((prompt - 2) // 16 * 16, (end - 1) // 512 * 512) for prompt, end in zip(prompts, ends, strict=True)]
+    found = sum(last[:-1])
+    assert "qwen3.5-9b" in capsys.readouterr().out
+    assert [(row["system"], row["cache"]) for row in rows] == [
+        ("vllm", "gpu"),
+        ("swiftllm", "store"),
+        ("adaptive", "tiers"),
+    ]
+    for row in rows:
+        assert row["failed"] == 0 and row["num_snapshots"] > 0
+        assert row["found_on_gpu"] * sum(prompts) == pytest.approx(found) and row["found_on_cpu"] == 0
+        assert row["ttft_s_turn_8"] < 0.6 * row["ttft_s_turn_1"]
+        assert row["over_gpu_only"] == pytest.approx(row["output_tokens_per_s"] / rows[0]["output_tokens_per_s"])
+        assert row["turn_s_p50"] > row["ttft_s_p50"]
+
+
 def test_a_row_of_the_record_comes_out_again() -> None:
     rows = json.loads((Path(__file__).parents[2] / "docs/records/prefix/summary.json").read_text())
     chosen = {"gpu": "T4", "system": "vllm", "cache": "gpu", "pool": 1.0}

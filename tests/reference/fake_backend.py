@@ -4,6 +4,9 @@ Each cache slot has a note of whose token it holds, or with a prefix cache of wh
 Attention checks every slot it would read, swaps carry the notes along, and a slot that nobody owns is empty. Stages
 check that the attention before them has happened. Attention tasks become ready after a random number of polls. Tokens
 are a hash of the text before them, so they do not depend on scheduling.
+
+With slots of states each state has a note, too, of the last token that was applied to it. Copies carry it along, and
+while a token is on its way through the layers a state is of nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from swiftllm.core.plan import GpuBatchItem, Swap
+from swiftllm.core.plan import GpuBatchItem, StateCopy, Swap
 from swiftllm.core.request import Request, Tier, TokenLogprob
 from swiftllm.kv.kv_cache_manager import KVCacheManager
 
@@ -85,6 +88,8 @@ class FakeBackend:
         self.clock_s = 0.0
         self.kv: KVCacheManager | None = None  # with it, writes to blocks that others may read are noticed
         self.slots: dict[tuple[Tier, int, int], list[Note]] = {}  # by tier, block and layer
+        self.states: dict[int, Note] = {}  # by slot
+        self.snapshots: dict[int, Note] = {}
         self._notes: dict[str, tuple[Request, list[Note]]] = {}
         self.logprobs: dict[str, TokenLogprob] = {}
         self.calls: list[tuple] = []  # what was asked of the hardware, in order
@@ -140,6 +145,28 @@ class FakeBackend:
             expected = notes[start : min(start + self.block_size, newest + 1)]
             found = self.slots.get((tier, table[number], layer), [])
             assert found[: len(expected)] == expected, f"{request.request_id}@{start}: found {found}"
+
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        assert copies, "asked for nothing"
+        for copy in copies:
+            if copy.saves:
+                self.snapshots[copy.snapshot] = self.states[copy.slot]
+            else:
+                self.states[copy.slot] = self.snapshots[copy.snapshot]
+
+    def _apply_to_states(self, layer: int, batch: FakeBatch) -> None:
+        if self.kv is None or self.kv.state_slots is None or layer not in (-1, self.num_layers - 1):
+            return
+        spans = [(item.request, item.start, item.context_len) for item in batch.items]
+        spans += [(request, request.num_tokens - 1, request.num_tokens) for request in batch.requests]
+        for request, start, end in spans:
+            slot, notes = self.kv.state_slots.of_request[request.request_id], self.notes(request, end)
+            if layer == self.num_layers - 1:
+                self.states[slot] = notes[end - 1]
+                continue
+            found = self.states.get(slot)
+            assert not start or found == notes[start - 1], f"{request.request_id}@{start}: a state of {found}"
+            self.states[slot] = None
 
     def holds_weights(self, layer: int) -> bool:
         return True
@@ -198,6 +225,7 @@ class FakeBackend:
             assert not batch.outstanding, "the CPU batch's attention is still under way"
             assert batch.crossed == layer - 1 and batch.attended == layer, "attention before its stage, in order"
             batch.crossed = layer
+            self._apply_to_states(layer, batch)
             if layer == self.num_layers - 1:
                 for item in batch.items:
                     if item.samples:

@@ -8,6 +8,7 @@ from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
 from apex.strategy import StrategyConfig
 from swiftllm.core.request import Tier
 from swiftllm.engine.engine import Engine
+from swiftllm.kv.block_pool import Snapshots, StateSlots
 from swiftllm.kv.kv_cache_manager import KVCacheManager
 from swiftllm.scheduling.validation import SchedulerLimits
 from swiftllm.systems import Platform, build, find_system
@@ -49,9 +50,15 @@ def fake_engine(
     seed: int = 0,
     host_blocks: Sequence[int] = (),
     cached_tiers: Sequence[Tier] = (),
+    num_snapshots: int | None = None,
+    snapshot_every: int = 12,
 ) -> Engine:
-    """With ``host_blocks`` the CPU tier has more pools, on fake hosts that may die (``engine.backend.hosts``)."""
-    kv = KVCacheManager(num_gpu_blocks, num_cpu_blocks, block_size, host_blocks, cached_tiers)
+    """With ``num_snapshots`` the model has linear attention; without any it has no prefix cache. With ``host_blocks``
+    the CPU tier has more pools, on fake hosts that may die (``engine.backend.hosts``)."""
+    states = None if num_snapshots is None else StateSlots(max_num_seqs)
+    snapshots = Snapshots(num_snapshots, snapshot_every) if num_snapshots else None
+    sizes = num_gpu_blocks, num_cpu_blocks, block_size
+    kv = KVCacheManager(*sizes, host_blocks, cached_tiers, state_slots=states, snapshots=snapshots)
     hosts = FakeHosts(kv.host_pools) if host_blocks else None
     backend = FakeBackend(num_layers, block_size, seed) if hosts is None else BackendOfHosts(hosts, num_layers, seed)
     backend.block_size = block_size

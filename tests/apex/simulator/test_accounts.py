@@ -11,17 +11,20 @@ from pathlib import Path
 import pytest
 
 from apex.simulator.build import build_simulated
-from apex.simulator.links import Interconnect
+from apex.simulator.links import Interconnect, SimulatedStates
 from apex.strategy import StrategyConfig
 from swiftllm.core.plan import StepResult
-from swiftllm.core.request import Request, SamplingParams
+from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.engine.engine import Engine
 from swiftllm.systems import systems
 from tests.reference.linear_profile import flat_ends_table
 
 
 def mixed_engine(
-    system: str, interconnect: Interconnect | None = None, windows: tuple[int | None, ...] | None = None
+    system: str,
+    interconnect: Interconnect | None = None,
+    windows: tuple[int | None, ...] | None = None,
+    states: SimulatedStates | None = None,
 ) -> tuple[Engine, list[Request]]:
     engine = build_simulated(
         system,
@@ -33,6 +36,8 @@ def mixed_engine(
         launch_s=1e-4,
         interconnect=interconnect,
         windows=windows,
+        states=states,
+        cached_tiers=() if states is None else tuple(Tier),
         strategy=StrategyConfig(disable_admission_control=True),
     )
     draw = random.Random(7)
@@ -47,15 +52,24 @@ PCIE = Interconnect(1e9, qkv_bytes_per_row=12_288, out_bytes_per_row=8_192, late
 
 
 @pytest.mark.parametrize(
-    ("interconnect", "windows"),
-    [(None, None), (PCIE, None), (PCIE, (40, None) * 2)],
-    ids=["no link", "link", "attention windows"],
+    ("interconnect", "windows", "states"),
+    [
+        (None, None, None),
+        (PCIE, None, None),
+        (PCIE, (40, None) * 2, None),
+        (PCIE, None, SimulatedStates(1e-4)),
+        (PCIE, None, SimulatedStates(1e-4, num_snapshots=5)),
+    ],
+    ids=["no link", "link", "attention windows", "linear attention", "snapshots of states"],
 )
 @pytest.mark.parametrize("system", systems())
 def test_tokens_blocks_and_busy_times_add_up(
-    system: str, interconnect: Interconnect | None, windows: tuple[int | None, ...] | None
+    system: str,
+    interconnect: Interconnect | None,
+    windows: tuple[int | None, ...] | None,
+    states: SimulatedStates | None,
 ) -> None:
-    engine, requests = mixed_engine(system, interconnect, windows)
+    engine, requests = mixed_engine(system, interconnect, windows, states)
     results: list[StepResult] = []
     run = engine.executor.run
     engine.executor.run = lambda plan: results.append(run(plan)) or results[-1]
@@ -64,8 +78,11 @@ def test_tokens_blocks_and_busy_times_add_up(
         engine.kv.check_blocks()
         for request in requests:
             assert engine.kv.num_held(request) == engine.kv.blocks_for(request.num_kv_slots)
+        if states is not None:
+            assert set(engine.kv.state_slots.of_request) == set(engine.kv.block_tables)
     assert all(request.output_len == request.sampling.max_tokens for request in requests)
     stats, busy, makespan_s = engine.stats(), engine.backend.busy, engine.now()
+    assert (sum(stats.prefix_hits.values()) > 0) == (states is not None and states.num_snapshots > 0)
     assert stats.output_tokens == sum(request.sampling.max_tokens for request in requests)
     assert engine.status()["blocks_used"] == {"gpu": 0, "cpu": 0}
     assert stats.duration_s == pytest.approx(makespan_s)  # no time passes outside iterations

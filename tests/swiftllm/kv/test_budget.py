@@ -67,6 +67,27 @@ def test_what_does_not_fit_is_refused_with_the_shortfall(device_gib, host_gib, o
         plan(device_gib, host_gib, **options)
 
 
+def test_snapshots_take_a_fifth_of_the_cpu_tier():
+    """Of what a host gives by default; beside given numbers of blocks a quarter of their bytes. Without a CPU tier or a
+    prefix cache there are none."""
+    state = 150 * MIB
+
+    def tier(device_gib: float | None, host_gib: float, **options) -> tuple[int, int]:
+        config = EngineConfig("model", num_gpu_blocks=1, **options)
+        device = None if device_gib is None else int(device_gib * GIB)
+        plan = plan_blocks(config, EXACT, int(host_gib * GIB), device, state)
+        return plan.num_blocks[Tier.CPU], plan.num_snapshots
+
+    assert tier(3, 100) == (40 * 512, 10 * 1024 // 150)
+    assert tier(3, 100, num_cpu_blocks=40 * 512) == (40 * 512, 10 * 1024 // 150)
+    assert tier(None, 8) == (1638, 5)
+    assert tier(3, 100, num_cpu_blocks=0) == (0, 0) and tier(3, 100, num_cpu_blocks=100) == (100, 0)
+    assert tier(3, 100, enable_prefix_caching=False) == (50 * 512, 0)
+    assert tier(3, 11, num_cpu_blocks=8 * 512) == (8 * 512, 13)
+    with pytest.raises(InsufficientMemory, match=r"takes 11.\d\d GiB of host memory"):
+        tier(3, 11, num_cpu_blocks=9 * 512)
+
+
 def test_the_plan_says_what_the_tiers_hold():
     gpu, cpu = plan(1, 100, num_cpu_blocks=10_000, block_size=16).describe(100, LayerGroups(16))
     assert gpu == "GPU tier: 512 blocks of 16 = 8,192 tokens, 1.00 GiB, 73.1 requests of 100 tokens"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swiftllm.core.plan import IterationPlan, StepResult
+from swiftllm.core.plan import IterationPlan, StateCopy, StepResult
 from swiftllm.core.request import Request, RequestStatus, Tier
 from swiftllm.engine.engine import Engine
 from swiftllm.kv.block_pool import StateSlots
@@ -70,6 +70,16 @@ def test_after_a_lost_host_all_that_were_under_way_are_computed_again(has_states
     if has_states:
         assert is_computed_again(engine, member) and is_computed_again(engine, in_gpu_batch)
         assert list(engine.kv.state_slots.of_request) == [idle.request_id]
+
+
+def test_after_a_lost_host_whose_state_may_not_have_come_is_computed_again() -> None:
+    """Of one that was given a slot, and no chunk yet; a state that was to be saved is where it was."""
+    engine = with_states()
+    restored, saved = pushed_out(engine, 7, 5)
+    slots = engine.kv.state_slots.of_request
+    copies = [StateCopy(slots[restored.request_id], 0, saves=False), StateCopy(slots[saved.request_id], 1, saves=True)]
+    assert engine.state.forget_hosts([], (), (), copies) == [restored]
+    assert is_computed_again(engine, restored) and list(slots) == [saved.request_id]
 
 
 def test_an_aborted_member_of_a_cpu_batch_is_not_computed_again_after_a_lost_host() -> None:

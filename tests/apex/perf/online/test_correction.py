@@ -9,7 +9,7 @@ import pytest
 from apex.perf.model import PerfModel
 from apex.perf.online_correction import WINDOW, OnlineCorrection, crossings, gpu_batch_span, scaled_table
 from apex.strategy import StrategyConfig
-from swiftllm.core.plan import ALONE, CpuBatchPlan, GpuBatchItem, IterationPlan, StepResult
+from swiftllm.core.plan import ALONE, CpuBatchPlan, GpuBatchItem, IterationPlan, StateCopy, StepResult
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.engine.engine import Engine
 from tests.apex.perf.online.wrong_tables import TABLE, add_requests, run, simulated_engine
@@ -122,7 +122,7 @@ def test_it_can_be_turned_off_and_is_where_nothing_is_predicted() -> None:
         assert engine.scheduler.prediction_factors == {} and engine.scheduler.model is model
 
 
-def test_iterations_that_leave_work_to_the_device_are_not_compared() -> None:
+def test_iterations_that_leave_work_to_the_device_or_copy_states_are_not_compared() -> None:
     correction = OnlineCorrection(PerfModel(TABLE, LAYERS))
     request = Request("a", (0,) * 2000, SamplingParams(), frozenset(), 0.0, 0)
     plan = IterationPlan(prefills=(GpuBatchItem(request, 0, 500, Tier.GPU, True),))
@@ -131,6 +131,9 @@ def test_iterations_that_leave_work_to_the_device_are_not_compared() -> None:
     for _ in range(WINDOW):
         assert not correction.observe(plan, launched, {})
         assert not correction.observe(plan, late, {})
+    for _ in range(WINDOW):
+        correction.observe(replace(plan, state_copies=(StateCopy(0, 0, saves=True),)), late, {})
+    assert correction.factors["gpu_batch"] == 1.0
     for _ in range(WINDOW):
         correction.observe(plan, late, {})
     assert correction.factors["gpu_batch"] > 2

@@ -75,6 +75,7 @@ def test_gauges_and_counters_are_those_of_the_snapshot() -> None:
         strategy_iterations={"gpu-only": 8, "asynchronous-overlap": 9},
         prediction_factors={"gpu_batch": 1.0, "cpu_attention": 1.75}, prefix_queries=100, prefix_hits={"cpu": 48},
         gpu_blocks_cached=2,
+        states_cached=5,
     )  # fmt: skip
     series = scrape(metrics)
     assert value(series, "vllm:num_requests_running") == 7 and value(series, "vllm:num_requests_waiting") == 5
@@ -94,6 +95,7 @@ def test_gauges_and_counters_are_those_of_the_snapshot() -> None:
     assert value(series, "vllm:prefix_cache_queries_total") == 100
     assert [value(series, "vllm:prefix_cache_hits_total", tier=tier) for tier in ("gpu", "cpu")] == [0, 48]
     assert [value(series, "apex:kv_blocks_cached", tier=tier) for tier in ("gpu", "cpu")] == [2, 0]
+    assert value(series, "apex:states_cached") == 5
     assert value(series, "vllm:num_preemptions_total") == 13 and value(series, "apex:swapped_blocks_total") == 14
     assert value(series, "apex:worker_restarts_total") == 15 and value(series, "apex:step_failures_total") == 16
     assert value(series, "vllm:request_success_total", finished_reason="abort") == 2
