@@ -43,6 +43,7 @@ from benchmarks.gpu_parts import (
     gpu_batch_times,
     host_seconds,
     iterate,
+    linear_attention,
     measure_wake_up,
     memory_bandwidth,
     pinned_allocation,
@@ -76,7 +77,7 @@ PARTS = (
     *MACHINE_PARTS,
     *GPU_BATCH_PARTS,
     *("iterations", "sampling", "iterations_eager", "decode_attention"),
-    *("coded_products", "experts", "cpu_attention", "cpu_attention_beside"),
+    *("linear_attention", "coded_products", "experts", "cpu_attention", "cpu_attention_beside"),
 )
 OF_A_GPU = ("both_ways", "pinned_allocation", "polling", "wake_up", "captures")
 """What a host has nothing of."""
@@ -234,6 +235,7 @@ def measure(
         "sampling": lambda: sampling(timer, backend(), config.vocab_size),
         "iterations_eager": lambda: iterations_of(False),
         "decode_attention": lambda: decode_attention(timer, config, dtype, memory()["copy"], small),
+        "linear_attention": lambda: linear_attention(timer, dtype, memory()["copy"], small),
         "coded_products": lambda: coded_products(timer, config, dtype, small),
         "experts": lambda: expert_layers(timer, dtype, memory()["copy"], small),
         "cpu_attention": lambda: cpu_attention(config, dtype, cores, GIB // 8 if small else 2 * GIB),

@@ -21,6 +21,7 @@ import pacpu
 from swiftllm.core.plan import GpuBatchItem, Swap
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device import FIRST_PAUSE_S, NvidiaDriver, open_device
+from swiftllm.ops.interface import StateChunk, StateRows
 from swiftllm.ops.library import LibraryLinear, LibraryProducts, installed_version
 from swiftllm.ops.matrices import Experts, ExpertWeights, QuantisedMatrix, Router
 from swiftllm.runtime.cpu_tuning import read_limit, use_fastest_attention
@@ -31,6 +32,8 @@ ROUNDS = 9
 PRODUCT_ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048)
 EXPERT_ROWS = (1, 4, 16, 32, 64, 128)
 ATTENTION_SHAPES = ((1, 1024), (16, 1024), (64, 256), (64, 1024), (64, 4096))  # requests, tokens of context
+STATES = (16, 48, 128)  # key heads, value heads and their size of Qwen3.5-27B
+STATE_ROWS = (("decodes", 1), ("chunk", 512), ("decodes", 16), ("decodes", 64), ("chunk", 2048))
 GIB = 1 << 30
 
 
@@ -232,6 +235,41 @@ def decode_attention(timer: Timer, config: Any, dtype: torch.dtype, copy_gb_s: f
                 "fraction_of_copy": gb_s / copy_gb_s,
             }
         )
+    return rows
+
+
+@torch.inference_mode()
+def linear_attention(timer: Timer, dtype: torch.dtype, copy_gb_s: float, quick: bool) -> list[dict]:
+    """The rule of a layer over states of 1 GiB: decodes, which read and write a state each, and a chunk of a prompt."""
+    ops, device, (key_heads, heads, size) = select_ops(timer.device, dtype), timer.device, STATES
+    hardware, graphs, rows = open_device(device.type), [], []
+    state_bytes = heads * size * size * 4
+    slots = max(64, (GIB if device.type == "cuda" else GIB // 4) // state_bytes)
+    states = torch.zeros(slots, heads, size, size, device=device)
+    for kind, count in STATE_ROWS[: 2 if quick else None]:
+        q, k, v = (
+            torch.randn(count, number, size, device=device).to(dtype) for number in (key_heads, key_heads, heads)
+        )
+        decay, beta = -torch.rand(count, heads, device=device), torch.rand(count, heads, device=device)
+        if kind == "chunk":
+            of_rows = [StateRows.of([StateChunk(0, count, is_first=False)], [], lambda tensor: tensor.to(device))]
+        else:
+            parts = torch.randperm(slots, device=device)[: slots // count * count].split(count)
+            of_rows = [StateRows((), part) for part in parts]
+
+        def run(new: tuple = (q, k, v, decay, beta), of_rows: list = of_rows) -> None:
+            for rows in of_rows:
+                ops.delta_rule(*new, states, rows)
+
+        run()
+        if hardware.can_capture:  # as in the engine
+            graphs.append(hardware.capture(run))
+            run = graphs[-1].replay
+        seconds = timer.median(run) / len(of_rows)
+        gb_s = 2 * count * state_bytes / seconds / 1e9 if kind == "decodes" else None
+        fraction = None if gb_s is None else gb_s / copy_gb_s
+        us = seconds * 1e6
+        rows.append({"of": kind, "rows": count, "us": us, "us_a_row": us / count, "gb_s": gb_s, "over_copy": fraction})
     return rows
 
 

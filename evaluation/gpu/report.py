@@ -128,6 +128,9 @@ def goals(kernels: dict[str, Any]) -> Iterator[Goal]:
         if (row["batch"], row["context"]) == (64, 1024):
             what = "decode attention, 64 requests of 1,024 tokens, over the copy bandwidth"
             yield Goal(what, row["fraction_of_copy"], ">=", 0.70)
+    for row in kernels.get("linear_attention", ()):
+        if (row["of"], row["rows"]) == ("decodes", 64):
+            yield Goal("states of 64 decodes, read and written, over the copy bandwidth", row["over_copy"], ">=", 0.70)
     if host := kernels.get("cpu_attention"):
         what = f"CPU attention with {host['threads']} threads, over the streaming read"
         yield Goal(what, host["fraction_of_read"], ">=", 0.60)

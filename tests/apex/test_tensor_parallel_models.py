@@ -86,6 +86,24 @@ def test_linear_attention(tmp_path: Path, kind: str, variants: list[str]) -> Non
     group.close()
 
 
+def test_snapshots_of_linear_attention(tmp_path: Path) -> None:
+    """Each rank saves and restores the states of its own heads; after a rank was replaced nothing is found."""
+    group = Group(make_tiny_linear(tmp_path, "Qwen3_5", num_hidden_layers=4), 2, num_gpu_blocks=60)
+    engine = group.engine("vllm")
+    for found in (False, True):
+        requests = group.add(engine)
+        run(engine)
+        group.check(requests)
+        assert (sum(engine.stats().prefix_hits.values()) > 0) == found
+    os.kill(group.peers()[0].process.pid, signal.SIGKILL)
+    requests = group.add(engine)
+    run_on(engine)
+    assert not engine.kv.snapshots.num_used
+    run(engine)
+    group.check(requests)
+    group.close()
+
+
 @pytest.mark.skipif(not SLOW, reason="set APEX_SLOW_TESTS=1")
 def test_three_ranks_and_the_two_that_stay(tmp_path: Path) -> None:
     """Tied embeddings, biases of every matrix; one of two other ranks dies."""

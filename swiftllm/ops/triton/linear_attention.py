@@ -12,6 +12,9 @@ prompt goes through the rule row by row, as decodes do, its state in registers. 
 states and results have the same bits.
 """
 
+# Tuples of Triton can be taken apart only in compiled code, which their annotations do not say.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton

@@ -12,9 +12,7 @@ from transformers import PreTrainedConfig, Qwen3_5MoeTextConfig, Qwen3_5TextConf
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from apex.placement.measured import time_stage
-from swiftllm.config import EngineConfig
 from swiftllm.device import HostDevice
-from swiftllm.kv.tensors import check_kv
 from swiftllm.llm import LLM
 from swiftllm.machine import InsufficientMemory
 from swiftllm.model.config import ModelConfig
@@ -67,8 +65,6 @@ def test_what_is_not_supported_is_refused_in_a_sentence(tmp_path) -> None:
         read(tmp_path, config, "Qwen3_5ForCausalLM", linear_num_key_heads=2, linear_num_value_heads=5)
     model = read(tmp_path, config, "Qwen3_5ForCausalLM", layer_types=[linear, full] * 4)
     assert model.linear is not None and (model.num_layers, model.linear.layers_before) == (4, 1)
-    with pytest.raises(ValueError, match="prefix_cache_tiers=both needs a model that keeps K and V in all layers"):
-        check_kv(EngineConfig("model", prefix_cache_tiers="both"), model)
 
 
 def test_states_that_do_not_fit_are_refused_with_a_number_that_does(tmp_path) -> None:
