@@ -431,3 +431,8 @@ class MeasuredCosts:
         """Attention at its measured rate; the vocabulary's matrix takes its share of a stage's time."""
         attention_s = on_gpu * self.layer_groups.slots(context) * self.kv_bytes_per_token / self._gpu_attention
         return attention_s + self._vocabulary_share * self._times.gpu(requests)
+
+    def cpu_attention_s(self, on_cpu: float, context: float) -> float:
+        """Without the way to the worker and back, which is not measured."""
+        kv_bytes = on_cpu * self.layer_groups.slots(context) * self.cpu_kv_bytes_per_token
+        return kv_bytes / self.rates.cpu_attention
