@@ -123,6 +123,16 @@ def test_all_cores_share_dram_and_each_multiplies_for_itself() -> None:
     assert cpu_experts_curve(cores, shape, itemsize, scheme)(512) < curve(512) / 4
 
 
+@pytest.mark.parametrize("requests", [4, 16])
+def test_with_a_cpu_tier_nothing_attends_there_while_the_cpu_computes_experts(requests: int) -> None:
+    """Attention would add to the time of the experts, for which the GPU waits."""
+    load = UniformLoad(requests, 1000, 200)
+    alone, with_tier = (placer().place("auto", load, offloads=offloads) for offloads in (False, True))
+    assert with_tier.timed.placement == alone.timed.placement
+    assert with_tier.timed.placement.count(Place.EXPERTS) > 0
+    assert with_tier.num_gpu_blocks * BLOCK >= requests * load.context
+
+
 def test_auto_places_experts_where_a_t4_is_too_small() -> None:
     load = UniformLoad(16, 1000, 200)
     placed = placer().place("auto", load, offloads=False)
@@ -167,5 +177,5 @@ def test_a_stage_is_timed_with_its_experts_on_the_cpu(folder, monkeypatch) -> No
     with fake_gpu(0):
         place_weights(config_for(folder, 3.0))
     (times,) = found
-    assert times.experts is not None and times.experts.sizes == (1, 8, 32) == times.gpu.sizes
+    assert times.experts is not None and times.experts.sizes == (1, 2, 4, 8, 16, 32) and times.gpu.sizes == (1, 8, 32)
     assert 0 < times.expert_bytes < times.weight_bytes and min(times.experts.seconds) > 0.0
