@@ -476,21 +476,16 @@ class Estimate:
 
 
 def best_budget(model: CostModel, workload: UniformLoad, *, offloads: bool, cpu_computes: bool = True) -> Estimate:
-    """The budget with the highest predicted rate, of all numbers of stages' worth of memory from none on, and of what
-    the stages take with the experts of some in host memory.
+    """The budget with the highest predicted rate, of all numbers of stages' worth of memory from none on.
 
     Arguments are those of :func:`estimate_budget`.
     """
     estimates: list[Estimate] = []
     refused: ValueError | None = None
-    number, sizes = len(model.stage_bytes), model.stage_bytes
-    budgets = [count * max(sizes) for count in range(number + 1)]
-    expert_sizes = [0.0 if cost.experts is None else cost.experts.weight_bytes for cost in model.costs(1)]
-    if any(expert_sizes):
-        budgets += [with_experts_on_host(number, count).gpu_bytes(sizes, expert_sizes) for count in range(1, number)]
-    for gpu_bytes in budgets:
+    for number in range(len(model.stage_bytes) + 1):
+        weight_bytes = model.other_bytes + number * max(model.stage_bytes)
         try:
-            estimates.append(estimate_budget(model, model.other_bytes + gpu_bytes, workload, offloads, cpu_computes))
+            estimates.append(estimate_budget(model, weight_bytes, workload, offloads, cpu_computes))
         except ValueError as error:
             refused = refused or error
     if not estimates:
@@ -588,8 +583,13 @@ def _estimate(
     kv_bytes = on_cpu * model.layer_groups.slots(workload.context) * model.cpu_kv_bytes_per_token
     # CPU attention comes on top: a placement is searched for as if the cores computed stages alone.
     seconds = batch_s(streamed_bytes, kv_bytes, fastest.iteration_s, model.rates, fastest.cpu_s)
-    if on_cpu and fastest.placement.count(Place.EXPERTS):
-        seconds = max(seconds, _beside_experts_s(model, workload, on_gpu, on_cpu, fastest, problem))
+    if fastest.placement.count(Place.EXPERTS):
+        # What the placement leaves of its budget holds KV cache too.
+        spare_bytes = problem.gpu_bytes - problem.gpu_bytes_of(fastest.placement)
+        slots = model.layer_groups.slots(workload.context)
+        on_cpu = max(0.0, on_cpu - spare_bytes / (model.kv_bytes_per_token * slots))
+        if on_cpu:
+            seconds = max(seconds, _beside_experts_s(model, workload, requests - on_cpu, on_cpu, fastest, problem))
     return Estimate(weight_bytes, requests / seconds, requests, problem)
 
 

@@ -128,9 +128,9 @@ def test_with_a_cpu_tier_nothing_attends_there_while_the_cpu_computes_experts(re
     """Attention would add to the time of the experts, for which the GPU waits."""
     load = UniformLoad(requests, 1000, 200)
     alone, with_tier = (placer().place("auto", load, offloads=offloads) for offloads in (False, True))
-    assert with_tier.timed.placement == alone.timed.placement
     assert with_tier.timed.placement.count(Place.EXPERTS) > 0
     assert with_tier.num_gpu_blocks * BLOCK >= requests * load.context
+    assert with_tier.predicted_tokens_per_s >= alone.predicted_tokens_per_s
 
 
 def test_auto_places_experts_where_a_t4_is_too_small() -> None:
