@@ -12,13 +12,14 @@ import torch
 from apex.build import build_system
 from apex.perf.model import Curve
 from apex.placement import measured
-from apex.placement.measured import StageTimes, place_weights
+from apex.placement.measured import EngineMemory, MeasuredCosts, StageTimes, place_weights
 from apex.placement.search import (
     ExpertsCost,
     PlacementProblem,
     StageCost,
     UniformLoad,
     best_budget,
+    estimate_budget,
     iteration_s,
     most_cpu_rows,
     refined_placement,
@@ -167,6 +168,29 @@ def test_an_engine_places_them_by_measured_times_and_gives_the_same_tokens(folde
         assert set(placement.places) == {Place.RESIDENT, Place.EXPERTS}
         assert placement.most_cpu_rows == pytest.approx(20 * max(experts) / max(sizes) - 1, abs=1)
         assert placement.gpu_bytes(sizes, experts) <= 3.3 * max(sizes)
+
+
+def test_measured_attention_on_the_cpu_adds_to_experts_there(folder) -> None:
+    """Attention that would hide beside the experts makes the search keep requests on the device."""
+    model = ModelConfig.from_folder(folder)
+    sizes, experts = stage_bytes(model, torch.float32), expert_bytes(model, torch.float32)
+    gpu, cpu, of_experts = (Curve((1, 2048), pair) for pair in ((5e-3, 5e-3), (9.0, 9.0), (6e-3, 6e-3)))
+    times = StageTimes(max(sizes), gpu, cpu, 5.0, 1e9, of_experts, max(experts))
+    memory = EngineMemory(config_for(folder, 3.3), model, torch.float32, 1 << 30)
+    each, load = memory.kv_bytes_per_token, UniformLoad(4, 20, 20)
+
+    class RoomForTwo(MeasuredCosts):
+        def gpu_kv_bytes(self, weight_bytes: float) -> float:
+            return 2 * load.context * each
+
+    found = []
+    for attention_s in (1e-4, 1e-2):  # of two requests; an iteration takes 24 ms, experts on the CPU half of it
+        costs = RoomForTwo(memory, times, 1e9, 2 * load.context * memory.cpu_kv_bytes_per_token / attention_s)
+        assert costs.cpu_attention_s(2, load.context) == pytest.approx(attention_s)
+        budget = costs.other_bytes + with_experts_on_host(5, 3).gpu_bytes(sizes, experts)
+        found.append(estimate_budget(costs, budget, load, offloads=True))
+    assert found[0].requests > 3
+    assert found[0].tokens_per_s > 1.2 * found[1].tokens_per_s
 
 
 def test_a_stage_is_timed_with_its_experts_on_the_cpu(folder, monkeypatch) -> None:
