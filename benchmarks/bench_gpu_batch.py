@@ -6,7 +6,8 @@ other work. The lower bound of a part is the longer of two times: streaming its 
 memory once, and its multiply-adds in float32 at the rate of a product that stays in the cache.
 
 With --experts it measures 4-bit experts in host memory instead: their products beside those of dense 4-bit matrices,
-and decodes whose experts the CPU computes beside decodes whose experts are copied first.
+decodes whose experts the CPU computes beside decodes whose experts are copied first, and the number of rows above which
+copying is better.
 
 With --linear-attention it measures the operations of linear attention instead, with every instruction set of this CPU,
 beside those of torch and beside a copy of as many bytes as the states have.
@@ -20,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Literal
@@ -32,6 +34,9 @@ from rich.console import Console
 from rich.table import Table
 
 from apex.cli.options import parse_options
+from apex.perf.model import Curve
+from apex.placement.measured import with_powers_of_two
+from apex.placement.search import MOST_ROWS, most_cpu_rows
 from apex.simulator.hardware_files import load_model_config
 from apex.simulator.predicted_machine import INT4
 from benchmarks.pacpu_cases import Contender, usable_isas
@@ -41,7 +46,7 @@ from swiftllm.model.config import LinearSizes, ModelConfig
 from swiftllm.model.llama import LinearStates, LlamaModel
 from swiftllm.model.placement import Place, Placement
 from swiftllm.model.rope import rotary_table
-from swiftllm.model.stages import LoadedWeights, host_memory
+from swiftllm.model.stages import HostExperts, LoadedWeights, host_memory
 from swiftllm.model.weights import LayerWeights, LlamaWeights, dummy_weights
 from swiftllm.ops.cpu import CodedExperts, CpuOps
 from swiftllm.ops.interface import Linear, Ops, StateChunk, StateRows
@@ -159,6 +164,8 @@ EXPERT_MODEL = "qwen3-30b-a3b"
 EXPERT_ROWS = (1, 2, 4, 8, 16)
 STREAMS = (1, 16)
 LAYERS = 4  # of which two lie between others: more bytes than caches hold
+MEASURED_ROWS = 128
+"""Up to so many rows the number is searched above which experts are copied."""
 
 
 @torch.inference_mode()
@@ -192,42 +199,50 @@ def expert_products(config: ModelConfig, dtype: torch.dtype, rounds: int, thread
     return table
 
 
+def _stages_of_experts(config: ModelConfig, dtype: torch.dtype, threads: int) -> tuple[LlamaModel, HostExperts]:
+    """A model of a few layers with the experts of its stages in host memory; the CPU computes them of all rows."""
+    ops, device = CpuOps(num_threads=threads), HostDevice()
+    places = (Place.RESIDENT, *[Place.EXPERTS] * (LAYERS - 1), Place.RESIDENT)
+    placement = Placement(places, most_cpu_rows=MOST_ROWS)
+    config = replace(config, num_layers=LAYERS)
+    tensors = dummy_weights(config, "cpu", dtype, on_host=host_memory(placement, device))
+    weights = LoadedWeights(config, tensors, ops, placement, device, ops)
+    assert weights.host_experts is not None
+    return LlamaModel(config, weights, ops, max_model_len=16), weights.host_experts
+
+
+def _crossing(model: LlamaModel, dtype: torch.dtype, count: int) -> Callable[[], None]:
+    """Random rows through all stages."""
+    config = model.config
+    attended = torch.randn(count, config.num_heads, config.head_dim).to(dtype)
+    residual = torch.randn(count, config.hidden_size).to(dtype)
+    rotary_rows = model.rotary_table[torch.zeros(count, dtype=torch.int64)]
+
+    def compute() -> None:
+        for stage in range(LAYERS - 1):
+            model.stage(stage, attended, residual.clone(), rotary_rows)
+
+    return compute
+
+
+def _copies(host_experts: HostExperts) -> None:
+    for stage in range(LAYERS - 1):
+        host_experts.slots.enter(stage)
+
+
 @torch.inference_mode()
 def expert_streams(config: ModelConfig, dtype: torch.dtype, rounds: int, threads: int) -> Table:
     """Decodes through stages with their experts in host memory. The CPU stands for the GPU, too.
 
     Copied experts take the longer of copy and computation, as where these overlap.
     """
-    whole, config, device, ops = (
-        config.num_layers,
-        replace(config, num_layers=LAYERS),
-        HostDevice(),
-        CpuOps(num_threads=threads),
-    )
-    places = (Place.RESIDENT, *[Place.EXPERTS] * (LAYERS - 1), Place.RESIDENT)
-    placement = Placement(places, most_cpu_rows=max(STREAMS))
-    tensors = dummy_weights(config, "cpu", dtype, on_host=host_memory(placement, device))
-    weights = LoadedWeights(config, tensors, ops, placement, device, ops)
-    model, host_experts = LlamaModel(config, weights, ops, max_model_len=16), weights.host_experts
-    assert host_experts is not None
-    stages = range(LAYERS - 1)
+    model, host_experts = _stages_of_experts(config, dtype, threads)
     table = Table("streams", "computed, tokens/s", "copied, tokens/s", "ratio")
     for count in STREAMS:
-        attended = torch.randn(count, config.num_heads, config.head_dim).to(dtype)
-        residual = torch.randn(count, config.hidden_size).to(dtype)
-        rotary_rows = model.rotary_table[torch.zeros(count, dtype=torch.int64)]
-
-        def compute(attended=attended, residual=residual, rotary_rows=rotary_rows) -> None:
-            for stage in stages:
-                model.stage(stage, attended, residual.clone(), rotary_rows)
-
-        def copy() -> None:
-            for stage in stages:
-                host_experts.slots.enter(stage)
-
-        computed, copies = _interleaved((compute, copy), rounds, threads)
+        work = _crossing(model, dtype, count), partial(_copies, host_experts)
+        computed, copies = _interleaved(work, rounds, threads)
         copied = [max(pair) for pair in zip(computed, copies, strict=True)]
-        rates = [count * len(stages) / whole / statistics.median(taken) for taken in (computed, copied)]
+        rates = [count * (LAYERS - 1) / config.num_layers / statistics.median(taken) for taken in (computed, copied)]
         ratio = statistics.median(slow / fast for slow, fast in zip(copied, computed, strict=True))
         table.add_row(str(count), *(f"{rate:.1f}" for rate in rates), f"{ratio:.2f}")
     return table
@@ -298,6 +313,34 @@ def _median_ratio(values: Sequence[float], references: Sequence[float]) -> float
     return statistics.median(value / reference for value, reference in zip(values, references, strict=True))
 
 
+@torch.inference_mode()
+def rows_on_cpu(config: ModelConfig, dtype: torch.dtype, rounds: int, threads: int) -> Table:
+    """Up to how many rows the CPU should compute experts, as an engine finds it: from a few measured numbers of rows.
+
+    Then other numbers are measured, those next to the limit among them: what the limit chooses over what is better. A
+    GPU is taken to compute copied experts while those of the next stage arrive.
+    """
+    model, host_experts = _stages_of_experts(config, dtype, threads)
+
+    def measure(sizes: Sequence[int]) -> tuple[list[float], float]:
+        """Median seconds with so many rows, and of the copies."""
+        work = *(_crossing(model, dtype, count) for count in sizes), partial(_copies, host_experts)
+        *computed, copied = map(statistics.median, _interleaved(work, rounds, threads))
+        return computed, copied
+
+    sizes = with_powers_of_two((1, MEASURED_ROWS))
+    computed, copied_s = measure(sizes)
+    limit = most_cpu_rows(Curve(tuple(sizes), tuple(computed)), lambda _: copied_s)
+    table = Table("rows", "computed, ms", "copied, ms", f"chosen (CPU up to {limit})", "over the better")
+    others = sorted({limit // 2, int(0.8 * limit), limit, limit + 1, int(1.25 * limit), 2 * limit})
+    computed, copied_s = measure(others)
+    for count, computed_s in zip(others, computed, strict=True):
+        chosen, chosen_s = ("computed", computed_s) if count <= limit else ("copied", copied_s)
+        over = f"{chosen_s / min(computed_s, copied_s) - 1:.0%}"
+        table.add_row(str(count), f"{1e3 * computed_s:.0f}", f"{1e3 * copied_s:.0f}", chosen, over)
+    return table
+
+
 def _interleaved(work: Sequence[Callable[[], object]], rounds: int, threads: int) -> list[list[float]]:
     """Seconds of each, round by round; the first round warms up. CPU time of one thread, elapsed time of several."""
     seconds: list[list[float]] = [[] for _ in work]
@@ -345,7 +388,7 @@ def main(options: Options) -> None:
         sizes = replace(load_model_config(EXPERT_MODEL), quantisation=INT4, vocab_size=64)
         how = f"{options.dtype}, threads: {options.threads}; one core reads {read_limit(1) / 1e9:.1f} GB/s"
         print(f"experts of {EXPERT_MODEL} in 4 bits, {how}")
-        for measure in (expert_products, expert_streams):
+        for measure in (expert_products, expert_streams, rows_on_cpu):
             Console().print(measure(sizes, element, options.rounds, options.threads))
         return
     config = ModelConfig.from_folder(options.model or default_model())

@@ -404,7 +404,8 @@ class CudaDevice:
         tensor, runtime = torch.empty(shape, dtype=dtype), torch.cuda.cudart()
         assert runtime is not None
         torch.cuda.check_error(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-        weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())
+        # As long as there is a view: under torch.inference_mode views do not keep the tensor.
+        weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, tensor.data_ptr())
         return tensor
 
     def mirror(self, host: torch.Tensor) -> torch.Tensor:

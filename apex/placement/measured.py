@@ -218,31 +218,38 @@ def time_stage(
 ) -> StageTimes:
     """Time one stage of a model in each place, with these numbers of rows, ascending, at least two."""
     sample = replace(model, num_layers=2, vocab_size=SAMPLE_VOCABULARY)
-    seconds: dict[Place, list[float]] = {}
+    curves: dict[Place, Curve] = {}
+    stream_s = 0.0
     host_ops = CpuOps(num_threads=usable_cores())
     has_experts = model.experts is not None and model.linear is None  # those of layers between have no place yet
     places = [place for place in Place if place is not Place.EXPERTS or has_experts]
-    for place in places:
-        progress(len(seconds) / len(places), f"one stage, {place.value}")
+    for number, place in enumerate(places):
+        progress(number / len(places), f"one stage, {place.value}")
         placement = Placement((Place.RESIDENT, place, Place.RESIDENT), most_cpu_rows=MOST_ROWS)
         llama = weights = None  # the sample of the place before goes first
         tensors = dummy_weights(sample, device.torch_device, dtype, on_host=host_memory(placement, device))
         weights = LoadedWeights(sample, tensors, ops, placement, device, host_ops)
         if place is Place.STREAMED:
-            seconds[place] = [_median_s(device, partial(_copy, weights))]
+            stream_s = _median_s(device, partial(_copy, weights))
         else:
             llama = LlamaModel(sample, weights, ops, residual_dtype=residual_dtype, num_slots=max(rows))
-            seconds[place] = [_median_s(device, _crossing(llama, device, dtype, count)) for count in rows]
-    curves = {place: Curve(tuple(rows), tuple(of_rows)) for place, of_rows in seconds.items() if len(of_rows) > 1}
+            sizes = with_powers_of_two(rows) if place is Place.EXPERTS else rows
+            of_rows = [_median_s(device, _crossing(llama, device, dtype, count)) for count in sizes]
+            curves[place] = Curve(tuple(sizes), tuple(of_rows))
     return StageTimes(
         stage_bytes(sample, dtype)[SAMPLE_LAYER + 1],
         curves[Place.RESIDENT],
         curves[Place.CPU],
-        seconds[Place.STREAMED][0],
+        stream_s,
         read_limit(usable_cores()),
         curves.get(Place.EXPERTS),
         expert_bytes(sample, dtype)[SAMPLE_LAYER + 1],
     )
+
+
+def with_powers_of_two(rows: Sequence[int]) -> list[int]:
+    """And all powers of two below the largest: the first rows touch most experts, so that time is not straight."""
+    return sorted({*rows, *(1 << power for power in range(max(rows).bit_length()))})
 
 
 def attention_bytes_per_s(
@@ -431,3 +438,8 @@ class MeasuredCosts:
         """Attention at its measured rate; the vocabulary's matrix takes its share of a stage's time."""
         attention_s = on_gpu * self.layer_groups.slots(context) * self.kv_bytes_per_token / self._gpu_attention
         return attention_s + self._vocabulary_share * self._times.gpu(requests)
+
+    def cpu_attention_s(self, on_cpu: float, context: float) -> float:
+        """Without the way to the worker and back, which is not measured."""
+        kv_bytes = on_cpu * self.layer_groups.slots(context) * self.cpu_kv_bytes_per_token
+        return kv_bytes / self.rates.cpu_attention

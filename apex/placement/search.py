@@ -444,6 +444,10 @@ class CostModel(Protocol):
         """GPU time of an iteration beside its stages: attention of ``on_gpu`` requests, logits of ``requests``."""
         ...
 
+    def cpu_attention_s(self, on_cpu: float, context: float) -> float:
+        """CPU time of an iteration for the attention of ``on_cpu`` requests with ``context`` tokens each."""
+        ...
+
     def gpu_kv_bytes(self, weight_bytes: float) -> float:
         """GPU memory for KV cache beside so many bytes of weights.
 
@@ -536,16 +540,18 @@ def estimate_budget(
     return max(estimates, key=lambda estimate: estimate.tokens_per_s)
 
 
-def _mean_costs(model: CostModel, workload: UniformLoad, requests: float) -> list[StageCost]:
-    """Of an iteration in which so many requests decode and prompts prefill as requests end.
+def _mean_costs(model: CostModel, workload: UniformLoad, requests: float, elsewhere: float = 0.0) -> list[StageCost]:
+    """Of an iteration in which so many requests decode and prompts prefill as requests end. ``elsewhere``: of the
+    requests, those whose decodes are not among its rows.
 
     Most times grow with rows, so that those of the mean rows are the mean ones. Experts in host memory are another
     matter: they are copied in the iterations with a prompt, and the CPU computes those of the decodes in all others.
     """
-    costs = model.costs(workload.rows(requests))
+    decoding = requests - elsewhere
+    costs = model.costs(workload.rows(requests) - elsewhere)
     chunk = min(workload.input_len, PROMPT_ROWS)
     with_prompt = min(1.0, requests / workload.output_len * workload.input_len / chunk)  # of all iterations
-    at_decodes, at_prompts = model.costs(requests), model.costs(requests + chunk)
+    at_decodes, at_prompts = model.costs(decoding), model.costs(decoding + chunk)
     mean = []
     for cost, decodes, prompts in zip(costs, at_decodes, at_prompts, strict=True):
         alone, beside = decodes.experts, prompts.experts
@@ -577,4 +583,37 @@ def _estimate(
     kv_bytes = on_cpu * model.layer_groups.slots(workload.context) * model.cpu_kv_bytes_per_token
     # CPU attention comes on top: a placement is searched for as if the cores computed stages alone.
     seconds = batch_s(streamed_bytes, kv_bytes, fastest.iteration_s, model.rates, fastest.cpu_s)
+    if fastest.placement.count(Place.EXPERTS):
+        # What the placement leaves of its budget holds KV cache too.
+        spare_bytes = problem.gpu_bytes - problem.gpu_bytes_of(fastest.placement)
+        slots = model.layer_groups.slots(workload.context)
+        on_cpu = max(0.0, on_cpu - spare_bytes / (model.kv_bytes_per_token * slots))
+        if on_cpu:
+            seconds = max(seconds, _beside_experts_s(model, workload, requests - on_cpu, on_cpu, fastest, problem))
     return Estimate(weight_bytes, requests / seconds, requests, problem)
+
+
+def _beside_experts_s(
+    model: CostModel,
+    workload: UniformLoad,
+    on_gpu: float,
+    on_cpu: float,
+    whole: TimedPlacement,
+    problem: PlacementProblem,
+) -> float:
+    """An iteration in which the CPU computes experts, for which the GPU waits, and attends for ``on_cpu`` requests.
+
+    It does one after the other. If these requests share the GPU batch's stages, it waits for their attention too. If
+    they run the stages by themselves, their attention hides beside the GPU's work for the others. But then a layer's
+    rows come to the CPU twice, and choose experts twice.
+    """
+    attention_s = model.cpu_attention_s(on_cpu, workload.context)
+    together_s = whole.iteration_s + attention_s
+    if not on_gpu:
+        return together_s
+    placement = whole.placement
+    of_gpu_batch = replace(problem, costs=_mean_costs(model, workload, on_gpu + on_cpu, elsewhere=on_cpu))
+    of_cpu_batch = replace(problem, costs=model.costs(on_cpu), other_s=0.0)
+    _, cpu_s, _ = _parts_s(placement, of_gpu_batch)
+    gpu_batch_s = max(iteration_s(placement, of_gpu_batch), cpu_s + attention_s)
+    return min(together_s, gpu_batch_s + iteration_s(placement, of_cpu_batch))

@@ -429,6 +429,10 @@ class WeightPlacer:
         attention_s = self._model.gpu_attention_s(max(1, round(on_gpu)), round(on_gpu * context))
         return self.machine.model.num_layers * attention_s + self._model.outside_layers_s(max(1, round(requests)))
 
+    def cpu_attention_s(self, on_cpu: float, context: float) -> float:
+        each_s = self._model.cpu_attention_s(max(1, round(on_cpu)), round(on_cpu * context))  # with the way there
+        return self.machine.model.num_layers * each_s
+
     def gpu_kv_bytes(self, weight_bytes: float) -> float:
         if weight_bytes > self._budget.usable_bytes:
             raise ValueError(

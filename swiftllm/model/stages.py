@@ -189,7 +189,8 @@ def make_stage(
         head_norms, rotated_heads = None, 0
     embed = partial(ops.embed, embedding=weights.embedding) if stage < 0 else None
     in_one_call = None
-    if ffn is not None and dense is not None and not config.norms_outputs and config.linear is None:
+    has_one_eps = head_norms is None or config.head_norm_eps == config.rms_norm_eps
+    if ffn is not None and dense is not None and has_one_eps and not config.norms_outputs and config.linear is None:
         gate_up, down = dense
         parts = CrossingParts(
             ffn.o,
@@ -276,7 +277,7 @@ class HostExperts:
         self._held: int | None = None  # the stage whose experts the device's operations find
 
     def add(self, stage: int, weights: ExpertWeights) -> Experts:
-        """The experts of a stage, which move to page-locked memory; to be called once all stages are :meth:`opened`."""
+        """The experts of a stage, which move to page-locked memory; to be called after :meth:`open`."""
         chunks: list[torch.Tensor] = []
 
         def store(parts: Any) -> Any:
@@ -310,11 +311,17 @@ class HostExperts:
         if len(x) > self._most_cpu_rows:
             self._bring(stage)
             return self._on_device[stage][0](x, num_rows)
-        own, stream = self._stages[stage], self._device.compute
-        chosen = (part.contiguous() for part in own.router(x, num_rows))
-        rows, *routing = (stream.fetch(part) for part in (x, *chosen))
+        own = self._stages[stage]
+        ids, likelihoods, rows = self._fetch(*own.router(x, num_rows), x)
+        return self._device.compute.send(own.on_host.compute(rows, ids, likelihoods))
+
+    def _fetch(self, *parts: torch.Tensor) -> list[torch.Tensor]:
+        """The same tensors in host memory, by one copy for which the host waits; the longest element comes first."""
+        stream = self._device.compute
+        together = stream.fetch(torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]))
         stream.mark().synchronize()
-        return stream.send(own.on_host.compute(rows, *routing))
+        pieces = zip(together.split([part.nbytes for part in parts]), parts, strict=True)
+        return [piece.view(part.dtype).view(part.shape) for piece, part in pieces]
 
     def _bring(self, stage: int) -> None:
         if self._held == stage:

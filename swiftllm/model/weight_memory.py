@@ -162,7 +162,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 # -- slots for weights that are streamed -------------------------------------------------------------------------------
-# Weights that cross to the device in each iteration: two slots there, filled in the order of the stages.
+# Weights that cross to the device in each iteration: slots there, filled in the order of the stages.
 
 CHUNK_BYTES = 8 << 20
 """Of one copy: other copies of the link wait for one chunk, not for a whole stage.
@@ -176,9 +176,10 @@ class WeightSlots:
 
     Each has one fixed slot, so that captured graphs find its weights.
 
-    An iteration enters the stages in ascending order. Once the next one is entered, whichever that is, the slot of
-    the one before takes the next but one of the streamed stages. Who enters a stage out of order waits for a
-    copy of its own; all others of an iteration cause one copy of each stage together.
+    An iteration enters the stages in ascending order. Once the next one is entered, whichever that is, the slot of the
+    one before takes the streamed stage that is ``num_slots`` further: of two slots the next but one, of one slot the
+    next. Who enters a stage out of order waits for a copy of its own; all others of an iteration cause one copy of each
+    stage together.
 
     Attributes:
         bytes_sent: to the device so far, those of the first stages at the start included.
@@ -186,7 +187,7 @@ class WeightSlots:
 
     def __init__(self, device: Device, chunks: Mapping[int, Sequence[torch.Tensor]], num_slots: int = SLOTS) -> None:
         """``chunks``: of each streamed stage its weights, uint8 ``[bytes]`` each, in :meth:`Device.pinned` or
-        :meth:`Device.mapped` memory."""
+        :meth:`Device.mapped` memory. With one slot a stage's copy begins after the readers of the stage before."""
         if not chunks:
             raise ValueError("streamed weights need at least one stage")
         self._device, self._copies, self._chunks = device, device.new_stream(), dict(chunks)

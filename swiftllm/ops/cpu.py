@@ -286,8 +286,9 @@ class CodedExperts:
         return self.compute(x, *self._router(x, num_rows))
 
     def compute(self, x: torch.Tensor, ids: torch.Tensor, likelihoods: torch.Tensor) -> torch.Tensor:
-        """The rows of experts that a router chose."""
-        out, routing = torch.empty_like(x), (ids.contiguous(), likelihoods.contiguous())
+        """The rows of experts that a router chose; in page-locked memory, where ``x`` is."""
+        out = torch.empty_like(x, pin_memory=x.is_pinned())
+        routing = ids.contiguous(), likelihoods.contiguous()
         self._packed(x, *routing, out, num_threads=self._ops.num_threads)
         return out
 

@@ -112,6 +112,7 @@ class CrossingParts:
     """Heads of the projection that are normed and rotated, from the first on; 0 for the vocabulary's."""
     head_dim: int
     eps: float
+    """Of all norms, those of heads included."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from quantise import write_folder
 import apex.build
 from swiftllm.config import EngineConfig
 from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.device import HostDevice
 from swiftllm.machine import InsufficientMemory
 from swiftllm.model.config import ModelConfig
 from swiftllm.model.placement import SLOTS, Place, Placement, with_experts_on_host
@@ -159,6 +160,28 @@ def test_what_many_rows_need_is_copied_once_however_many_batches_and_pieces(mode
     while request.output_len < TOKENS:
         driver.decode([request])
     assert slots.bytes_sent == 3 * each and tuple(request.output_token_ids) == tuple(expected[3])
+
+
+def test_a_layer_waits_for_its_rows_once_and_sends_results_once(models, monkeypatch) -> None:
+    """Rows and what a router chose cross in one copy."""
+    driver, calls = BackendDriver(backend(models["in 4 bits"][0], SEVERAL)), []
+    model = driver.backend.model
+    attended = torch.randn(3, model.config.num_heads, model.config.head_dim)
+    residual, rotary_rows = (
+        torch.randn(3, model.config.hidden_size),
+        model.rotary_table[torch.zeros(3, dtype=torch.int64)],
+    )
+
+    def noted(name: str, do: Callable[..., object]) -> Callable[..., object]:
+        return lambda *given: calls.append(name) or do(*given)
+
+    stream = type(HostDevice.compute)
+    for name in ("fetch", "mark", "send"):
+        monkeypatch.setattr(stream, name, noted(name, getattr(stream, name)))
+    with torch.inference_mode():
+        for stage in range(3):
+            model.stage(stage, attended, residual, rotary_rows)
+    assert calls == ["fetch", "mark", "send"] * SEVERAL.places[1:4].count(Place.EXPERTS)
 
 
 def test_every_wait_is_needed(models) -> None:

@@ -12,13 +12,14 @@ import torch
 from apex.build import build_system
 from apex.perf.model import Curve
 from apex.placement import measured
-from apex.placement.measured import StageTimes, place_weights
+from apex.placement.measured import EngineMemory, MeasuredCosts, StageTimes, place_weights
 from apex.placement.search import (
     ExpertsCost,
     PlacementProblem,
     StageCost,
     UniformLoad,
     best_budget,
+    estimate_budget,
     iteration_s,
     most_cpu_rows,
     refined_placement,
@@ -123,6 +124,16 @@ def test_all_cores_share_dram_and_each_multiplies_for_itself() -> None:
     assert cpu_experts_curve(cores, shape, itemsize, scheme)(512) < curve(512) / 4
 
 
+@pytest.mark.parametrize("requests", [4, 16])
+def test_with_a_cpu_tier_nothing_attends_there_while_the_cpu_computes_experts(requests: int) -> None:
+    """Attention would add to the time of the experts, for which the GPU waits."""
+    load = UniformLoad(requests, 1000, 200)
+    alone, with_tier = (placer().place("auto", load, offloads=offloads) for offloads in (False, True))
+    assert with_tier.timed.placement.count(Place.EXPERTS) > 0
+    assert with_tier.num_gpu_blocks * BLOCK >= requests * load.context
+    assert with_tier.predicted_tokens_per_s >= alone.predicted_tokens_per_s
+
+
 def test_auto_places_experts_where_a_t4_is_too_small() -> None:
     load = UniformLoad(16, 1000, 200)
     placed = placer().place("auto", load, offloads=False)
@@ -159,6 +170,29 @@ def test_an_engine_places_them_by_measured_times_and_gives_the_same_tokens(folde
         assert placement.gpu_bytes(sizes, experts) <= 3.3 * max(sizes)
 
 
+def test_measured_attention_on_the_cpu_adds_to_experts_there(folder) -> None:
+    """Attention that would hide beside the experts makes the search keep requests on the device."""
+    model = ModelConfig.from_folder(folder)
+    sizes, experts = stage_bytes(model, torch.float32), expert_bytes(model, torch.float32)
+    gpu, cpu, of_experts = (Curve((1, 2048), pair) for pair in ((5e-3, 5e-3), (9.0, 9.0), (6e-3, 6e-3)))
+    times = StageTimes(max(sizes), gpu, cpu, 5.0, 1e9, of_experts, max(experts))
+    memory = EngineMemory(config_for(folder, 3.3), model, torch.float32, 1 << 30)
+    each, load = memory.kv_bytes_per_token, UniformLoad(4, 20, 20)
+
+    class RoomForTwo(MeasuredCosts):
+        def gpu_kv_bytes(self, weight_bytes: float) -> float:
+            return 2 * load.context * each
+
+    found = []
+    for attention_s in (1e-4, 1e-2):  # of two requests; an iteration takes 24 ms, experts on the CPU half of it
+        costs = RoomForTwo(memory, times, 1e9, 2 * load.context * memory.cpu_kv_bytes_per_token / attention_s)
+        assert costs.cpu_attention_s(2, load.context) == pytest.approx(attention_s)
+        budget = costs.other_bytes + with_experts_on_host(5, 3).gpu_bytes(sizes, experts)
+        found.append(estimate_budget(costs, budget, load, offloads=True))
+    assert found[0].requests > 3
+    assert found[0].tokens_per_s > 1.2 * found[1].tokens_per_s
+
+
 def test_a_stage_is_timed_with_its_experts_on_the_cpu(folder, monkeypatch) -> None:
     monkeypatch.setattr("swiftllm.runtime.cpu_tuning.read_limit_bytes", lambda: 1 << 20)
     found: list[StageTimes] = []
@@ -167,5 +201,5 @@ def test_a_stage_is_timed_with_its_experts_on_the_cpu(folder, monkeypatch) -> No
     with fake_gpu(0):
         place_weights(config_for(folder, 3.0))
     (times,) = found
-    assert times.experts is not None and times.experts.sizes == (1, 8, 32) == times.gpu.sizes
+    assert times.experts is not None and times.experts.sizes == (1, 2, 4, 8, 16, 32) and times.gpu.sizes == (1, 8, 32)
     assert 0 < times.expert_bytes < times.weight_bytes and min(times.experts.seconds) > 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -233,3 +234,17 @@ def test_what_is_sent_is_contiguous_on_the_device() -> None:
         sent = stream.send(torch.ones(3, 4).T)
         assert sent.shape == (4, 3) and sent.is_contiguous()
         assert stream.send(torch.ones(0, 4)).shape == (0, 4)
+
+
+def test_memory_stays_page_locked_as_long_as_there_is_a_view() -> None:
+    """Under torch.inference_mode a view does not keep the tensor that it is a view of."""
+    with FakeCuda(0) as cuda:
+        device = CudaDevice()
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                part = device.mapped((64,), torch.uint8).split(16)[1][4:]
+            gc.collect()
+            assert cuda.runtime.mapped, mode.__name__
+            del part
+            gc.collect()
+            assert not cuda.runtime.mapped, mode.__name__

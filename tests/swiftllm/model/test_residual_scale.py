@@ -57,6 +57,16 @@ def test_products_beyond_float16_give_the_logits_of_float32(tmp_path: Path, name
     assert (logits_of(model, config, torch.float32) - expected).abs().max() < 1e-4
 
 
+def test_norms_of_heads_keep_their_eps_in_a_crossing_in_one_call(tmp_path: Path) -> None:
+    """In bfloat16, where pacpu multiplies: a power of two as scale changes no bit, if each norm has its own eps."""
+    model = MODELS["Qwen3, which norms heads"](tmp_path)
+    unscaled = ModelConfig.from_folder(model)
+    plain, scaled = (
+        logits_of(model, config, torch.bfloat16) for config in (unscaled, unscaled.with_residual_scale(2.0**-8))
+    )
+    assert torch.equal(plain, scaled)
+
+
 @pytest.mark.parametrize("layout", ["awq", "gptq"])
 def test_so_do_quantised_ones(tmp_path: Path, layout: str) -> None:
     wide = make_wide(tmp_path / "wide", 2.0**17, TO_RESIDUAL[1:])

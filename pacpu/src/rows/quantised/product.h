@@ -9,6 +9,9 @@ namespace {
 // Accumulators fill three quarters of the registers, or half of 16.
 constexpr int code_tile_columns = width == 16 ? 8 : 4, code_tile_rows = width >= 8 ? 3 : 2;
 
+// So many rows have their accumulators in registers while a panel's columns are decoded.
+constexpr int rows_while_decoding = width == 16 ? 2 : 1;
+
 // Lane i: the sum of all lanes of v[i].
 template <int columns, int bit = 1, int first = 0>
 PACPU_INLINE Floats sum_columns(const Floats* v) {
@@ -59,20 +62,30 @@ __attribute__((noinline)) void multiply_decoded(const typename Elements::Element
     }
 }
 
-// The same for a single row: elements are multiplied as they are decoded. The order of sums is that of several rows.
-template <typename Elements>
-__attribute__((noinline)) void decode_and_multiply(const typename Elements::Element* x, const uint32_t* codes, int num_blocks,
-                                                   const int* group_of_run, const Groups& groups, float* sums, bool is_first) {
-    Floats total[code_columns] = {};
-    typename Elements::Vector input;
+// The same for few rows: elements are multiplied as they are decoded. The order of sums is that of more rows.
+template <typename Elements, int rows>
+__attribute__((noinline)) void decode_and_multiply(const typename Elements::Element* x, int64_t x_stride,
+                                                   const uint32_t* codes, int num_blocks, const int* group_of_run,
+                                                   const Groups& groups, float* sums, bool is_first) {
+    static_assert(rows <= 2);
+    Floats first_total[code_columns] = {}, second_total[code_columns] = {};  // arrays of arrays would lie in memory
+    typename Elements::Vector first_input, second_input;
     Elements::decode(codes, num_blocks, group_of_run, groups, [&](int vector, int c, typename Elements::Vector elements) {
         if (c == 0) {
-            input = Elements::load_vector(x + vector * Elements::lanes);
-            pin(input);
+            first_input = Elements::load_vector(x + vector * Elements::lanes);
+            pin(first_input);
+            if (rows == 2) {
+                second_input = Elements::load_vector(x + x_stride + vector * Elements::lanes);
+                pin(second_input);
+            }
         }
-        total[c] = Elements::multiply_add(total[c], input, elements);
+        first_total[c] = Elements::multiply_add(first_total[c], first_input, elements);
+        if (rows == 2) second_total[c] = Elements::multiply_add(second_total[c], second_input, elements);
     });
-    for (int c = 0; c < code_columns; c += code_tile_columns) add_sums(total + c, sums + c, is_first);
+    for (int c = 0; c < code_columns; c += code_tile_columns) {
+        add_sums(first_total + c, sums + c, is_first);
+        if (rows == 2) add_sums(second_total + c, sums + code_columns + c, is_first);
+    }
 }
 
 template <typename Elements>
@@ -131,7 +144,10 @@ void multiply_code_rows(const CodeLinear& p, int begin_panel, int end_panel, con
                 float* const panel_sums = sums + (panel - first) * p.rows * code_columns;
                 const uint32_t* codes = codes_of(m, panel, block);
                 if (p.rows == 1) {
-                    decode_and_multiply<Elements>(x, codes, count, runs, groups, panel_sums, block == 0);
+                    decode_and_multiply<Elements, 1>(x, stride, codes, count, runs, groups, panel_sums, block == 0);
+                } else if (p.rows <= rows_while_decoding) {
+                    decode_and_multiply<Elements, rows_while_decoding>(x, stride, codes, count, runs, groups, panel_sums,
+                                                                       block == 0);
                 } else {
                     decode_to<Elements>(codes, count, runs, groups, wide);
                     multiply_tiles<Elements>(x, stride, p.rows, wide, count * block_inputs / Elements::lanes, panel_sums,
