@@ -149,14 +149,13 @@ def overlap_rate(max_cpu_batches: int, times: OperationTimes, load: SteadyLoad, 
 
 
 def cpu_batches_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats, number: Floats | int) -> Rate:
-    """Free-running in ``number`` CPU batches of n / number requests: X = (use n + q g) / (L R). ``number`` may be a
-    column, and the results have a row for each then.
+    """Free-running in ``number`` CPU batches of n / number requests: X = (use n + q g) / (L R).
 
     In a round of R seconds each CPU batch runs one layer and the GPU batch runs q layers. The round is as long as
     the worker needs, or the GPU batch with all stages alone, or a CPU batch alone: its attention, half a layer of the
     GPU batch until it is asked, its stage alone. A CPU batch that ends its token is idle for half a pass of the GPU
     batch, so only a part ``use`` of them is under way. An idle CPU batch's partner goes on faster, up to the pace of a
-    CPU batch alone.
+    CPU batch alone. For a column of numbers the results have a row each.
     """
     layers, g = times.num_layers, load.gpu_decodes
     size, several = cpu_decodes / number, np.greater(number, 1)
@@ -170,17 +169,14 @@ def cpu_batches_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Float
         single_s = cpu_s + gpu_batch_s / 2 + alone_stage_s
         # A stage whose weights are copied in each iteration is run when the GPU batch runs it, as they are there then:
         # once a pass.
-        round_s = np.maximum(
-            np.maximum(single_s, alone_stages_s + gpu_batch_s / 2), times.streamed_layers * gpu_batch_s
-        )
-        several_s = np.maximum(round_s, np.maximum(number * cpu_s, alone_stages_s + gpu_batch_s))
-        round_s = np.where(several, several_s, round_s)
+        round_s = np.maximum(single_s, alone_stages_s + gpu_batch_s / 2)
+        round_s = np.maximum(round_s, times.streamed_layers * gpu_batch_s)
+        round_s = np.maximum(round_s, np.where(several, np.maximum(number * cpu_s, alone_stages_s + gpu_batch_s), 0.0))
         gpu_batch_layers = (round_s - alone_stages_s) / gpu_batch_s
         rest_s = layers * round_s / (2 * gpu_batch_layers)
         resting = rest_s / (layers * round_s + rest_s)
         use = 1 - resting
-        use_of_several = use**2 + 2 * resting * use * np.minimum(1.0, round_s / (2 * single_s))
-        use = np.where(several, use_of_several, use)
+        use = np.where(several, use**2 + 2 * resting * use * np.minimum(1.0, round_s / (2 * single_s)), use)
         gpu_batch_layers = (round_s - alone_stages_s * use) / gpu_batch_s
         wanted = load.prompt_per_output * (g + cpu_decodes * use / gpu_batch_layers)
         before, prompts = prompts, np.minimum((prompts + wanted) / 2, load.prompt_limit)  # halfway, or it would swing
@@ -591,8 +587,11 @@ class Adaptive(Hybrid):
             gpu_attention_s=self.model.gpu_attention_s(len(on_gpu), gpu_context),
             short_queue_tokens=load.steady.prompt_limit if is_short else 0.0,
         )
-        if not self.config.disable_prompt_chunks and not self._takes_whole_budget(state, load, queue, chunk):
-            builder.prompt_limit = min(builder.prompt_limit, chunk)
+        if self.config.disable_prompt_chunks or self._takes_whole_budget(state, load, queue, chunk):
+            return
+        if is_short and queue > 1:  # a prompt with others behind it is not cut, as each cut delays them all
+            chunk = max(chunk, (state.prefilling or state.waiting)[0].num_uncomputed)
+        builder.prompt_limit = min(builder.prompt_limit, chunk)
 
     def _takes_whole_budget(self, state: SchedulerState, load: Load, queue: int, chunk: int) -> bool:
         """Whether prompts come first, as everything ends sooner then.

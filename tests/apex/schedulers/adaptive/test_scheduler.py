@@ -275,6 +275,19 @@ def test_prompts_come_first_where_that_ends_everything_sooner(monkeypatch) -> No
     assert all(last.waiting + last.decoding <= 800 * 16 / 360 for last in asked)
 
 
+def test_a_prompt_that_another_waits_behind_is_not_cut(monkeypatch) -> None:
+    monkeypatch.setattr("apex.schedulers.adaptive.WHOLE_BUDGET_GAIN", 0.0)
+    for late, is_cut in (("a", True), ("ab", False)):
+        engine = simulated(num_gpu_blocks=4000)
+        while engine.state.waiting or engine.state.prefilling:
+            engine.step()
+        for name in late:
+            engine.add(engine.make_request(name, [1] * 1800, SamplingParams(max_tokens=60)))
+        engine.step()
+        plan, _ = engine.last_iteration
+        assert plan.decodes and (plan.prefills[0].num_tokens < 1800) is is_cut and len(plan.prefills) == 1
+
+
 def test_seats_in_attention_windows(monkeypatch) -> None:
     """A request of 360 tokens whose layers keep 64 of them needs no blocks for the others."""
     asked = []
