@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -420,7 +420,7 @@ class Load:
         return self.gpu_room > 1 + ROOM_SHARE * self.steady.gpu_decodes
 
     def sizes(self) -> tuple[float, ...]:
-        return (*astuple(self.steady), self.cpu_decodes, self.most_cpu_decodes, self.has_room)
+        return (*vars(self.steady).values(), self.cpu_decodes, self.most_cpu_decodes, self.has_room)
 
     def larger_cpu_decodes(self) -> list[float]:
         """More CPU decodes than now, up to the most, to be asked about."""
