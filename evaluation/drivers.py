@@ -305,7 +305,7 @@ def run_simulated_point(point: Point, label: str, console: Console) -> PointResu
         limit = bound_of(task)
         rate = None if values["failed"] else values["output_tokens_per_s"]  # the bound has the tokens of all
         values |= {
-            "no_schedule_tokens_per_s": limit.tokens_per_s,
+            "schedule_bound_tokens_per_s": limit.tokens_per_s,
             "of_the_bound": None if rate is None else rate / limit.tokens_per_s,
             "binds": limit.binding,
         }

@@ -178,10 +178,10 @@ class Simulate(SystemsCommand):
             if any(record["failed"] for record in records):
                 print("--bound: there is none, since some requests were refused, and it counts the tokens of all")
             else:
-                limit = self._limit(machine, blocks, next(iter(loads.values())))
-                records = [record | {"no_schedule_tokens_per_s": limit.tokens_per_s} for record in records]
+                limit = self._schedule_bound(machine, blocks, next(iter(loads.values())))
+                records = [record | {"schedule_bound_tokens_per_s": limit.tokens_per_s} for record in records]
         elif self.traffic.workload is None and not any(placed.values()) and not self.best_effort_words:
-            bound = self._bound(machine, blocks.values())
+            bound = self._decode_bound(machine, blocks.values())
             records = [record | {"bound_tokens_per_s": bound[0]} for record in records]
         console = stdout_console()
         console.print(f"\n[bold]SIMULATED[/]: {machine.description}", soft_wrap=True)
@@ -288,7 +288,7 @@ class Simulate(SystemsCommand):
             print(line)
         print(serve_line(model, choice.record, options, strategy))
 
-    def _bound(self, machine: PredictedMachine, blocks: Iterable[tuple[int, int]]) -> tuple[float, int, int]:
+    def _decode_bound(self, machine: PredictedMachine, blocks: Iterable[tuple[int, int]]) -> tuple[float, int, int]:
         context, most = self.input_len + self.output_len / 2, min(self.max_num_seqs, self.num_requests)
         per_slot = context / LayerGroups.of(machine.model, self.block_size).slots(context)
         tokens = tuple(per_slot * self.block_size * max(of_tier) for of_tier in zip(*blocks, strict=True))
@@ -315,7 +315,7 @@ class Simulate(SystemsCommand):
             if reason:
                 raise ValueError(f"--bound: {reason}")
 
-    def _limit(
+    def _schedule_bound(
         self, machine: PredictedMachine, blocks: Mapping[tuple[str, str], tuple[int, int]], lengths: Lengths
     ) -> Bound:
         """What no schedule can exceed, with the most blocks that any of the systems has."""

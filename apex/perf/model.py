@@ -364,7 +364,7 @@ class _CurveArray:
 
     def __call__(self, sizes: Floats) -> Floats:
         i = self._inner.searchsorted(sizes, "right")  # beyond the ends: the line through the two sizes there
-        return np.maximum(self._seconds[i] + self._slopes[i] * (sizes - self._sizes[i]), 0.0)
+        return np.maximum(self._seconds.take(i) + self._slopes.take(i) * (sizes - self._sizes.take(i)), 0.0)
 
 
 class _SurfaceArray:
@@ -376,13 +376,18 @@ class _SurfaceArray:
         self._seconds = np.array([[curve(size) for size in sizes] for curve in surface.curves])
         self._slopes = np.diff(self._seconds, axis=1) / np.diff(self._sizes)
         self._inner_firsts, self._inner = self._firsts[1:-1], self._sizes[1:-1]
+        self._widths = np.diff(self._firsts)
 
     def __call__(self, firsts: Floats, seconds: Floats) -> Floats:
         i = self._inner_firsts.searchsorted(firsts, "right")
         j = self._inner.searchsorted(seconds, "right")
         beyond = seconds - self._sizes[j]
-        low, high = (np.maximum(self._seconds[k, j] + self._slopes[k, j] * beyond, 0.0) for k in (i, i + 1))
-        share = (firsts - self._firsts[i]) / (self._firsts[i + 1] - self._firsts[i])
+        if np.ndim(seconds):
+            low, high = (np.maximum(self._seconds[k, j] + self._slopes[k, j] * beyond, 0.0) for k in (i, i + 1))
+        else:  # one second size for all: a curve over the first ones
+            curve = np.maximum(self._seconds[:, j] + self._slopes[:, j] * beyond, 0.0)
+            low, high = curve.take(i), curve.take(i + 1)
+        share = (firsts - self._firsts.take(i)) / self._widths.take(i)
         return np.maximum(low + share * (high - low), 0.0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -44,7 +44,7 @@ MEMBER_SHARES = np.array([1.0, 0.75, 0.5, 0.35, 0.25, 0.15, 0.08])
 ALONE_SHARES = np.array([0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
 """Shares of these that run alone; the others join. Where all join, no stage reads the weights a second time."""
 OVERLAP_ROUNDS = 4
-"""Iterations of the fixed point of :func:`overlap_rate`; its values change by less than 1% after them."""
+"""Iterations of the fixed point of :func:`overlap_rate` at most; its values change by less than 1% after them."""
 
 MANY_PROMPTS = 1e9
 """Prompt tokens to an output token where every iteration has as many as it may."""
@@ -143,26 +143,22 @@ def pipelining_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats
 
 def overlap_rate(max_cpu_batches: int, times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats) -> Rate:
     """Free-running CPU batches, in the better number, 1 to ``max_cpu_batches``; see :func:`cpu_batches_rate`."""
-    rates = [cpu_batches_rate(times, load, cpu_decodes, number) for number in range(1, max_cpu_batches + 1)]
-    best = np.argmax([rate.tokens_per_s for rate in rates], axis=0)
-
-    def at_best(field: str) -> Floats:
-        return np.array([getattr(rate, field) for rate in rates])[best, np.arange(len(best))]
-
-    return Rate(*(at_best(field.name) for field in fields(Rate)))
+    rates = cpu_batches_rate(times, load, cpu_decodes, np.arange(1.0, max_cpu_batches + 1)[:, None])
+    best = rates.tokens_per_s.argmax(axis=0), np.arange(len(cpu_decodes))
+    return Rate(*(getattr(rates, field.name)[best] for field in fields(Rate)))
 
 
-def cpu_batches_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats, number: int) -> Rate:
+def cpu_batches_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Floats, number: Floats | int) -> Rate:
     """Free-running in ``number`` CPU batches of n / number requests: X = (use n + q g) / (L R).
 
     In a round of R seconds each CPU batch runs one layer and the GPU batch runs q layers. The round is as long as
     the worker needs, or the GPU batch with all stages alone, or a CPU batch alone: its attention, half a layer of the
     GPU batch until it is asked, its stage alone. A CPU batch that ends its token is idle for half a pass of the GPU
     batch, so only a part ``use`` of them is under way. An idle CPU batch's partner goes on faster, up to the pace of a
-    CPU batch alone.
+    CPU batch alone. For a column of numbers the results have a row each.
     """
     layers, g = times.num_layers, load.gpu_decodes
-    size = cpu_decodes / number
+    size, several = cpu_decodes / number, np.greater(number, 1)
     alone_stage_s = times.alone_stage_s(size)
     alone_stages_s, cpu_s = number * alone_stage_s, times.cpu_attention_s(size, load.cpu_context)
     gpu_attention_s, ends_s = times.gpu_attention_s(g, load.gpu_context), times.outside_layers_s(g) / layers
@@ -173,20 +169,19 @@ def cpu_batches_rate(times: OperationTimes, load: SteadyLoad, cpu_decodes: Float
         single_s = cpu_s + gpu_batch_s / 2 + alone_stage_s
         # A stage whose weights are copied in each iteration is run when the GPU batch runs it, as they are there then:
         # once a pass.
-        round_s = np.maximum(
-            np.maximum(single_s, alone_stages_s + gpu_batch_s / 2), times.streamed_layers * gpu_batch_s
-        )
-        if number > 1:
-            round_s = np.maximum(round_s, np.maximum(number * cpu_s, alone_stages_s + gpu_batch_s))
+        round_s = np.maximum(single_s, alone_stages_s + gpu_batch_s / 2)
+        round_s = np.maximum(round_s, times.streamed_layers * gpu_batch_s)
+        round_s = np.maximum(round_s, np.where(several, np.maximum(number * cpu_s, alone_stages_s + gpu_batch_s), 0.0))
         gpu_batch_layers = (round_s - alone_stages_s) / gpu_batch_s
         rest_s = layers * round_s / (2 * gpu_batch_layers)
         resting = rest_s / (layers * round_s + rest_s)
         use = 1 - resting
-        if number > 1:
-            use = use**2 + 2 * resting * use * np.minimum(1.0, round_s / (2 * single_s))
+        use = np.where(several, use**2 + 2 * resting * use * np.minimum(1.0, round_s / (2 * single_s)), use)
         gpu_batch_layers = (round_s - alone_stages_s * use) / gpu_batch_s
         wanted = load.prompt_per_output * (g + cpu_decodes * use / gpu_batch_layers)
-        prompts = np.minimum((prompts + wanted) / 2, load.prompt_limit)  # halfway, or it would swing
+        before, prompts = prompts, np.minimum((prompts + wanted) / 2, load.prompt_limit)  # halfway, or it would swing
+        if (prompts == before).all():
+            break
     iteration_s = layers * round_s / gpu_batch_layers
     rates = (use * cpu_decodes + gpu_batch_layers * g) / (layers * round_s)
     rates = np.where(cpu_decodes > 0, rates, 0.0)
@@ -425,7 +420,7 @@ class Load:
         return self.gpu_room > 1 + ROOM_SHARE * self.steady.gpu_decodes
 
     def sizes(self) -> tuple[float, ...]:
-        return (*astuple(self.steady), self.cpu_decodes, self.most_cpu_decodes, self.has_room)
+        return (*vars(self.steady).values(), self.cpu_decodes, self.most_cpu_decodes, self.has_room)
 
     def larger_cpu_decodes(self) -> list[float]:
         """More CPU decodes than now, up to the most, to be asked about."""
@@ -592,8 +587,11 @@ class Adaptive(Hybrid):
             gpu_attention_s=self.model.gpu_attention_s(len(on_gpu), gpu_context),
             short_queue_tokens=load.steady.prompt_limit if is_short else 0.0,
         )
-        if not self.config.disable_prompt_chunks and not self._takes_whole_budget(state, load, queue, chunk):
-            builder.prompt_limit = min(builder.prompt_limit, chunk)
+        if self.config.disable_prompt_chunks or self._takes_whole_budget(state, load, queue, chunk):
+            return
+        if is_short and queue > 1:  # a prompt with others behind it is not cut, as each cut delays them all
+            chunk = max(chunk, (state.prefilling or state.waiting)[0].num_uncomputed)
+        builder.prompt_limit = min(builder.prompt_limit, chunk)
 
     def _takes_whole_budget(self, state: SchedulerState, load: Load, queue: int, chunk: int) -> bool:
         """Whether prompts come first, as everything ends sooner then.
@@ -607,7 +605,8 @@ class Adaptive(Hybrid):
             return self._whole_budget
         # Until some have ended, their own limits may say more than the estimate.
         output = min(prompt / prompt_per_output, self.lengths.mean_limit)
-        seats = {tier: state.kv.capacity(tier) * state.kv.block_size / (prompt + output) for tier in Tier}
+        kv, slots = state.kv, state.kv.groups.slots(prompt + output)
+        seats = {tier: kv.capacity(tier) * kv.block_size / slots for tier in Tier}
         self._whole_budget = False
         if queue + decoding > min(sum(seats.values()), state.limits.max_num_seqs):
             return False
@@ -643,20 +642,21 @@ class Adaptive(Hybrid):
 
         A request overtakes those that have a first token and were preempted after it came. It overtakes nobody who was
         preempted before, and does so once, so nobody starves. As the youngest it is preempted first where blocks run
-        out, usually with its first token sent.
+        out, with its first token sent: only a prompt that ends with this iteration may start so.
         """
         state = builder.state
         most = most_in_short_queue(sum(map(len, state.decoding.values())))
-        waiting = state.waiting.of_class(ServiceClass.LATENCY_SENSITIVE)
-        newest = [request for request in waiting[-most - 1 :] if not request.output_len]
+        num_waiting = state.waiting.num_of_class(ServiceClass.LATENCY_SENSITIVE)  # they come first
+        newest = [r for r in state.waiting[max(0, num_waiting - most - 1) : num_waiting] if not r.output_len]
         if not newest or len(newest) + len(state.prefilling) > most:
             return
         preempted_s = math.inf  # when the first of those that are overtaken was
-        for request in waiting:
+        for request in state.waiting[:num_waiting]:
             if request.output_len:
                 preempted_s = min(preempted_s, request.tier_history[-1][0])
                 continue
             may_overtake = not request.num_preemptions and request.arrival_s <= preempted_s
+            may_overtake = may_overtake and request.num_uncomputed <= builder.prompt_tokens_left
             if not may_overtake or not start_prompt(builder, request, find_tier=state.find_growth_room):
                 break
 

@@ -233,7 +233,7 @@ class GpuBatch:
         prompts, most = self._prompts(URGENT), self.builder.tokens_left
         tokens = urgent_chunk_tokens(self.model, self.load, prompts, limit_s, most, self.swapped)
 
-        def made_way(builder: PlanBuilder) -> None:
+        def on_preempt(builder: PlanBuilder) -> None:
             # The GPU batch waits for the requests that are swapped out, so prompts get the time that they leave.
             waiting = prompt_lengths(self.state.waiting.of_class(URGENT, PROMPTS_LOOKED_AT))
             size = most_prompt_tokens if builder.prefills else urgent_chunk_tokens
@@ -242,7 +242,7 @@ class GpuBatch:
 
         self.builder.prompt_limit = tokens
         running_prompts(self.builder, URGENT)
-        new_prompts(self.builder, URGENT, made_way)
+        new_prompts(self.builder, URGENT, on_preempt)
 
     def add_prompts(self, joined_rows: RowsByStage, limit_s: float, *, must: bool) -> bool:
         """Best-effort prompts. If they ``must``, or if there is nothing else, they go on by a few tokens where not even
@@ -285,7 +285,7 @@ class GpuBatch:
             if not state.is_idle(request) or not can_hold(kv, Tier.GPU, request):
                 continue
             num_blocks = kv.blocks_for(request.num_tokens)
-            if self.builder.tokens_left < 1 or not state.finds_room(Tier.GPU, request, num_blocks):
+            if self.builder.tokens_left < 1 or not state.can_allocate(Tier.GPU, request, num_blocks):
                 break
             load = with_decodes(self.load, 1, request.num_tokens)
             if iteration_s(self.model, load, joined_rows, self.swapped + kv.num_held(request)) > limit_s:

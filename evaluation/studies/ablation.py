@@ -424,13 +424,13 @@ def simulated_points(options: Options) -> list[Point]:
 
 
 def _points_of(name: str, options: Options, several: bool) -> list[Point]:
-    from evaluation.studies.adaptive import bound_tokens_per_s  # it draws, which processes that run points do not
+    from evaluation.studies.adaptive import roofline_tokens_per_s  # it draws, which processes that run points do not
 
     own_kernels = options.kernel == OWN_KERNELS and options.cpu_bandwidth is None
     rows, place = chosen_rows(options.rows, simulated=True, own_kernels=own_kernels), _place(name, options)
     lengths = lengths_of(place)
     _check_sizes(place, lengths)
-    bound, cost = bound_tokens_per_s(simulate({**place, "system": SUBJECT})), float(lengths.total_output_tokens)
+    bound, cost = roofline_tokens_per_s(simulate({**place, "system": SUBJECT})), float(lengths.total_output_tokens)
     points = []
     for row in rows:
         here = {**place, "system": row.system, "synchronous": row.synchronous or None, **row.axes}

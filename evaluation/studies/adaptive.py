@@ -83,13 +83,13 @@ def case_point(place: Place) -> Point:
     names, error = (place["case"],), tuple(field for field in ERROR if field in place)
     if error and (ratio := place["actual_over_believed"]) is not None:
         names = (*names, f"x{ratio:g}", "corrected" if place["online_correction"] else "uncorrected")
-    return named_point(names, place, error, bound_tokens_per_s=bound_of(place))
+    return named_point(names, place, error, bound_tokens_per_s=roofline_of(place))
 
 
 def check_point(place: Place) -> Point:
     """A case of the checks with a system; where an idea of `adaptive` is switched off, named after it."""
     names = (place["case"], *([place["without"]] if place.get("without") else ()))
-    return named_point(names, place, LIMITS, bound_tokens_per_s=bound_of(place))
+    return named_point(names, place, LIMITS, bound_tokens_per_s=roofline_of(place))
 
 
 def map_point(place: Place) -> Point:
@@ -97,7 +97,7 @@ def map_point(place: Place) -> Point:
     place = {**place, "case": f"out{place['output_len']}"}
     names, bound = (place["case"],), None
     if place["host_read_gb_s"] is not None:
-        names, bound = (place["kernel"], f"{place['host_read_gb_s']:g}gbps", *names), bound_of(place)
+        names, bound = (place["kernel"], f"{place['host_read_gb_s']:g}gbps", *names), roofline_of(place)
     return named_point(names, place, ["host_read_gb_s"], bound_tokens_per_s=bound)
 
 
@@ -147,27 +147,28 @@ def title_of(place: Place) -> str:
 
 # -- the bound --------------------------------------------------------------------------------------------------------
 
-MOST_TOKENS = 4096  # the largest batch in which the bound looks for the cheapest linear time of a token
+MOST_TOKENS = 4096  # the largest batch in which the roofline looks for the cheapest linear time of a token
 
 
-def bound_of(place: Place) -> float:
-    """The bound of any schedule with the CPU attention of the ``SUBJECT``; tables that are wrong do not change it."""
+def roofline_of(place: Place) -> float:
+    """The roofline of a place, with the CPU attention of the ``SUBJECT``; tables that are wrong do not change it."""
     of_machine = {field: value for field, value in place.items() if field in FIELDS and field not in ERROR}
-    return _bound_of(frozenset({**of_machine, "system": SUBJECT}.items()))
+    return _roofline_of(frozenset({**of_machine, "system": SUBJECT}.items()))
 
 
 @functools.cache
-def _bound_of(place: frozenset[tuple[str, Any]]) -> float:
-    return bound_tokens_per_s(simulate(dict(place)))
+def _roofline_of(place: frozenset[tuple[str, Any]]) -> float:
+    return roofline_tokens_per_s(simulate(dict(place)))
 
 
-def bound_tokens_per_s(task: SimulatedTask) -> float:
+def roofline_tokens_per_s(task: SimulatedTask) -> float:
     """An upper bound of any schedule's output tokens per second, from the task's machine and lengths.
 
     Each token crosses the linear layers at the cheapest rate of any batch within the limits. Each decode attends on the
     GPU or on the CPU, and both read at their full rate. An iteration attends to at most the GPU pool on the GPU, and
     reads the weights once. The split between GPU and CPU is the best one. Filling, draining and the attention of
-    prompts cost nothing, and the CPU tier holds everything; so no schedule reaches the bound.
+    prompts cost nothing, and the CPU tier holds everything; so no schedule reaches the roofline.
+    :mod:`apex.simulator.bound` counts ramps, too.
     """
     model = PerfModel(task.hardware.table, task.hardware.num_layers)
     rows = task.lengths.rows
@@ -278,7 +279,7 @@ def with_error_ratios(rows: Rows) -> list[FlatRecord]:
 CELLS: Columns = (
     ("kernel", "kernel", "s"), ("CPU GB/s", "host_read_gb_s", "g"), ("mean output", "output_len", ".0f"),
     ("tok/s", RATE, ".1f"), ("best published", "best_published", "s"),
-    ("over best", "ratio_to_best_published", ".3f"), ("of bound", "fraction_of_bound", ".2f"),
+    ("over best", "ratio_to_best_published", ".3f"), ("of roofline", "fraction_of_bound", ".2f"),
 )  # fmt: skip
 WORST = 12
 """Cells in the table of the worst ones."""
@@ -352,7 +353,7 @@ LEAST_SPAN = 1.1
 
 
 def draw_cases(summary: Rows) -> Figure:
-    """Throughput of each system as a fraction of the bound; a group of bars for each case."""
+    """Throughput of each system as a fraction of the roofline; a group of bars for each case."""
     systems = distinct(summary, "system")
     groups = []
     for rows in grouped(summary, "case").values():
@@ -362,12 +363,12 @@ def draw_cases(summary: Rows) -> Figure:
     text = FigureText(
         f"Throughput of {SUBJECT} and the papers' systems \u2014 SIMULATED",
         f"All requests at once; bars of {SUBJECT} are marked with its tokens/s and its ratio to the best of the others",
-        "Predicted times, nothing measured. The bound is one of any schedule: it ignores filling, draining and the "
+        "Predicted times, nothing measured. The roofline bounds any schedule: it ignores filling, draining and the "
         "attention of prompts, so no schedule reaches 1.\n"
         "Names: GPU (host, where it is not APEX's), CPU attention where it is not the kernel's own rate, workload with "
         "mean input and output tokens.\n" + "\n".join(known_notes(summary)),
     )
-    return rows_of_bars(groups, systems, text, "output tokens/s over the bound, SIMULATED")
+    return rows_of_bars(groups, systems, text, "output tokens/s over the roofline, SIMULATED")
 
 
 def case_bar(row: FlatRecord) -> Bar:
@@ -472,7 +473,7 @@ PARTS = {
             Table(
                 (
                     ("case", "case", "s"), ("system", "system", "s"), ("tok/s", RATE, ".1f"),
-                    ("over best", "ratio_to_best_published", ".3f"), ("of bound", "fraction_of_bound", ".2f"),
+                    ("over best", "ratio_to_best_published", ".3f"), ("of roofline", "fraction_of_bound", ".2f"),
                     ("of the bound", "of_the_bound", ".2f"), ("binds", "binds", "s"),
                     ("TTFT p50", "ttft_s_p50", ".1f"), ("p99 (s)", "ttft_s_p99", ".1f"),
                     ("TPOT p50", "tpot_s_p50", ".3f"), ("p99 (s)", "tpot_s_p99", ".3f"),

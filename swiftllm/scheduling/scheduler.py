@@ -176,19 +176,19 @@ def swap_in(builder: PlanBuilder, service_class: ServiceClass) -> None:
         return
     for request in state.running[Tier.CPU].of_class(service_class):
         # Asked for one block first: where the GPU is full, nobody else need be looked at.
-        if builder.tokens_left < 1 or not state.finds_room(Tier.GPU, request, num_blocks=1):
+        if builder.tokens_left < 1 or not state.can_allocate(Tier.GPU, request, num_blocks=1):
             break
         if not can_hold(kv, Tier.GPU, request):  # it never moves, so it must not keep the others from moving
             continue
         num_blocks = kv.blocks_for(request.num_tokens)
-        if not state.finds_room(Tier.GPU, request, num_blocks):  # no younger one may overtake it
+        if not state.can_allocate(Tier.GPU, request, num_blocks):  # no younger one may overtake it
             break
         if not state.recall_to_gpu(request, num_blocks):
             continue
         num_new = num_blocks - kv.num_shared(request, Tier.GPU)
         if not state.has_room(Tier.GPU, num_new):  # others make way first; it follows in the next iteration
             if state.kv.move_source is None:
-                state.make_way(Tier.GPU, request, num_blocks)
+                state.preempt_for(Tier.GPU, request, num_blocks)
             break
         state.move(request, Tier.GPU)
         kv.allocate_slots(request, request.num_tokens)
@@ -210,21 +210,21 @@ def running_prompts(builder: PlanBuilder, service_class: ServiceClass) -> None:
 
 
 def new_prompts(
-    builder: PlanBuilder, service_class: ServiceClass, made_way: Callable[[PlanBuilder], None] | None = None
+    builder: PlanBuilder, service_class: ServiceClass, on_preempt: Callable[[PlanBuilder], None] | None = None
 ) -> None:
     """Start waiting requests, oldest first. The first one without room blocks those behind it.
 
-    ``made_way`` is called where others moved to the CPU tier for a request, before its prompt is added.
+    ``on_preempt`` is called where others moved to the CPU tier for a request, before its prompt is added.
     """
     waiting = builder.state.waiting
-    while waiting and waiting[0].service_class is service_class and start_prompt(builder, waiting[0], made_way):
+    while waiting and waiting[0].service_class is service_class and start_prompt(builder, waiting[0], on_preempt):
         pass
 
 
 def start_prompt(
     builder: PlanBuilder,
     request: Request,
-    made_way: Callable[[PlanBuilder], None] | None = None,
+    on_preempt: Callable[[PlanBuilder], None] | None = None,
     find_tier: Callable[[Request, int], Tier | None] | None = None,
 ) -> bool:
     """Start a waiting request with the first chunk of its prompt. False: it has no room, no token is left for it, or
@@ -245,9 +245,9 @@ def start_prompt(
         return False
     # Only now that it is sure to start: nobody is preempted for a prompt that then has to wait.
     num_moves = len(state.kv.moves)
-    state.make_way(tier, request, num_blocks)
-    if made_way is not None and len(state.kv.moves) > num_moves:
-        made_way(builder)
+    state.preempt_for(tier, request, num_blocks)
+    if on_preempt is not None and len(state.kv.moves) > num_moves:
+        on_preempt(builder)
     state.start(request, tier, num_tokens)
     builder.add_prefill(request, starts=True)
     return True

@@ -586,7 +586,7 @@ class SchedulerState:
         """The requests of the tier that can make way at once for a request of a more urgent class, in order."""
         return [other for other in self.running[tier].below_class(request.service_class) if self.is_idle(other)]
 
-    def finds_room(self, tier: Tier, request: Request, num_blocks: int) -> bool:
+    def can_allocate(self, tier: Tier, request: Request, num_blocks: int) -> bool:
         """Whether a request may enter the tier, once the requests that yield to it have made way."""
         preemptible = self.preemptible(tier, request)
         num_shared = 0 if preemptible else self.kv.num_shared(request, tier)
@@ -599,8 +599,8 @@ class SchedulerState:
         wanting = (*self.waiting[:1], *self.running[Tier.CPU].above_class(service_class))
         return any(r.service_class.rank < service_class.rank and can_hold(self.kv, Tier.GPU, r) for r in wanting)
 
-    def make_way(self, tier: Tier, request: Request, num_blocks: int) -> None:
-        """Preempt requests that yield, the youngest first, until a request that ``finds_room`` has it."""
+    def preempt_for(self, tier: Tier, request: Request, num_blocks: int) -> None:
+        """Preempt requests that yield, the youngest first, until the blocks are free. ``can_allocate`` must hold."""
         for victim in reversed(self.preemptible(tier, request)):
             if self.has_room(tier, num_blocks - self.kv.num_shared(request, tier)):
                 break
@@ -629,7 +629,7 @@ class SchedulerState:
             num_blocks += int(self.rules.withheld * self.kv.capacity(tier))
         # A request may outgrow the GPU tier if the CPU tier can hold it then. It must never outgrow the CPU tier.
         fits_later = any(can_hold(self.kv, t, request) for t in self.open_tiers if t in (tier, Tier.CPU))
-        return fits_later and self.finds_room(tier, request, num_blocks)
+        return fits_later and self.can_allocate(tier, request, num_blocks)
 
     def _take_seat(self, request: Request) -> bool:
         """Whether fewer than ``max_num_seqs`` requests hold blocks. One that yields is preempted for it.

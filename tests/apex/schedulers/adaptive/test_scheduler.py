@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_no_cpu_decode_starves(cpu_token_s: float, strategy: str) -> None:
         assert all(output_len > 1 for output_len, _ in outputs.values())
 
 
-def simulated(strategy: StrategyConfig | None = None, cpu_token_s: float = 1e-6, **limits: int) -> Engine:
+def simulated(strategy: StrategyConfig | None = None, cpu_token_s: float = 1e-6, **limits: Any) -> Engine:
     """Sixty requests of 300 tokens, of which the GPU holds about ten."""
     options = {"max_num_batched_tokens": 2048, "num_gpu_blocks": 200, "num_cpu_blocks": 4000, **limits}
     # Linear time is flat up to 100 tokens, and in proportion to them beyond.
@@ -168,14 +169,16 @@ def test_a_forced_strategy_decides_whatever_the_model_predicts() -> None:
 
 
 def test_who_waits_for_a_first_token_may_start_with_blocks_kept_for_growth() -> None:
-    """Five requests of 19 blocks leave 5 free of 100, and keep one each. The short one takes 2, and one to grow."""
-    for prompt, starts in ((70, False), (30, True)):
+    """Five requests of 19 blocks leave 5 free of 100, and keep one each. The short one takes 2, and one to grow. Where
+    an iteration cannot compute all of it, it waits: it would be preempted first, before its first token."""
+    for prompt, budget, starts in ((70, 2048, False), (30, 2048, True), (30, 29, False)):
         engine = simulated(num_gpu_blocks=20, num_cpu_blocks=100)
         while len(engine.state.decoding[Tier.CPU]) < 5:
             engine.step()
         for request in list(engine.state.waiting):
             engine.abort(request.request_id)
         assert engine.state.kv.num_free(Tier.CPU) == 5
+        engine.state.limits = replace(engine.state.limits, max_num_batched_tokens=budget)
         engine.add(engine.make_request("late", [1] * prompt, SamplingParams(max_tokens=60)))
         engine.step()
         assert (not engine.state.waiting) is starts
@@ -270,6 +273,34 @@ def test_prompts_come_first_where_that_ends_everything_sooner(monkeypatch) -> No
     asked.clear()
     plans(simulated(num_gpu_blocks=200, num_cpu_blocks=600))  # they do not fit
     assert all(last.waiting + last.decoding <= 800 * 16 / 360 for last in asked)
+
+
+def test_a_prompt_that_another_waits_behind_is_not_cut(monkeypatch) -> None:
+    monkeypatch.setattr("apex.schedulers.adaptive.WHOLE_BUDGET_GAIN", 0.0)
+    for late, is_cut in (("a", True), ("ab", False)):
+        engine = simulated(num_gpu_blocks=4000)
+        while engine.state.waiting or engine.state.prefilling:
+            engine.step()
+        for name in late:
+            engine.add(engine.make_request(name, [1] * 1800, SamplingParams(max_tokens=60)))
+        engine.step()
+        plan, _ = engine.last_iteration
+        assert plan.decodes and (plan.prefills[0].num_tokens < 1800) is is_cut and len(plan.prefills) == 1
+
+
+def test_seats_in_attention_windows(monkeypatch) -> None:
+    """A request of 360 tokens whose layers keep 64 of them needs no blocks for the others."""
+    asked = []
+    monkeypatch.setattr(
+        "apex.schedulers.adaptive.seconds_to_the_end",
+        lambda last, chunks, pace: asked.append(last) or (np.ones(2), np.ones(2)),
+    )
+    engine = simulated(num_gpu_blocks=400, num_cpu_blocks=400, windows=(64,) * LAYERS)
+    for _ in range(3):
+        engine.step()
+    ring = engine.state.kv.groups.blocks_for(360)
+    assert 60 * ring <= 400 < 60 * 360 / 16
+    assert asked[0].waiting + asked[0].decoding == 60 and asked[0].gpu_seats == 400 / ring
 
 
 def test_a_choice_is_kept_until_the_load_has_changed(monkeypatch) -> None:
