@@ -43,10 +43,10 @@ def test_random_deaths(system: str) -> None:
         hosts, step, state = engine.backend.hosts, engine.step, engine.state
         forget = state.forget_hosts
 
-        def forget_hosts(hosts, unfinished, begun, engine=engine, forget=forget, state=state):
+        def forget_hosts(hosts, *rest, engine=engine, forget=forget, state=state):
             pools = [engine.kv.host_pools.pools[host] for host in hosts]
             running = [r for r in state.running[Tier.CPU] if engine.kv.pool_of(r) in pools]
-            lost = forget(hosts, unfinished, begun)
+            lost, (unfinished, *_) = forget(hosts, *rest), rest
             assert set(map(id, lost)) <= set(map(id, [*running, *(swap.request for swap in unfinished)]))
             assert not any(pool.num_blocks for pool in pools)
             engine.kv.check_blocks()
