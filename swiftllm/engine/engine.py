@@ -268,10 +268,11 @@ class Engine:
             return
         self.executor.abandon()
         self.backend.take_logprobs()
-        plan, self._running_plan = self._running_plan, None
-        is_unfinished = plan is not None and death is not None and death.swaps_incomplete
-        unfinished, copies = (plan.swaps, plan.state_copies) if is_unfinished else ((), ())
-        begun = plan.requests() if plan is not None and death is not None else ()
+        ended = None if death is None else self._running_plan  # the iteration that the death ended
+        self._running_plan = None
+        is_unfinished = death is not None and death.swaps_incomplete
+        unfinished, copies = (ended.swaps, ended.state_copies) if ended is not None and is_unfinished else ((), ())
+        begun = () if ended is None else ended.requests()
         lost = self.state.forget_hosts(hosts, unfinished, begun, copies)
         self._stats.host_deaths += len(hosts)
         self._stats.recomputed_after_host_deaths += len(lost)
