@@ -51,7 +51,7 @@ def test_blocks_too_many_beside_their_snapshots_are_told_how_many_fit():
     state = 150 * MIB
     for number in (900, 1000, 20_000):
         config = EngineConfig("model", num_cpu_blocks=number, num_gpu_blocks=1)
-        with pytest.raises(InsufficientMemory, match="with snapshots of states, .* blocks less") as error:
+        with pytest.raises(InsufficientMemory, match=r"with snapshots of states, .* blocks less") as error:
             plan_blocks(config, EXACT, 2 * GIB, GIB, state)
         fewer = number - int(re.search(r"ask for (\d+) blocks less", str(error.value))[1])
         assert 500 < fewer < number
