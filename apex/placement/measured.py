@@ -42,7 +42,7 @@ from swiftllm.model.stages import LoadedWeights, host_memory
 from swiftllm.model.weight_memory import CHUNK_BYTES
 from swiftllm.model.weights import dummy_weights
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.ops.interface import Ops, StateRows
+from swiftllm.ops.interface import Ops, StateChunk, StateRows
 from swiftllm.runtime.cpu_tuning import read_limit
 from swiftllm.runtime.execution_context import resolve_dtype, resolve_kernel, resolve_residual_dtype, select_ops
 from swiftllm.runtime.memory import CPU_TIER_SHARE, HOST_HEADROOM_BYTES, embedding_bytes, expert_bytes, stage_bytes
@@ -215,8 +215,13 @@ def time_stage(
     ops: Ops,
     rows: Sequence[int],
     progress: Callable[[float, str], None] = lambda done, what: None,
+    most_decodes: int | None = None,
 ) -> StageTimes:
-    """Time one stage of a model in each place, with these numbers of rows, ascending, at least two."""
+    """Time one stage of a model in each place, with these numbers of rows, ascending, at least two.
+
+    ``most_decodes``: in models with linear attention, so many rows have states of their own, and those beyond are of
+    one prompt. By default all have.
+    """
     sample = replace(model, num_layers=2, vocab_size=SAMPLE_VOCABULARY)
     curves: dict[Place, Curve] = {}
     stream_s = 0.0
@@ -232,7 +237,10 @@ def time_stage(
         if place is Place.STREAMED:
             stream_s = _median_s(device, partial(_copy, weights))
         else:
-            llama = LlamaModel(sample, weights, ops, residual_dtype=residual_dtype, num_slots=max(rows))
+            num_slots = max(rows) if most_decodes is None else most_decodes + 1
+            llama = LlamaModel(sample, weights, ops, residual_dtype=residual_dtype, num_slots=num_slots)
+            if llama.states is not None:
+                llama.states.draw()
             sizes = with_powers_of_two(rows) if place is Place.EXPERTS else rows
             of_rows = [_median_s(device, _crossing(llama, device, dtype, count)) for count in sizes]
             curves[place] = Curve(tuple(sizes), tuple(of_rows))
@@ -303,7 +311,11 @@ def _crossing(model: LlamaModel, device: Device, dtype: torch.dtype, rows: int) 
     attention_out = torch.randn(rows, config.num_heads, config.head_dim, dtype=dtype, device=where)
     residual = torch.randn(rows, config.hidden_size, dtype=model.residual_dtype, device=where)
     rotary_rows = model.rotary_table[torch.zeros(rows, dtype=torch.int64, device=where)]
-    states = None if model.states is None else StateRows((), torch.arange(rows, device=where))
+    states = None
+    if model.states is not None:
+        last = model.states.recurrent.shape[1] - 1
+        chunks = [StateChunk(last, rows - last, is_first=False)] if rows > last + 1 else []
+        states = StateRows.of(chunks, range(last if chunks else rows), lambda tensor: tensor.to(where))
     return lambda: model.stage(SAMPLE_LAYER, attention_out, residual, rotary_rows, state_rows=states)
 
 
@@ -374,7 +386,7 @@ def place_weights(config: EngineConfig, workload: UniformLoad | None = None, *, 
         if model.experts is not None:  # beyond some rows they are copied
             rows = sorted({*rows, config.max_num_batched_tokens + config.max_num_seqs})
         with progress_bar("measuring where weights belong") as progress:
-            times = time_stage(model, dtype, residual_dtype, device, ops, rows, progress)
+            times = time_stage(model, dtype, residual_dtype, device, ops, rows, progress, config.max_num_seqs)
         costs = times.costs(memory.stage_bytes, config.max_num_seqs, memory.expert_bytes)
         about = {"effect": times.rates().copy_effect, "most_cpu_rows": times.most_cpu_rows}
         timed = refined_placement(PlacementProblem(costs, gpu_bytes, **about))
@@ -386,7 +398,7 @@ def place_weights(config: EngineConfig, workload: UniformLoad | None = None, *, 
     memory.check_tiers()
     rows = sorted({1, max(2, config.max_num_seqs), config.max_num_batched_tokens + config.max_num_seqs})
     with progress_bar("measuring where weights belong") as progress:
-        times = time_stage(model, dtype, residual_dtype, device, ops, rows, progress)
+        times = time_stage(model, dtype, residual_dtype, device, ops, rows, progress, config.max_num_seqs)
         progress(1.0, "attention")
         threads = config.cpu_threads or usable_cores()
         rates = attention_bytes_per_s(

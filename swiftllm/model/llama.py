@@ -41,6 +41,12 @@ class LinearStates:
         recurrent = torch.empty(matrices, dtype=torch.float32, device=device)
         return cls(recurrent, torch.empty(inputs, dtype=dtype, device=device))
 
+    def draw(self) -> None:
+        """Fill all with random numbers: for measurements. Of equal or infinite ones all rows would go to the same
+        experts."""
+        for pool in (self.recurrent, self.conv):
+            pool.normal_(std=0.1, generator=torch.Generator(pool.device).manual_seed(0))
+
 
 class LlamaModel:
     """All tensors live on one device in one dtype, except the rotary table, which is float32, and residuals.
