@@ -45,7 +45,14 @@ from swiftllm.ops.cpu import CpuOps
 from swiftllm.ops.interface import Ops, StateChunk, StateRows
 from swiftllm.runtime.cpu_tuning import read_limit
 from swiftllm.runtime.execution_context import resolve_dtype, resolve_kernel, resolve_residual_dtype, select_ops
-from swiftllm.runtime.memory import CPU_TIER_SHARE, HOST_HEADROOM_BYTES, embedding_bytes, expert_bytes, stage_bytes
+from swiftllm.runtime.memory import (
+    CPU_TIER_SHARE,
+    HOST_HEADROOM_BYTES,
+    SNAPSHOT_SHARE,
+    embedding_bytes,
+    expert_bytes,
+    stage_bytes,
+)
 from swiftllm.runtime.memory_estimate import estimate_memory
 
 # -- the memory there is -----------------------------------------------------------------------------------------------
@@ -80,6 +87,8 @@ class EngineMemory:
         self.cpu_kv_bytes_per_token = budget.host_block_bytes // config.block_size
         self.usable_bytes = budget.usable_bytes
         self.host_bytes = host_bytes - HOST_HEADROOM_BYTES - self.embedding_bytes
+        has_snapshots = model.linear is not None and config.enable_prefix_caching
+        self._blocks_share = 1.0 - SNAPSHOT_SHARE if has_snapshots else 1.0  # of the CPU tier's bytes
 
     def given_bytes(self, memory_gib: float) -> float:
         """Bytes for resident stages and slots, and an embedding beside all of them, where weights may use
@@ -124,10 +133,10 @@ class EngineMemory:
         return left if self.config.num_gpu_blocks is None else asked
 
     def cpu_kv_bytes(self, off_gpu_bytes: float) -> float:
-        """That of the blocks asked for, else a share of what is left."""
+        """That of the blocks asked for, else a share of what is left; snapshots of states lie beside them."""
         asked = (self.config.num_cpu_blocks or 0) * self.cpu_block_bytes
-        left = self._left_on_host(off_gpu_bytes, asked)
-        return left * CPU_TIER_SHARE if self.config.num_cpu_blocks is None else asked
+        left = self._left_on_host(off_gpu_bytes, asked / self._blocks_share)
+        return left * CPU_TIER_SHARE * self._blocks_share if self.config.num_cpu_blocks is None else asked
 
     def _left_on_host(self, off_gpu_bytes: float, kv_bytes: float = 0) -> float:
         """Host memory beside so many bytes of weights, which must hold ``kv_bytes``."""
