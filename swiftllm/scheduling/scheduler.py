@@ -248,6 +248,12 @@ def start_prompt(
     state.preempt_for(tier, request, num_blocks)
     if on_preempt is not None and len(state.kv.moves) > num_moves:
         on_preempt(builder)
+    # Who was preempted may have left more of its blocks than were found before. Those take room beside the chunk.
+    if state.rules.by_chunk and (num_now := state.kv.num_findable(request)) > num_found:
+        num_tokens = builder.tokens_to_hold(request, num_now)
+        num_new = state.kv.blocks_for(num_tokens) - state.kv.num_shared(request, tier)
+        if not state.has_room(tier, num_new):
+            return False
     state.start(request, tier, num_tokens)
     builder.add_prefill(request, starts=True)
     return True
