@@ -45,7 +45,7 @@ def build_system(
     """
     system = find_system(name)
     use_fastest_attention()  # first, since what is measured from here on depends on it
-    plan = place_weights(config, workload, offloads=system.needs_predictions)
+    plan = place_weights(system.resolved(config), workload, offloads=system.needs_predictions)
     placed = {"weights_placement": plan.describe()} if plan.describe() else {}
     if not system.needs_predictions:
         return build_gpu_only(system, config, plan.placement, placed)

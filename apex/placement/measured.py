@@ -42,10 +42,17 @@ from swiftllm.model.stages import LoadedWeights, host_memory
 from swiftllm.model.weight_memory import CHUNK_BYTES
 from swiftllm.model.weights import dummy_weights
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.ops.interface import Ops, StateRows
+from swiftllm.ops.interface import Ops, StateChunk, StateRows
 from swiftllm.runtime.cpu_tuning import read_limit
 from swiftllm.runtime.execution_context import resolve_dtype, resolve_kernel, resolve_residual_dtype, select_ops
-from swiftllm.runtime.memory import CPU_TIER_SHARE, HOST_HEADROOM_BYTES, embedding_bytes, expert_bytes, stage_bytes
+from swiftllm.runtime.memory import (
+    CPU_TIER_SHARE,
+    HOST_HEADROOM_BYTES,
+    SNAPSHOT_SHARE,
+    embedding_bytes,
+    expert_bytes,
+    stage_bytes,
+)
 from swiftllm.runtime.memory_estimate import estimate_memory
 
 # -- the memory there is -----------------------------------------------------------------------------------------------
@@ -80,6 +87,8 @@ class EngineMemory:
         self.cpu_kv_bytes_per_token = budget.host_block_bytes // config.block_size
         self.usable_bytes = budget.usable_bytes
         self.host_bytes = host_bytes - HOST_HEADROOM_BYTES - self.embedding_bytes
+        has_snapshots = model.linear is not None and config.enable_prefix_caching
+        self._blocks_share = 1.0 - SNAPSHOT_SHARE if has_snapshots else 1.0  # of the CPU tier's bytes
 
     def given_bytes(self, memory_gib: float) -> float:
         """Bytes for resident stages and slots, and an embedding beside all of them, where weights may use
@@ -124,10 +133,10 @@ class EngineMemory:
         return left if self.config.num_gpu_blocks is None else asked
 
     def cpu_kv_bytes(self, off_gpu_bytes: float) -> float:
-        """That of the blocks asked for, else a share of what is left."""
+        """That of the blocks asked for, else a share of what is left; snapshots of states lie beside them."""
         asked = (self.config.num_cpu_blocks or 0) * self.cpu_block_bytes
-        left = self._left_on_host(off_gpu_bytes, asked)
-        return left * CPU_TIER_SHARE if self.config.num_cpu_blocks is None else asked
+        left = self._left_on_host(off_gpu_bytes, asked / self._blocks_share)
+        return left * CPU_TIER_SHARE * self._blocks_share if self.config.num_cpu_blocks is None else asked
 
     def _left_on_host(self, off_gpu_bytes: float, kv_bytes: float = 0) -> float:
         """Host memory beside so many bytes of weights, which must hold ``kv_bytes``."""
@@ -215,8 +224,13 @@ def time_stage(
     ops: Ops,
     rows: Sequence[int],
     progress: Callable[[float, str], None] = lambda done, what: None,
+    most_decodes: int | None = None,
 ) -> StageTimes:
-    """Time one stage of a model in each place, with these numbers of rows, ascending, at least two."""
+    """Time one stage of a model in each place, with these numbers of rows, ascending, at least two.
+
+    ``most_decodes``: in models with linear attention, so many rows have states of their own, and those beyond are of
+    one prompt. By default all have.
+    """
     sample = replace(model, num_layers=2, vocab_size=SAMPLE_VOCABULARY)
     curves: dict[Place, Curve] = {}
     stream_s = 0.0
@@ -232,7 +246,10 @@ def time_stage(
         if place is Place.STREAMED:
             stream_s = _median_s(device, partial(_copy, weights))
         else:
-            llama = LlamaModel(sample, weights, ops, residual_dtype=residual_dtype, num_slots=max(rows))
+            num_slots = max(rows) if most_decodes is None else most_decodes + 1
+            llama = LlamaModel(sample, weights, ops, residual_dtype=residual_dtype, num_slots=num_slots)
+            if llama.states is not None:
+                llama.states.draw()
             sizes = with_powers_of_two(rows) if place is Place.EXPERTS else rows
             of_rows = [_median_s(device, _crossing(llama, device, dtype, count)) for count in sizes]
             curves[place] = Curve(tuple(sizes), tuple(of_rows))
@@ -303,7 +320,11 @@ def _crossing(model: LlamaModel, device: Device, dtype: torch.dtype, rows: int) 
     attention_out = torch.randn(rows, config.num_heads, config.head_dim, dtype=dtype, device=where)
     residual = torch.randn(rows, config.hidden_size, dtype=model.residual_dtype, device=where)
     rotary_rows = model.rotary_table[torch.zeros(rows, dtype=torch.int64, device=where)]
-    states = None if model.states is None else StateRows((), torch.arange(rows, device=where))
+    states = None
+    if model.states is not None:
+        last = model.states.recurrent.shape[1] - 1
+        chunks = [StateChunk(last, rows - last, is_first=False)] if rows > last + 1 else []
+        states = StateRows.of(chunks, range(last if chunks else rows), lambda tensor: tensor.to(where))
     return lambda: model.stage(SAMPLE_LAYER, attention_out, residual, rotary_rows, state_rows=states)
 
 
@@ -374,7 +395,7 @@ def place_weights(config: EngineConfig, workload: UniformLoad | None = None, *, 
         if model.experts is not None:  # beyond some rows they are copied
             rows = sorted({*rows, config.max_num_batched_tokens + config.max_num_seqs})
         with progress_bar("measuring where weights belong") as progress:
-            times = time_stage(model, dtype, residual_dtype, device, ops, rows, progress)
+            times = time_stage(model, dtype, residual_dtype, device, ops, rows, progress, config.max_num_seqs)
         costs = times.costs(memory.stage_bytes, config.max_num_seqs, memory.expert_bytes)
         about = {"effect": times.rates().copy_effect, "most_cpu_rows": times.most_cpu_rows}
         timed = refined_placement(PlacementProblem(costs, gpu_bytes, **about))
@@ -386,7 +407,7 @@ def place_weights(config: EngineConfig, workload: UniformLoad | None = None, *, 
     memory.check_tiers()
     rows = sorted({1, max(2, config.max_num_seqs), config.max_num_batched_tokens + config.max_num_seqs})
     with progress_bar("measuring where weights belong") as progress:
-        times = time_stage(model, dtype, residual_dtype, device, ops, rows, progress)
+        times = time_stage(model, dtype, residual_dtype, device, ops, rows, progress, config.max_num_seqs)
         progress(1.0, "attention")
         threads = config.cpu_threads or usable_cores()
         rates = attention_bytes_per_s(

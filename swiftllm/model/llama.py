@@ -41,6 +41,12 @@ class LinearStates:
         recurrent = torch.empty(matrices, dtype=torch.float32, device=device)
         return cls(recurrent, torch.empty(inputs, dtype=dtype, device=device))
 
+    def draw(self) -> None:
+        """Fill all with random numbers: for measurements. Of equal or infinite ones all rows would go to the same
+        experts."""
+        for pool in (self.recurrent, self.conv):
+            pool.normal_(std=0.1, generator=torch.Generator(pool.device).manual_seed(0))
+
 
 class LlamaModel:
     """All tensors live on one device in one dtype, except the rotary table, which is float32, and residuals.
@@ -96,10 +102,12 @@ class LlamaModel:
         residual: torch.Tensor,
         rotary_rows: torch.Tensor,
         out: torch.Tensor | None = None,
+        num_rows: torch.Tensor | None = None,
         state_rows: StateRows | None = None,
     ) -> torch.Tensor:
         """Norm, QKV and rotary of the first layer, from ``embed``; ``rotary_rows`` is ``rotary_table`` at the positions
-        of the rows. ``state_rows``: whose states they continue, in models with linear attention.
+        of the rows. ``num_rows``: see :meth:`stage`. ``state_rows``: whose states they continue, in models with linear
+        attention.
 
         Returns q, k and v of each row side by side, ``[rows, num_heads + 2 num_kv_heads, head_dim]``, in ``out`` if
         that is given (see :meth:`~swiftllm.ops.interface.Ops.make_linear`); ``split_qkv`` separates them. Before q
@@ -107,7 +115,7 @@ class LlamaModel:
         """
         weights = self.weights.stage(-1)
         normed = self._normed(residual, self._first_norm(weights))
-        normed = self._linear_layers(-1, weights, normed, residual, state_rows)
+        normed = self._linear_layers(-1, weights, normed, residual, state_rows, num_rows)
         return self._qkv(weights, normed, rotary_rows, out)
 
     def stage(

@@ -379,7 +379,7 @@ class LayerGraphs:
         state_rows = frame.state_rows(rows)
         if layer < 0:
             residual.copy_(self._model.embed(frame.token_ids[:rows]))
-            self._model.first_stage(residual, rotary_rows, qkv, state_rows)
+            self._model.first_stage(residual, rotary_rows, qkv, self._num_rows, state_rows)
             return
         attention_out = self._model.gated(frame.attention_out[:rows], qkv)
         if layer == self._last:

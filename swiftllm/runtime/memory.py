@@ -346,7 +346,8 @@ def plan_blocks(
     host_limit = host_bytes - HOST_HEADROOM_BYTES
     if device_bytes is None:
         needed = gpu * of_gpu + with_snapshots
-        checks = [("host", "num_gpu_blocks + num_cpu_blocks", gpu + cpu, needed, of_cpu, host_limit)]
+        most = gpu + cpu - -(-(needed - max(0, host_limit)) // of_cpu)
+        checks = [("host", "num_gpu_blocks + num_cpu_blocks", gpu + cpu, needed, most, host_limit)]
     else:
         if config.num_gpu_blocks is None and gpu == 0:
             raise InsufficientMemory(
@@ -355,15 +356,16 @@ def plan_blocks(
                 "max_num_batched_tokens or max_num_seqs, or set num_gpu_blocks=0 to keep all KV cache on the host"
             )
         checks = [
-            ("GPU", "num_gpu_blocks", gpu, gpu * of_gpu, of_gpu, device_bytes),
-            ("host", "num_cpu_blocks", cpu, with_snapshots, of_cpu, host_limit),
+            ("GPU", "num_gpu_blocks", gpu, gpu * of_gpu, device_bytes // of_gpu, device_bytes),
+            ("host", "num_cpu_blocks", cpu, with_snapshots, blocks_in(host_limit * (1 - share), of_cpu), host_limit),
         ]
-    for where, what, blocks, needed, each, there in checks:
+    for where, what, blocks, needed, most, there in checks:
         there = max(0, there)
         if needed > there:
+            beside = ", with snapshots of states," if num_snapshots and where == "host" else ""
             raise InsufficientMemory(
-                f"a KV cache of {what} = {blocks} blocks takes {_gib(needed)} of {where} memory and {_gib(there)} is "
-                f"available: ask for {-(-(needed - there) // each)} blocks less"
+                f"a KV cache of {what} = {blocks} blocks{beside} takes {_gib(needed)} of {where} memory and "
+                f"{_gib(there)} is available: ask for {blocks - max(0, most)} blocks less"
             )
     return KVPlan({Tier.GPU: gpu, Tier.CPU: cpu}, config.block_size, bytes_per_block, num_snapshots)
 

@@ -176,11 +176,10 @@ class TorchBackend:
         self.kv_pools.write(num_blocks, self.cores.cpu_threads, progress)
 
     def draw_states(self) -> None:
-        """Fill the states of linear attention, which the model has, with random numbers: for measurements. Of equal or
-        infinite ones all rows would go to the same experts."""
+        """Draw the states of linear attention, which the model has: see
+        :meth:`~swiftllm.model.llama.LinearStates.draw`."""
         assert self.model.states is not None
-        for pool in (self.model.states.recurrent, self.model.states.conv):
-            pool.normal_(std=0.1, generator=torch.Generator(pool.device).manual_seed(0))
+        self.model.states.draw()
 
     @property
     def cores(self) -> CoreDivision:

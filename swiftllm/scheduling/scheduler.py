@@ -35,6 +35,12 @@ class PlanBuilder:
         self.decodes += requests
         self.tokens_left -= len(requests)
 
+    def take_out_preempted(self) -> None:
+        """Take out decodes that have lost their blocks since they were added."""
+        kept = [request for request in self.decodes if request.tier is Tier.GPU]
+        self.tokens_left += len(self.decodes) - len(kept)
+        self.decodes, self._decode_context, self._num_counted = kept, 0, 0
+
     @property
     def decode_context(self) -> int:
         """Tokens that the decodes attend to. Each decode is counted once, since there may be a thousand of them."""
@@ -205,8 +211,15 @@ def running_prompts(builder: PlanBuilder, service_class: ServiceClass) -> None:
             # Not one that is on its way to the GPU, nor one that an older prompt of this loop has preempted.
             if request.tier is not tier or request in state.fetches:
                 continue
-            if not by_chunk or state.hold_on_gpu(request, builder.tokens_to_hold(request)):
+            if not by_chunk:
                 builder.add_prefill(request)
+                continue
+            num_recomputed = len(state.recomputed)
+            if state.hold_on_gpu(request, builder.tokens_to_hold(request)):
+                builder.add_prefill(request)
+            # Younger ones decode already if a chunk of this prompt ended where a snapshot was made.
+            if len(state.recomputed) > num_recomputed:
+                builder.take_out_preempted()
 
 
 def new_prompts(
@@ -248,6 +261,12 @@ def start_prompt(
     state.preempt_for(tier, request, num_blocks)
     if on_preempt is not None and len(state.kv.moves) > num_moves:
         on_preempt(builder)
+    # Who was preempted may have left more of its blocks than were found before. Those take room beside the chunk.
+    if state.rules.by_chunk and (num_now := state.kv.num_findable(request)) > num_found:
+        num_tokens = builder.tokens_to_hold(request, num_now)
+        num_new = state.kv.blocks_for(num_tokens) - state.kv.num_shared(request, tier)
+        if not state.has_room(tier, num_new):
+            return False
     state.start(request, tier, num_tokens)
     builder.add_prefill(request, starts=True)
     return True

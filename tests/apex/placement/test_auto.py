@@ -27,6 +27,7 @@ from swiftllm.model.placement import Place, all_resident
 from tests.apex.placement.placements import give_times
 from tests.reference.fake_engine import flat_table
 from tests.reference.fake_gpu import fake_gpu
+from tests.reference.tiny_linear import make_tiny_linear
 from tests.reference.tiny_model import make_tiny_llama
 from tests.swiftllm.runtime.test_streams import prompts, serve
 
@@ -187,6 +188,24 @@ def test_the_offline_api_places_weights_of_every_system(model_dir):
         with closing(LLM(model_dir, **on_gpu)) as llm:
             assert not llm.engine.backend.placement.is_all_resident
             assert llm.generate(prompt, how)[0].token_ids == expected
+
+
+def test_snapshots_of_states_take_their_share_of_the_host(tmp_path, monkeypatch):
+    """So blocks that do not fit beside them are refused before weights are loaded."""
+    folder = make_tiny_linear(tmp_path, "Qwen3_5")
+    monkeypatch.setattr(measured, "available_host_bytes", lambda: 2 * GIB)
+    config = config_for(folder)
+    plain = memory_of(replace(config, enable_prefix_caching=False))
+    assert memory_of(config).cpu_kv_bytes(0) == pytest.approx(0.8 * plain.cpu_kv_bytes(0))
+    all_blocks = int(plain.host_bytes // plain.cpu_block_bytes)
+    for number, fits in ((int(0.79 * all_blocks), True), (int(0.81 * all_blocks), False)):
+        asked = replace(config, num_cpu_blocks=number)
+        assert memory_of(replace(asked, enable_prefix_caching=False)).cpu_kv_bytes(0) == number * plain.cpu_block_bytes
+        if fits:
+            assert memory_of(asked).cpu_kv_bytes(0) == number * plain.cpu_block_bytes
+            continue
+        with pytest.raises(ValueError, match="GiB of KV blocks would be the host's"):
+            memory_of(asked).cpu_kv_bytes(0)
 
 
 def test_lengths_are_those_of_a_benchmark_or_assumed(model_dir):

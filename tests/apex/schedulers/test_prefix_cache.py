@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from swiftllm.core.request import SamplingParams, Tier
+from swiftllm.core.request import SamplingParams, ServiceClass, Tier
 from swiftllm.scheduling.state import SchedulerState
 from tests.apex.schedulers.test_schedulers import TABLES, check_queues, drive, make_request
 from tests.reference.fake_backend import VOCABULARY, expected_output
@@ -242,3 +242,26 @@ def test_an_aborted_request_leaves_what_it_computed_and_no_more() -> None:
     engine.step()
     assert engine.kv.num_cached[Tier.GPU] == 2
     assert run(engine, "again", prompt, 3).num_cached_tokens == 8
+
+
+@pytest.mark.parametrize("num_snapshots", [None, 20])
+def test_a_prompt_goes_on_from_the_text_of_who_is_preempted_for_it(num_snapshots: int | None) -> None:
+    """What its decodes filled is found only once it has given its blocks back, after room was looked for."""
+    for budget in (8, 64):
+        pools = {"num_gpu_blocks": 30, "num_cpu_blocks": 0, "max_tokens": budget}
+        engine = fake_engine("vllm", **pools, cached_tiers=(Tier.GPU,), num_snapshots=num_snapshots)
+        sampling = SamplingParams(max_tokens=90, ignore_eos=True)
+        how = {"service_class": ServiceClass.BEST_EFFORT}
+        yielding = engine.add(engine.make_request("yielding", list(range(3, 19)), sampling, **how), check_targets=False)
+        while yielding.num_tokens < 80:
+            engine.step()
+        text = [*yielding.prompt_token_ids, *yielding.output_token_ids[:60], 5, 6, 7, 8, 9]
+        sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+        urgent = engine.add(engine.make_request("urgent", text, sampling))
+        while engine.has_unfinished():
+            engine.step()
+            check(engine.state)
+        assert yielding.num_preemptions and urgent.num_cached_tokens > 60
+        for request in (yielding, urgent):
+            own = request.prompt_token_ids, request.sampling.max_tokens
+            assert request.output_token_ids == expected_output(*own, ignore_eos=True)

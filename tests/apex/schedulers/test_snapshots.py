@@ -230,3 +230,24 @@ def test_a_plan_saves_before_it_restores() -> None:
     assert [copy.saves for copy in copies] == [True, False] and copies[0].snapshot == copies[1].snapshot
     engine.step()
     assert not engine.last_iteration[0].state_copies
+
+
+@pytest.mark.parametrize("system", ["vllm", "llumnix"])
+def test_a_younger_decode_makes_way_for_a_prompt_that_was_cut(system: str) -> None:
+    """It has room and tokens to start beside the first chunk, and is preempted for the blocks of the second."""
+    pools = {"num_gpu_blocks": 5, "num_cpu_blocks": 0, "max_tokens": 16}
+    engine = fake_engine(system, **pools, cached_tiers=(GPU,), num_snapshots=4)
+    older, younger = (
+        engine.add(engine.make_request(name, list(range(3, 3 + length)), SamplingParams(max_tokens=2, ignore_eos=True)))
+        for name, length in (("older", 17), ("younger", 3))
+    )
+    decoded = []
+    while engine.has_unfinished():
+        engine.step()
+        check_slots(engine.state)
+        plan, _ = engine.last_iteration
+        decoded.append([request.request_id for request in plan.decodes])
+        assert sum(item.num_tokens for item in plan.gpu_batch) <= 16
+    assert decoded[1] == [] and younger.num_preemptions == 1 and not older.num_preemptions
+    for request in (older, younger):
+        assert request.output_token_ids == expected_output(request.prompt_token_ids, 2, ignore_eos=True)

@@ -46,6 +46,18 @@ def test_given_numbers_of_blocks_are_taken():
     assert plan(-1, 100, num_gpu_blocks=0).num_blocks[Tier.GPU] == 0
 
 
+def test_blocks_too_many_beside_their_snapshots_are_told_how_many_fit():
+    """With so many less, the plan fits."""
+    state = 150 * MIB
+    for number in (900, 1000, 20_000):
+        config = EngineConfig("model", num_cpu_blocks=number, num_gpu_blocks=1)
+        with pytest.raises(InsufficientMemory, match=r"with snapshots of states, .* blocks less") as error:
+            plan_blocks(config, EXACT, 2 * GIB, GIB, state)
+        fewer = number - int(re.search(r"ask for (\d+) blocks less", str(error.value))[1])
+        assert 500 < fewer < number
+        plan_blocks(replace(config, num_cpu_blocks=fewer), EXACT, 2 * GIB, GIB, state)
+
+
 def test_on_a_host_both_tiers_share_its_memory():
     blocks = plan(None, 2).num_blocks
     assert blocks == {Tier.GPU: 256, Tier.CPU: 512}

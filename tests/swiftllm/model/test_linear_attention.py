@@ -16,11 +16,12 @@ from swiftllm.device import HostDevice
 from swiftllm.llm import LLM
 from swiftllm.machine import InsufficientMemory
 from swiftllm.model.config import ModelConfig
+from swiftllm.model.llama import LlamaModel
 from swiftllm.model.placement import Place, Placement
 from swiftllm.model.stages import LoadedWeights, host_memory
 from swiftllm.model.weights import dummy_weights, load_weights
 from swiftllm.ops.cpu import CpuOps
-from swiftllm.ops.interface import Ops
+from swiftllm.ops.interface import Ops, StateRows
 from swiftllm.runtime.memory import WeightSizes, check_weights
 from tests.reference.tiny_linear import KINDS, linear_judge, make_tiny_linear
 from tests.swiftllm.model.test_llama import resident_model, whole_prompt_logits
@@ -136,6 +137,22 @@ def test_a_stage_is_timed_in_each_place(tmp_path) -> None:
     config = ModelConfig.from_folder(make_tiny_linear(tmp_path, "Qwen3_5Moe"))
     times = time_stage(config, torch.float32, torch.float32, HostDevice(), CpuOps(), (1, 2))
     assert times.experts is None and times.weight_bytes > 0
+
+
+def test_where_a_stage_is_timed_only_decodes_have_states_of_their_own(tmp_path, monkeypatch) -> None:
+    """Of a prompt's rows, which are far more than requests, all continue one: memory holds no state for each."""
+    config, seen = ModelConfig.from_folder(make_tiny_linear(tmp_path, "Qwen3_5Moe")), []
+
+    def stage(self: LlamaModel, *arguments, state_rows: StateRows):
+        states = self.states.recurrent
+        assert states.isfinite().all(), "experts of no meaning"
+        slots = [*state_rows.decode_slots.tolist(), *(chunk.slot for chunk in state_rows.chunks)]
+        assert len(set(slots)) == len(slots) and max(slots) < states.shape[1]
+        seen.append((states.shape[1], len(state_rows.decode_slots), sum(c.num_rows for c in state_rows.chunks)))
+
+    monkeypatch.setattr(LlamaModel, "stage", stage)
+    time_stage(config, torch.float32, torch.float32, HostDevice(), CpuOps(), (1, 3, 40), most_decodes=3)
+    assert set(seen) == {(4, 1, 0), (4, 3, 0), (4, 3, 37)}
 
 
 @pytest.mark.parametrize("ops", [Ops(), CpuOps()], ids=["torch", "pacpu"])

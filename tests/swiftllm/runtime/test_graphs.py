@@ -16,6 +16,7 @@ from swiftllm.config import EngineConfig
 from swiftllm.core.plan import GpuBatchItem
 from swiftllm.core.request import Request, SamplingParams, Tier
 from swiftllm.device import CudaDevice
+from swiftllm.model.llama import LlamaModel
 from swiftllm.runtime import torch_backend
 from swiftllm.runtime.cpu_tier import InlineWorker
 from swiftllm.runtime.graphs import LayerGraphs
@@ -361,3 +362,19 @@ def test_states_go_on_in_graphs_as_without(tmp_path, name, seed):
         assert tokens == expected
         torch.testing.assert_close(residuals, right, rtol=0, atol=5e-3)  # of numbers around 10
         assert cuda.replays == 5 + 1 + 5 + 1 + 3 + 5 + 3 * 2 * 3  # three stages and two attentions, or all at once
+
+
+def test_padding_goes_to_no_expert_of_any_stage(tmp_path, monkeypatch):
+    """Layers of linear attention have some in the first stage, too."""
+    told, in_pieces = [], LlamaModel._in_pieces
+
+    def noting(self, mlp, rows, num_rows):
+        told.append(num_rows)
+        return in_pieces(self, mlp, rows, num_rows)
+
+    with fake_gpu(0) as cuda:
+        graphs = make_driver(make_tiny_linear(tmp_path, "Qwen3_5Moe"), cuda).backend.graphs
+        graphs.close()
+        monkeypatch.setattr(LlamaModel, "_in_pieces", noting)
+        graphs.capture(graphs._gpu_layers)
+    assert told and all(num_rows is not None for num_rows in told)
