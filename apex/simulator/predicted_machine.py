@@ -189,11 +189,13 @@ class PredictedMachine:
         budget = self.budget(block_size)
         most = budget.max_gpu_blocks, budget.max_cpu_blocks
         if most[0] == 0:
+            others = (
+                ", --weights int4 or --weights-gpu-memory auto" if self.tensor_parallel == 1 else " or --weights int4"
+            )
             raise ValueError(
                 f"{self.model_name} takes {budget.weight_bytes / 1e9:.1f} GB in {self.dtype} and {self.gpu.name} has "
                 f"{self.gpu['memory_gb'] * self.tensor_parallel:g} GB, of which {SIMULATED_GPU_SHARE:.0%} may be used: "
-                "take a larger --gpu, more of them (--tensor-parallel), a smaller --model, --weights int4 or "
-                "--weights-gpu-memory auto"
+                f"take a larger --gpu, more of them (--tensor-parallel), a smaller --model{others}"
             )
         return choose_blocks((num_gpu, num_cpu), most, (most[0], int(most[1] * CPU_TIER_SHARE)))
 
