@@ -429,6 +429,8 @@ class WeightPlacer:
 
     def other_s(self, on_gpu: float, context: float, requests: float) -> float:
         attention_s = self._model.gpu_attention_s(max(1, round(on_gpu)), round(on_gpu * context))
+        if on_cpu := round(requests - on_gpu):  # as far as it is on the GPU: states of linear attention
+            attention_s += self._model.hand_over_s(on_cpu)
         return self.machine.model.num_layers * attention_s + self._model.outside_layers_s(max(1, round(requests)))
 
     def cpu_attention_s(self, on_cpu: float, context: float) -> float:

@@ -124,6 +124,16 @@ def test_a_decoded_token_reads_and_writes_its_states_whichever_tier_has_its_kv(n
         assert model.gpu_attention_s(requests, requests * 8000) == pytest.approx(attention_s)
 
 
+def test_a_search_of_placements_counts_the_states_of_requests_of_both_tiers() -> None:
+    machine = machine_of("qwen3.5-9b", max_num_seqs=16)
+    placer, model = WeightPlacer(machine, 16), PerfModel(machine.table, machine.model.num_layers)
+    added_s = placer.other_s(4, 1000, 12) - placer.other_s(4, 1000, 4)
+    added_s -= model.outside_layers_s(12) - model.outside_layers_s(4)
+    bytes_per_s = machine.gpu["memory_bandwidth_gb_s"] * 1e9 * machine.gpu["weight_read_fraction"]
+    assert added_s > 8 * 2 * machine.model.state_bytes(2) / bytes_per_s
+    assert added_s == pytest.approx(model.num_layers * model.hand_over_s(8))
+
+
 def test_a_prompt_passes_its_states_on_once_in_64_tokens() -> None:
     """And not at each token: 27B's would take longer than all of its weights."""
     machine = machine_of("qwen3.5-27b")
