@@ -147,7 +147,8 @@ class Simulate(SystemsCommand):
                 max_tokens=self.max_num_batched_tokens,
                 max_num_seqs=self.max_num_seqs,
             )
-            check_kv(EngineConfig(self.model, prefix_cache_tiers=self.prefix_cache_tiers), machine.model)
+            asked = {"prefix_cache_tiers": self.prefix_cache_tiers, "num_cpu_blocks": self.num_cpu_blocks}
+            check_kv(EngineConfig(self.model, **asked), machine.model)
             strategy = self.traffic.with_targets(self.strategy.config(*self.system))
             loads = self.loads
             runs = [(load, system) for load in loads for system in self.system]

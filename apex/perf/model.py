@@ -590,6 +590,7 @@ def decode_bound(
             if not rows:
                 continue
             gpu_batch_s = model.linear_s(rows) + model.gpu_attention_s(gpu, gpu * context_tokens)
+            gpu_batch_s += model.hand_over_s(cpu) if cpu else 0.0
             cpu_s = model.cpu_attention_s(cpu, cpu * context_tokens)
             rate = rows / (num_layers * max(gpu_batch_s, cpu_s, model.stream_s) + model.logits_s(rows))
             best = max(best, (rate, gpu, cpu))

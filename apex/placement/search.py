@@ -441,7 +441,8 @@ class CostModel(Protocol):
         ...
 
     def other_s(self, on_gpu: float, context: float, requests: float) -> float:
-        """GPU time of an iteration beside its stages: attention of ``on_gpu`` requests, logits of ``requests``."""
+        """GPU time of an iteration beside its stages: attention of ``on_gpu`` requests, what the attention tasks of the
+        others cost the GPU, logits of ``requests``."""
         ...
 
     def cpu_attention_s(self, on_cpu: float, context: float) -> float:

@@ -642,7 +642,8 @@ class Adaptive(Hybrid):
 
         A request overtakes those that have a first token and were preempted after it came. It overtakes nobody who was
         preempted before, and does so once, so nobody starves. As the youngest it is preempted first where blocks run
-        out, with its first token sent: only a prompt that ends with this iteration may start so.
+        out, with its first token sent: only a prompt that ends with this iteration may start so. With linear attention
+        that is the next one, as prompts are cut where a snapshot is due.
         """
         state = builder.state
         most = most_in_short_queue(sum(map(len, state.decoding.values())))

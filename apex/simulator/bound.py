@@ -15,8 +15,8 @@ numbers that need not be whole:
 
 **Resources.** In each interval:
 
-- GPU: linear layers, attention of prompts and of GPU decodes, ends of passes and the host's work for each GPU batch
-  take no longer than the interval, one after the other.
+- GPU: linear layers, attention of prompts and of GPU decodes, what attention tasks cost the GPU, ends of passes and the
+  host's work for each GPU batch take no longer than the interval, one after the other.
 - CPU: so do attention tasks, with a fixed time of each, a time per context token and a time per row. The last is the
   *link*: Q, K, V and output on their way.
 - Riders: a request that rides two stages in a row needs its attention between them. So the linear layers of passes and
@@ -341,6 +341,8 @@ class Costs:
         cpu = machine.cpu_speed
         self.cpu_fixed, self.cpu_context = layers * on_cpu.fixed_s / cpu, layers * on_cpu.token_s * self.unit / cpu
         self.cpu_row = layers * on_cpu.request_s / machine.link_speed
+        submitted = [1.0, *(size for size in table.hand_over.sizes if 1 < size < top), top]
+        self.hand_over_row = layers * min(table.hand_over(size) / size for size in submitted) / gpu
         prompts = [prompt for each in workload.classes for prompt in each.sorted_prompts]
         attention = {n: layers * least_prompt_attention_s(table, n, self.batch) / gpu for n in set(prompts)}
         self.prompt_attention = sum(attention[n] for n in prompts)
@@ -494,7 +496,8 @@ def program_of(machine: BoundMachine, workload: BoundWorkload, makespan_s: float
             at_most(0.0, [(apart.passes, fixed), (apart.rows, each), (apart.rows_s, -1.0)])
 
         # The GPU, the GPU batch, and the CPU.
-        gpu: list[Term] = [(attention_s[i], 1.0), (beside.linear_s, 1.0), (beside.rows, end_slope)]
+        own_row_s = end_slope + costs.hand_over_row
+        gpu: list[Term] = [(attention_s[i], 1.0), (beside.linear_s, 1.0), (beside.rows, own_row_s)]
         lane: list[Term] = [(prompts.linear_s, 1.0), (prompts.passes, costs.host_s), (apart_s, 1.0)]
         for kind in passes:
             lane += [(kind.linear_s, 1.0), (kind.ends_s, 1.0), (kind.passes, costs.host_s)]
@@ -504,6 +507,7 @@ def program_of(machine: BoundMachine, workload: BoundWorkload, makespan_s: float
         for kind, of_kind in zip(passes, costs.kinds, strict=True):
             gpu += [(kind.on_gpu, costs.gpu_row), (kind.gpu_context, gpu_context_s)]
             gpu += [(kind.passes, -of_kind.saved_s)]
+            gpu += [(kind.riders, costs.hand_over_row), (kind.late, costs.hand_over_row)]
             lane = [*lane, (kind.riders, costs.cpu_row), (kind.rider_context, costs.cpu_context)]
         own_cpu = [
             [(own.passes, costs.cpu_fixed), (own.rows, costs.cpu_row), (own.context, costs.cpu_context)]
@@ -516,7 +520,7 @@ def program_of(machine: BoundMachine, workload: BoundWorkload, makespan_s: float
         at_most(interval_s, gpu)
         at_most(interval_s, lane)
         at_most(interval_s, cpu)
-        at_most(0.0, [(apart.linear_s, 1.0), (apart.rows, end_slope), (apart_s, -1.0)])
+        at_most(0.0, [(apart.linear_s, 1.0), (apart.rows, own_row_s), (apart_s, -1.0)])
         at_most(0.0, [*own_cpu[1], (apart_s, -1.0)])
         # Who is late rides once a pass: it stays behind the GPU batch from then on, since it crosses one layer at most
         # while that does. To ride again it needs its attention before the next stage of the GPU batch, as riders do.

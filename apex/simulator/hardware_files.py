@@ -290,7 +290,7 @@ class LayerShape:
         """The part of each of ``tensor_parallel`` GPUs.
 
         Raises:
-            ValueError: a size does not divide, or the engine does not divide models with linear attention.
+            ValueError: a size does not divide.
         """
         if config.linear is not None:
             return cls.from_config(config.shard(tensor_parallel))

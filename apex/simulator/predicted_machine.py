@@ -189,11 +189,13 @@ class PredictedMachine:
         budget = self.budget(block_size)
         most = budget.max_gpu_blocks, budget.max_cpu_blocks
         if most[0] == 0:
+            others = (
+                ", --weights int4 or --weights-gpu-memory auto" if self.tensor_parallel == 1 else " or --weights int4"
+            )
             raise ValueError(
                 f"{self.model_name} takes {budget.weight_bytes / 1e9:.1f} GB in {self.dtype} and {self.gpu.name} has "
                 f"{self.gpu['memory_gb'] * self.tensor_parallel:g} GB, of which {SIMULATED_GPU_SHARE:.0%} may be used: "
-                "take a larger --gpu, more of them (--tensor-parallel), a smaller --model, --weights int4 or "
-                "--weights-gpu-memory auto"
+                f"take a larger --gpu, more of them (--tensor-parallel), a smaller --model{others}"
             )
         return choose_blocks((num_gpu, num_cpu), most, (most[0], int(most[1] * CPU_TIER_SHARE)))
 
@@ -427,6 +429,8 @@ class WeightPlacer:
 
     def other_s(self, on_gpu: float, context: float, requests: float) -> float:
         attention_s = self._model.gpu_attention_s(max(1, round(on_gpu)), round(on_gpu * context))
+        if on_cpu := round(requests - on_gpu):  # as far as it is on the GPU: states of linear attention
+            attention_s += self._model.hand_over_s(on_cpu)
         return self.machine.model.num_layers * attention_s + self._model.outside_layers_s(max(1, round(requests)))
 
     def cpu_attention_s(self, on_cpu: float, context: float) -> float:

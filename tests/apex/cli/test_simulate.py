@@ -97,6 +97,8 @@ def test_there_is_no_bound_where_requests_are_refused(capsys, tmp_path):
 def test_tiers_of_a_prefix_cache_are_refused_where_the_engine_refuses_them(capsys):
     model = ("--model", "gpt-oss-20b", "--gpu", "a10", "--prefix-cache-tiers", "both")
     assert "prefix_cache_tiers=both needs a model that keeps all K and V" in fails(capsys, *model)
+    model = ("--model", "qwen3.5-9b", "--weights", "int4", "--max-num-seqs", "8", "--prefix-cache-tiers", "gpu")
+    assert "prefix_cache_tiers=gpu needs a CPU tier" in fails(capsys, *model, "--num-cpu-blocks", "0")
 
 
 def test_it_says_how_well_the_card_is_known_and_which_vllm_is_meant(capsys, tmp_path):

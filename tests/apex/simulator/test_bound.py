@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from apex.perf.model import Curve, PerfModel, ProfileTable, Surface
+from apex.perf.model import Curve, PerfModel, ProfileTable, Surface, decode_bound
 from apex.replay.loop import replay_requests
 from apex.replay.records import ReplayRequest
 from apex.simulator import bound as bounds
@@ -112,6 +112,24 @@ def bound_of() -> Callable[[int], float]:
         return known[gpu_blocks]
 
     return of
+
+
+def test_the_gpu_has_no_more_time_for_cpu_attention_than_what_each_task_costs_it() -> None:
+    """As the states of linear attention do: they are on the GPU whoever attends."""
+    costly = replace(table(), hand_over=Curve((1, 256), (4e-4, 256 * 4e-4)))
+    machine, of_cpu = replace(MACHINE, table=costly, gpu_tokens=20 * BLOCK), BoundWorkload.of(requests())
+    limit = bound(machine, of_cpu).tokens_per_s
+    engine = build_simulated(
+        "fastdecode", costly, LAYERS, num_gpu_blocks=20, num_cpu_blocks=600, max_num_batched_tokens=512
+    )
+    replayed = [ReplayRequest(str(i), 0.0, (0,) * prompt, out) for i, (prompt, out) in enumerate(requests())]
+    wall_s = replay_requests(engine, replayed, wait=engine.backend.sleep).wall_s
+    assert of_cpu.output_tokens / wall_s <= limit
+    # All but what fits the GPU's memory is attended by the CPU, and its tasks alone take most of the GPU's time.
+    assert limit < 0.8 * bound(replace(machine, table=table()), of_cpu).tokens_per_s
+    without, _, on_cpu = decode_bound(table(), LAYERS, 100, (0, 600 * BLOCK), 60)
+    with_tasks = decode_bound(costly, LAYERS, 100, (0, 600 * BLOCK), 60)[0]
+    assert with_tasks < 0.8 * without and with_tasks <= on_cpu / (LAYERS * on_cpu * 4e-4)
 
 
 def test_the_bound_is_below_the_rate_of_the_gpu_and_that_of_the_cpu_together() -> None:

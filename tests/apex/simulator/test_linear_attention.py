@@ -11,9 +11,10 @@ import torch
 from apex.cli import main
 from apex.perf.model import FREE, PerfModel
 from apex.simulator.backend import SimulatedBackend
-from apex.simulator.hardware_files import LayerShape, load_gpu, load_host, load_model_config
+from apex.simulator.hardware_files import LayerShape, load_gpu, load_host, load_link, load_model_config
 from apex.simulator.predicted_machine import PredictedMachine, WeightPlacer, predict_machine
 from apex.simulator.predicted_profile import (
+    all_reduce_s,
     bits_per_element,
     cpu_attention_gb_s,
     crossing_bytes_per_row,
@@ -123,6 +124,16 @@ def test_a_decoded_token_reads_and_writes_its_states_whichever_tier_has_its_kv(n
         assert model.gpu_attention_s(requests, requests * 8000) == pytest.approx(attention_s)
 
 
+def test_a_search_of_placements_counts_the_states_of_requests_of_both_tiers() -> None:
+    machine = machine_of("qwen3.5-9b", max_num_seqs=16)
+    placer, model = WeightPlacer(machine, 16), PerfModel(machine.table, machine.model.num_layers)
+    added_s = placer.other_s(4, 1000, 12) - placer.other_s(4, 1000, 4)
+    added_s -= model.outside_layers_s(12) - model.outside_layers_s(4)
+    bytes_per_s = machine.gpu["memory_bandwidth_gb_s"] * 1e9 * machine.gpu["weight_read_fraction"]
+    assert added_s > 8 * 2 * machine.model.state_bytes(2) / bytes_per_s
+    assert added_s == pytest.approx(model.num_layers * model.hand_over_s(8))
+
+
 def test_a_prompt_passes_its_states_on_once_in_64_tokens() -> None:
     """And not at each token: 27B's would take longer than all of its weights."""
     machine = machine_of("qwen3.5-27b")
@@ -212,6 +223,27 @@ def test_snapshots_have_a_fifth_of_the_cpu_tier() -> None:
     assert states.copy_s == pytest.approx(machine.gpu["transfer_latency_us"] * 1e-6 + each / (gb_s * 1e9))
     dense = predict_machine("a10", "g5-4xlarge", "llama-3.1-8b", "float16")
     assert dense.states(100, 16, caches=True) is None and dense.beside_snapshots(100) == 100
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_gpus_have_half_of_each_state_and_two_sums_in_each_layer(name: str) -> None:
+    one, two, slow = (
+        machine_of(name, max_num_seqs=8, tensor_parallel=gpus, link_name=link)
+        for gpus, link in ((1, None), (2, "pcie-4"), (2, "pcie-3"))
+    )
+    whole, part = (LayerShape.of_rank(one.model, gpus) for gpus in (1, 2))
+    assert 2 * part.gemm_weights == whole.gemm_weights and 2 * part.ffn_weights == whole.ffn_weights
+    of_state = [machine.table.hand_over(9) - machine.table.hand_over(1) for machine in (one, two)]
+    assert of_state[0] == pytest.approx(2 * of_state[1])
+    sums_s = [all_reduce_s(load_link(link), 64 * part.hidden_size * 2, 2) for link in ("pcie-3", "pcie-4")]
+    added_s = slow.table.linear(64) - two.table.linear(64)
+    assert added_s == pytest.approx(4 * 2 * (sums_s[0] - sums_s[1])) and added_s > 0
+    states = [machine.states(1000, 16, caches=True) for machine in (one, two)]
+    latency_s = one.gpu["transfer_latency_us"] * 1e-6
+    assert states[0].copy_s - latency_s == pytest.approx(2 * (states[1].copy_s - latency_s))
+    assert states[0].num_snapshots == states[1].num_snapshots
+    # The weights are on both together once, and so are the states of all requests.
+    assert two.budget(16).usable_bytes - one.budget(16).usable_bytes == pytest.approx(one.budget(16).device_bytes)
 
 
 def test_a_stage_waits_for_the_copies_of_its_states() -> None:

@@ -170,6 +170,9 @@ def test_the_pool_is_what_all_gpus_hold_beside_the_weights() -> None:
     small = predict_machine("a100", "xeon-6342", "llama-2-70b", "bfloat16")
     with pytest.raises(ValueError, match=r"has 80 GB.*more of them \(--tensor-parallel\)"):
         small.num_blocks(None, None, 16)
+    pair = predict_machine("t4", "g4dn-12xlarge", "llama-2-70b", "float16", tensor_parallel=2, link_name="pcie-3")
+    with pytest.raises(ValueError, match=r"a smaller --model or --weights int4$"):  # weights are streamed to one GPU
+        pair.num_blocks(None, None, 16)
 
 
 def test_links_are_known_by_their_files() -> None:
